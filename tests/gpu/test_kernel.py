@@ -32,6 +32,7 @@ from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.draw import operand_draw
+from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
@@ -86,7 +87,8 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
     for name, program in programs():
         for side, (first, second) in sides.items():
             rows, columns = program.operand(first), program.operand(second)
-            if rows.is_plain and columns.is_plain and rows.spec is not None and columns.spec is not None:
+            altered = any(own.at(stage) for own in (rows, columns) for stage in QUANTIZER_STAGES)
+            if not altered and rows.spec is not None and columns.spec is not None:
                 pair = rows.spec, columns.spec
                 if all(map(supports, pair)) and pair not in found.values():
                     found[f"{name}:{side}"] = pair
@@ -380,7 +382,7 @@ def test_a_warning_says_why_there_are_no_kernels(
             assert not operators.runs(QuantSpec(), cuda)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not operators.quantizes_both(QuantSpec(), QuantSpec(), torch.bfloat16, cuda)
+            assert not operators.usable(cuda)
     finally:
         kernels.available.cache_clear()
 

@@ -165,7 +165,7 @@ def test_a_schedule_is_made_once_and_prints_its_reasons() -> None:
     assert lower(program, replace(TRAINING)) is schedule
     lines = str(schedule).splitlines()
     assert len(lines) == 6
-    assert lines[1] == "fprop.right: tensor code (q_ema rounds elements); keeps quantized values"
+    assert lines[1] == "fprop.weight: tensor code (q_ema rounds elements); keeps quantized values"
 
 
 #: The package's functions that say what kernels can do. Whoever asks them decides about kernels.
