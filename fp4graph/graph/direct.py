@@ -33,8 +33,9 @@ from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, current_substitute, numbered
 from fp4graph.graph.operations import operation_of, tag_of
-from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
+from fp4graph.graph.plan import Planner, plan_once
 from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy

@@ -157,18 +157,17 @@ class PairStep:
         """Return the step as a rotation of blocks that divide ``within``; None where it is none."""
         if not _says_block_rotation(type(self.transform)):
             return None
-        rotation = contract.run(self.transform, "block_rotation", self.shared)
-        if rotation is None:
+        block = self.transform.block_rotation
+        if block is None:
             return None
-        if not (isinstance(rotation, tuple) and len(rotation) == 2 and isinstance(rotation[0], int)):
-            raise contract.broken(self.transform, "block_rotation", "must return (g, signs or None) or None")
-        block, signs = rotation
-        if block < 2 or block & (block - 1):
-            raise contract.broken(self.transform, "block_rotation", f"returned blocks of {block}, no power of two")
-        if signs is not None and not (isinstance(signs, Tensor) and tuple(signs.shape) == (block,)):
-            raise contract.broken(self.transform, "block_rotation", f"must return signs [{block}], or None")
+        if not isinstance(block, int) or block < 2 or block & (block - 1):
+            raise contract.broken(self.transform, "block_rotation", f"is {block!r}, no power of two")
+        if [tuple(tensor.shape) for tensor in self.shared] not in ([], [(block,)]):
+            rule = f"must return signs [{block}] alone, or nothing, beside block_rotation {block}"
+            raise contract.broken(self.transform, "pair_context", rule)
         if within % block:
             return None
+        signs = self.shared[0] if self.shared else None
         return Turn(block, None if signs is None else signs.to(torch.float32))
 
     def apply(self, x: Tensor, side: Side) -> Tensor:

@@ -8,21 +8,26 @@ before techniques declared what they mix. ``python -m tests.graph.test_refusals`
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import pytest
+from torch import Tensor
 
 import fp4graph
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.policy import Policy
+from fp4graph.technique import Context, Operand, Overhead, Technique
+from fp4graph.technique.facts import Mixes
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, quantizer
 
@@ -124,6 +129,46 @@ def test_every_policy_and_technique_is_taken_or_refused_as_the_table_says() -> N
     with TABLE.open(encoding="utf-8") as file:
         _, *recorded = csv.reader(file)
     assert recorded == written()
+
+
+class Halving(Technique):
+    """A plugin's technique that declares nothing: half of each block's maximum is its statistic."""
+
+    name: ClassVar[str] = "halving"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.0
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        return frozenset(Operand)
+
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        return z / 2
+
+
+@pytest.mark.parametrize("mixes", get_args(Mixes))
+@pytest.mark.parametrize("block", [16, "tensor"])
+def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) -> None:
+    cls = Halving if mixes == "tensor" else type("Mixing", (Halving,), {"__module__": __name__, "mixes": mixes})
+    rule = dataclasses.replace(fp4graph.load_policy(one_rule(quantize=quantizer(block))).rules[0], techniques=(cls(),))
+    messages = {"tensor": "does not tell the tokens and weights of experts apart (its mixes is 'tensor')"}
+    if block == "tensor":
+        sees = "halving cannot act on fprop.input of experts where one scale is that of a tensor"
+        messages |= {"block": sees, "expert": sees}
+    site = SiteView("m", "grouped", 512, 256, 256 * 512)
+    if mixes in messages:
+        with pytest.raises(CaptureError, match=re.escape(messages[mixes])):
+            plan_site(site, rule)
+    else:
+        assert plan_site(site, rule).program is not None
+    assert plan_site(dataclasses.replace(site, op="linear"), rule).program is not None
+
+
+def test_the_elements_that_are_treated_together_follow_from_the_facts() -> None:
+    made = shipped_registry().techniques
+    assert made["hadamard"](block=16).period == 16
+    assert made["macro_block_scaling"](block=64).period == 64
+    assert made["tensor_scaling"](granularity=48).period == 48
+    assert made["tensor_scaling"]().period == made["outlier_clamp"]().period == 1
 
 
 def written() -> list[list[str]]:
