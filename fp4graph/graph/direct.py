@@ -32,7 +32,7 @@ from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, current_substitute, numbered
-from fp4graph.graph.operations import operation_of, tag_of
+from fp4graph.graph.operations import Verdict, operation_of, tag_of
 from fp4graph.graph.plan import Planner, plan_once
 from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
 from fp4graph.graph.refusals import rule_that_keeps
@@ -267,7 +267,7 @@ class Direct(TorchFunctionMode):
         if work is None:
             self._idle.add(kind)
             return None
-        if isinstance(work, FoundWork) and not (work.like_linear or work.unknown) and not self._lists:
+        if isinstance(work, FoundWork) and work.verdict is Verdict.KEEP and not self._lists:
             return None
         planned = self.planner.plan([work])
         if self.planner.refused is not None:

@@ -20,8 +20,8 @@ from fp4graph.graph import flops, operations, products
 from fp4graph.graph.expand import inline
 from fp4graph.graph.marker import Marker, is_another_each_time, module_stack
 from fp4graph.graph.names import Names, Owner
-from fp4graph.graph.operations import Sizes, operation_of, read_product, tag_of
-from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_source
+from fp4graph.graph.operations import NoProduct, Sizes, Verdict, operation_of, read_product, tag_of
+from fp4graph.graph.products import Product, name_of, value_of, view_source
 from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
@@ -71,12 +71,7 @@ class FoundWork:
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
         reason: why it cannot be quantized.
-        like_linear: whether a linear layer could have been written in its place. Such work is kept as the policy keeps
-            a linear layer, and is an error where the policy would quantize one.
-        like_grouped: whether a grouped product could have been written in its place, too. Such work is an error also
-            where the policy would quantize that.
-        unknown: whether the table of operations lacks the operation. Such work is an error under every policy that
-            quantizes anything, until a rule keeps it.
+        verdict: what the planner does with it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
         supported: whether a rule could have the work quantized.
     """
@@ -86,9 +81,7 @@ class FoundWork:
     view: SiteView
     places: tuple[int, ...] | None = None
     reason: str = ""
-    like_linear: bool = False
-    like_grouped: bool = False
-    unknown: bool = False
+    verdict: Verdict = Verdict.KEEP
     formula: Callable[..., int] | None = None
     supported: bool = False
 
@@ -285,12 +278,13 @@ class Finder:
                     if name == "autograd_function_apply" and place > 0:
                         continue  # the body of its backward
                     op = read.op if isinstance(read, NoProduct) else "matmul"
-                    self.found.work.append(self._work(inside, op, f"inside {name}, which is not rewritten"))
+                    reason = f"inside {name}, which is not rewritten"
+                    self.found.work.append(self._work(inside, op, reason, Verdict.KEEP, markers))
                     multiplies |= isinstance(read, Product)
             inner.recompile()
         if multiplies and self._multiplies_parameter(node, markers):
             reason = "the operation has a backward of its own"
-            self.found.work.append(self._like_linear(node, name, reason, markers, lambda *_, **__: 0))
+            self.found.work.append(self._work(node, name, reason, Verdict.LIKE_LINEAR, markers, lambda *_, **__: 0))
 
     def describe(self, node: Node, markers: Markers) -> FoundProduct | FoundWork | None:
         """Return what ``node`` is, or None where it does no matrix work."""
@@ -305,26 +299,23 @@ class Finder:
                 if changed or self._is_gathered_parameter(factor, markers):
                     gathered = products.gathered(read, weight_first=weight_first)
                     if gathered is None:
-                        work = self._like_linear(node, name_of(node), _GATHERED, markers)
-                        return dataclasses.replace(work, like_grouped=True)
+                        return self._work(node, name_of(node), _GATHERED, Verdict.LIKE_EXPERTS, markers)
                     return self._product(gathered, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
-            weighs = read.weighs or self._multiplies_parameter(node, markers)
-            if weighs and not operation.kept and self._computes_weight(node, markers):
-                work = self._work(node, read.op, _OF_WEIGHTS, operation.flops)
-            elif weighs and not operation.kept:
-                work = self._like_linear(node, read.op, read.reason, markers, operation.flops)
-            else:
-                work = self._work(node, read.op, read.reason, operation.flops)
+            verdict, reason = read.verdict, read.reason
+            if verdict is None:
+                verdict = Verdict.LIKE_LINEAR if self._multiplies_parameter(node, markers) else Verdict.KEEP
+            if verdict is Verdict.LIKE_LINEAR and self._computes_weight(node, markers):
+                verdict, reason = Verdict.KEEP, _OF_WEIGHTS
+            work = self._work(node, read.op, reason, verdict, markers, operation.flops)
             return dataclasses.replace(work, supported=operations.opens_on_request(node))
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
         if operations.is_foreign(node) and self._multiplies_parameter(node, markers):
-            return self._like_linear(node, name_of(node), "an operation of another library", markers)
+            return self._work(node, name_of(node), "an operation of another library", Verdict.LIKE_LINEAR, markers)
         if self._counts(node):
-            work = self._like_linear(node, name_of(node), "fp4graph does not know this operation", markers)
-            return dataclasses.replace(work, like_linear=False, unknown=True)
+            return self._work(node, name_of(node), "fp4graph does not know this operation", Verdict.UNKNOWN, markers)
         return None
 
     def _counts(self, node: Node) -> bool:
@@ -341,18 +332,20 @@ class Finder:
             self._counted[kind] = bool(flops.of_node(node))
         return self._counted[kind]
 
-    def _work(self, node: Node, op: str, reason: str, formula: Callable[..., int] | None = None) -> FoundWork:
-        module = self._names.module(node)
-        return FoundWork(node, module, self._view(module, op), reason=reason, formula=formula)
-
-    def _like_linear(
-        self, node: Node, op: str, reason: str, markers: Markers, formula: Callable[..., int] | None = None
+    def _work(
+        self,
+        node: Node,
+        op: str,
+        reason: str,
+        verdict: Verdict,
+        markers: Markers,
+        formula: Callable[..., int] | None = None,
     ) -> FoundWork:
         module = self._names.module(node)
-        marked = markers.marker_of(node) if module is None else None
-        view = self._view(module if marked is None else marked.marker.module, op)
+        marked = markers.marker_of(node) if module is None and verdict is not Verdict.KEEP else None
+        view = self._names.view(module if marked is None else marked.marker.module, op)
         places = None if marked is None else marked.marker.tag.rules
-        return FoundWork(node, module, view, places, reason, like_linear=True, formula=formula)
+        return FoundWork(node, module, view, places, reason, verdict, formula)
 
     def _product(self, product: Product, markers: Markers) -> FoundProduct:
         node = product.node
@@ -382,12 +375,9 @@ class Finder:
         if has_weight and view.role is None and node in self._routers:
             view = dataclasses.replace(view, role="router")
         reason = "its first factor is the parameter; write it as F.linear to quantize it"
-        work = self._like_linear(node, name_of(node), reason, markers) if weight_first else None
+        work = self._work(node, name_of(node), reason, Verdict.LIKE_LINEAR, markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)
         return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)
-
-    def _view(self, module: str | None, op: str) -> SiteView:
-        return self._names.view(module, op)
 
     def _multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""

@@ -17,6 +17,7 @@ from torch import SymInt
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
 from fp4graph.graph.find import FoundProduct, FoundWork
+from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import name_of, transposes, value_of
 from fp4graph.graph.refusals import (
     reaches_across,
@@ -311,25 +312,21 @@ class Planner:
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
-        """Keep work that cannot be quantized, or refuse it.
+        """Keep work that cannot be quantized, or refuse it, as its verdict says.
 
-        Work like a linear layer's is refused where the policy would quantize a linear layer, work like experts' also
-        where it would quantize these, unknown work where it quantizes anything, until a rule speaks of it.
+        A rule that keeps the work by its own name has the last word.
         """
-        if not (found.like_linear or found.unknown):
+        if found.verdict is Verdict.KEEP:
             return self._keep(found, found.reason)
         decision = self._policy.decide(found.view, found.places)
-        instead = (dataclasses.replace(found.view, op=op) for op in ("linear", "grouped")[: 1 + found.like_grouped])
-        wanted = (
-            self._policy.quantizes
-            if found.unknown
-            else any(self._policy.may_quantize(one, found.places) for one in instead)
-        )
+        unknown = found.verdict is Verdict.UNKNOWN
+        instead = (dataclasses.replace(found.view, op=op) for op in found.verdict.value)
+        wanted = self._policy.quantizes if unknown else any(self._policy.may_quantize(s, found.places) for s in instead)
         if not wanted or (decision.index >= 0 and not decision.rule.quantizes):
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")
         op, module = found.view.op, found.view.module
-        what = "multiplies matrices" if found.unknown else "multiplies with a parameter"
+        what = "multiplies matrices" if unknown else "multiplies with a parameter"
         return self._refuse(
             f"{op} {what} in a way that cannot be quantized yet ({found.reason}), and would run in high precision "
             f"without a word. To keep it, {rule_that_keeps(op, module)}",

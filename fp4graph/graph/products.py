@@ -72,18 +72,6 @@ class Product:
         return a, b
 
 
-@dataclass(frozen=True)
-class NoProduct:
-    """Matrix work that cannot be a site: the name of the operation, and why.
-
-    ``weighs`` says that one factor is a weight, also where it is no parameter.
-    """
-
-    op: str
-    reason: str
-    weighs: bool = False
-
-
 def linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
     """Read ``A @ Bᵀ + bias``."""
     return Product(node, "linear", input, weight, bias)
