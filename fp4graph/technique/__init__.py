@@ -4,7 +4,7 @@ A plugin imports from this package and from the other modules of :data:`IMPORTAB
 """
 
 from fp4graph.technique.context import Context, GroupScale, Quantization
-from fp4graph.technique.entries import OperandSpecs, Overhead, Partition, StateEntry
+from fp4graph.technique.facts import OperandSpecs, Overhead, Partition, StateEntry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import (

@@ -1,24 +1,99 @@
-"""The facts that a technique declares about itself, from which it follows where it may act and which code computes it.
+"""The data that techniques declare: facts about themselves, tensors that they keep, channels that they part.
 
-They are known before anything runs. A fact that does not depend on options is an attribute of the class, also where
-:class:`Facts` has a property: ``block_rotation: ClassVar[int] = 16``.
+Where a technique may act and which code computes it follows from these facts, before anything runs. A fact that does
+not depend on options is an attribute of the class, also where :class:`Facts` has a property:
+``block_rotation: ClassVar[int] = 16``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import lcm
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique.entries import OperandSpecs, Overhead
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.options import OperandList
 
+#: Specs of one site's six operands; None is high precision.
+OperandSpecs = Mapping[Operand, "QuantSpec | None"]
 #: The elements that may change what a technique does to an element of the same operand; each includes the ones before.
 Mixes = Literal["none", "block", "expert", "tensor"]
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The cost on a tensor of n elements in blocks of l, as "Elucidating the design space of FP4 training", Table 2."""
+
+    compute: str
+    memory: str
+    fusable: bool
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A tensor that a technique keeps in the model for each weight it acts on, as a buffer of the weight's module.
+
+    Tensor stages read the entry as ``context.state[name]``, stages of the optimizer as ``WeightUpdate.state[name]``.
+    Keep here what the forward or the backward reads. What only the optimizer's stages read belongs into
+    ``WeightUpdate.memory``, a dict in ``optimizer.state`` that is saved with the optimizer and needs no declaration.
+
+    The buffer and ``WeightUpdate.state`` have the layout in which the module stores its weight: ``[K, N]`` for Hugging
+    Face's Conv1D, ``[N, K]`` otherwise. Tensor stages get a ``weight_like`` entry as they get the operand: transposed,
+    rotated and cut into blocks like the weight. Under FSDP2 the buffer of an entry of the weight's shape is a DTensor,
+    sharded like the weight, and is gathered inside the graph; ``WeightUpdate.state`` holds the DTensor beside the
+    parameter's. Floating-point buffers keep their dtype whatever ``model.to`` says.
+
+    Attributes:
+        name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
+            ``fprop.weight``).
+        operand: the operand whose stages receive the entry.
+        init: makes the first value from the whole weight, as stored. It is called by ``apply``, again at the first
+            training forward, when the weights have their values, and when a checkpoint is loaded that lacks the entry.
+            It must be a function of a module and not a lambda or a closure: plans compare entries by this function too,
+            and one made anew at each call of :meth:`Technique.state` would share no compiled code.
+        writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by
+            :meth:`Technique.observe`.
+        weight_like: whether the entry has the weight's shape. Otherwise it has any shape and reaches the stages as it
+            is.
+    """
+
+    name: str
+    operand: Operand
+    init: Callable[[Tensor], Tensor]
+    writer: Literal["optimizer", "graph"] = "optimizer"
+    weight_like: bool = True
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Input channels that a linear layer multiplies apart from its others, under specs of their own.
+
+    The layer's X and W are cut along K into the chosen channels C, those of the largest scores, and the rest R. Each
+    part is gathered by falling score; of equal scores the first channel comes first::
+
+        fprop   Y       = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
+        dgrad   dX      = Q3(dY) @ Q4(Wᵀ)ᵀ
+        wgrad   dW_R    = Q5(dYᵀ) @ Q6(X_Rᵀ)ᵀ,   dW_C = C5(dYᵀ) @ C6(X_Cᵀ)ᵀ
+
+    Q are the site's quantizers, with its techniques; C are plain quantizers by :attr:`specs`. dgrad is one product in
+    the layer's own order of channels; with ``source: fprop`` it reads what Q2 and C2 gave.
+
+    Attributes:
+        entry: the name of the technique's :class:`StateEntry` with the scores, fp32 ``[K]``: one of ``fprop.weight``
+            that is not ``weight_like``.
+        count: the number of chosen channels, from 1 to K - 1.
+        specs: the specs of the chosen channels in fprop and wgrad, None or absent for high precision.
+    """
+
+    entry: str
+    count: int
+    specs: tuple[tuple[Operand, QuantSpec | None], ...]
 
 
 class Facts(BaseModel):

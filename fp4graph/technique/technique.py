@@ -18,8 +18,7 @@ from torch import Tensor
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.context import Context, Quantization
-from fp4graph.technique.entries import OperandSpecs, Partition, StateEntry
-from fp4graph.technique.facts import Facts, Mixes
+from fp4graph.technique.facts import Facts, Mixes, OperandSpecs, Partition, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
