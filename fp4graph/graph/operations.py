@@ -13,7 +13,7 @@ A new operation is a row here:
 - It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
   :mod:`fp4graph.graph.attention`.
 - It multiplies parts of a parameter that another operation picked: ``Finder.describe`` reads the two together, as it
-  does with :func:`fp4graph.graph.products.gathered`.
+  does with :func:`fp4graph.graph.copies.gathered`.
 - It does neither: the reason, with ``Verdict.KEEP`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """

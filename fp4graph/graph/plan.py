@@ -16,7 +16,7 @@ from torch import SymInt
 
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
-from fp4graph.graph.find import FoundProduct, FoundWork
+from fp4graph.graph.found import FoundProduct, FoundWork
 from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import name_of, transposes, value_of
 from fp4graph.graph.refusals import (
