@@ -27,7 +27,8 @@ from fp4graph.technique.site import SiteView
 
 _GATHERED = (
     "it multiplies each token with a copy of its expert's matrix; to quantize it expert by expert, pick the copies as "
-    "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product"
+    "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product, in "
+    "transformers with experts_implementation='grouped_mm'"
 )
 _OF_WEIGHTS = "it multiplies the model's own tensors alone, as spectral_norm does to compute a weight"
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
