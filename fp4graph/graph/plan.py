@@ -15,32 +15,18 @@ from typing import TypeVar
 from torch import SymInt
 
 from fp4graph.errors import CaptureError, PluginError
-from fp4graph.graph import flops
+from fp4graph.graph import flops, refusals
 from fp4graph.graph.found import FoundProduct, FoundWork
 from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import name_of, transposes, value_of
-from fp4graph.graph.refusals import (
-    reaches_across,
-    require_alone,
-    require_each_expert,
-    require_experts_apart,
-    require_no_weight_techniques,
-    rule_that_keeps,
-)
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
-from fp4graph.technique import (
-    OperandSpecs,
-    Partition,
-    StateEntry,
-    Technique,
-    checked_plan,
-    overrides,
-)
+from fp4graph.technique import OperandSpecs, Partition, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -81,13 +67,13 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
     if site.op == "grouped":
-        require_experts_apart(site, rule, techniques)
+        refusals.require_experts_apart(site, rule, techniques)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
     if site.op == "conv":
         linear = dataclasses.replace(site, op="linear")
         keeping = (t for t in techniques if t.steps_weight or _members(t, linear, rule, "state", StateEntry))
-        require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
+        refusals.require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
 
     acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
     pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
@@ -118,7 +104,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
     parting = {t: part for t in techniques if (part := _partition(t, site, rule, specs)) is not None}
     if parting:
-        technique = require_alone(program, list(parting), site, rule)
+        technique = refusals.require_alone(program, list(parting), site, rule)
         program = _with_partition(program, technique, parting[technique], rule, training=training)
     return Plan(ordered, program)
 
@@ -165,9 +151,9 @@ def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rul
 
     Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
     """
-    require_each_expert(program, which, site, rule)
+    refusals.require_each_expert(program, which, site, rule)
     spec = program.spec
-    if spec is None or isinstance(spec.block, int | tuple) or not reaches_across(program, which):
+    if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, which):
         return program
     return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
 
