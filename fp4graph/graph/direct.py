@@ -175,7 +175,7 @@ class Direct(TorchFunctionMode):
         if read_later:
             node.meta[copies.WRITES] = copies.WritesSince(self._writes, *((n, given[n]) for n in read_later))
         picked = [n for n in given if n.meta.get(copies.PICKED, False)]
-        other = call is None and source is None and operation_of(node) is None
+        other = picked and call is None and source is None and operation_of(node) is None
         if other and copies.changes_copies(node, result, given, picked):
             node.meta |= {copies.PICKED: True, copies.CHANGED: True}
         self._nodes.remember(result, node, written=written)
