@@ -48,8 +48,10 @@ def _table(policy: str, model: str) -> str:
     modules: dict[tuple[tuple[str, str, str, str], ...], list[str]] = {}
     for site in sites:
         if site.schedule is not None:
-            steps = site.schedule.steps().items()
-            rows = tuple((operand.value, step.way, step.why, ", ".join(sorted(step.keeps))) for operand, step in steps)
+            rows = tuple(
+                (operand.value, step.way.value, step.why, ", ".join(sorted(step.keeps)))
+                for operand, step in site.schedule.steps().items()
+            )
             leaf = (site.module or "").rpartition(".")[2]
             names = modules.setdefault(rows, [])
             names += [leaf] if leaf not in names else []

@@ -50,7 +50,7 @@ class AdaptiveQuantizationNoise(Technique):
     complexity: ClassVar[float] = 0.5
     draws: ClassVar[bool] = True
     on_weight: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")

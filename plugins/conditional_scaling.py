@@ -48,7 +48,8 @@ class ConditionalScaling(Technique):
 
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
+    group_granularity: ClassVar[Granularity] = "tensor"
     complexity: ClassVar[float] = 0.5
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})

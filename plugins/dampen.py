@@ -42,7 +42,7 @@ class Dampen(Technique):
 
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 0.5
     on_weight: ClassVar[bool] = True
 

@@ -40,7 +40,7 @@ class ElementChoice(Technique):
 
     name: ClassVar[str] = "element_choice"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 0.5
 
     others: tuple[str, ...] = Field(("int4",), min_length=1, description="Formats beside the spec's own, by name.")

@@ -46,7 +46,7 @@ class FourOverSix(Technique):
 
     name: ClassVar[str] = "four_over_six"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "block"
     complexity: ClassVar[float] = 0.5
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})

@@ -50,7 +50,7 @@ class Freeze(Technique):
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 3.0
     on_weight: ClassVar[bool] = True
     # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.

@@ -43,7 +43,7 @@ class Hadamard(Technique):
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
@@ -80,8 +80,8 @@ class Hadamard(Technique):
         return self
 
     @property
-    def period(self) -> int:
-        """g: the transform mixes the elements of a block."""
+    def block_rotation(self) -> int:
+        """g: the transform is the rotation x·S·H of blocks of so many elements."""
         return self.block
 
     @property
@@ -125,10 +125,6 @@ class Hadamard(Technique):
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""
         return rotation.unrotate(x, self.block, shared[0] if shared else None)
-
-    def block_rotation(self, shared: tuple[Tensor, ...]) -> tuple[int, Tensor | None]:
-        """Return g and the signs: the transform is such a rotation."""
-        return self.block, shared[0] if shared else None
 
 
 @hookimpl

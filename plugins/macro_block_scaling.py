@@ -37,7 +37,7 @@ class MacroBlockScaling(Technique):
 
     name: ClassVar[str] = "macro_block_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
@@ -45,7 +45,7 @@ class MacroBlockScaling(Technique):
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     @property
-    def period(self) -> int:
+    def group_granularity(self) -> int:
         """The elements that share γ."""
         return self.block
 

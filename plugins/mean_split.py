@@ -48,7 +48,7 @@ class MeanSplit(Technique):
     name: ClassVar[str] = "mean_split"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
 
     operands: Annotated[tuple[str, ...], OperandList(_OF_TOKENS)] = Field(
         ("inputs", "gradients"), description="Operands, or groups of them, that are split: those that have tokens."

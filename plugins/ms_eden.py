@@ -73,7 +73,9 @@ class MSEden(Technique):
     name: ClassVar[str] = "ms_eden"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
+    group_granularity: ClassVar[Granularity] = "tensor"
+    normalizes: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
@@ -82,16 +84,8 @@ class MSEden(Technique):
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     @property
-    def period(self) -> int:
-        return self.block
-
-    @property
     def draws(self) -> bool:
         return True
-
-    @property
-    def divides_by(self) -> Granularity | None:
-        return "tensor"
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse operands that are not rotated in the same groups, and specs whose rounding is another."""

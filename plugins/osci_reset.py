@@ -43,7 +43,7 @@ class OsciReset(Technique):
     name: ClassVar[str] = "osci_reset"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
     complexity: ClassVar[float] = 2.0
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     on_weight: ClassVar[bool] = True
     #: Q-EMA rounds by an average that a reset of the weight does not move; freeze puts weights back by itself; under
     #: noise on the weights all of them seem to oscillate.

@@ -48,7 +48,7 @@ class OutlierClamp(Technique):
 
     name: ClassVar[str] = "outlier_clamp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
     counts: ClassVar[bool] = True
 
     quantile: float = Field(

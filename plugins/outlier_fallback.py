@@ -50,7 +50,7 @@ class OutlierFallback(Technique):
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
     complexity: ClassVar[float] = 1.5
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
     counts: ClassVar[bool] = True
 
     operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")

@@ -55,11 +55,10 @@ class QEma(Technique):
 
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     on_weight: ClassVar[bool] = True
-    by_block: ClassVar[bool] = True
 
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")

@@ -63,7 +63,7 @@ class QRamping(Technique):
 
     name: ClassVar[str] = "q_ramping"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 2.5
     on_weight: ClassVar[bool] = True
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})

@@ -38,8 +38,7 @@ class QuestScale(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
-    by_block: ClassVar[bool] = True
-    by_expert: ClassVar[bool] = True
+    mixes = "block"
 
     c: Positive = Field(2.92247856, description="The largest representable value in standard deviations.")
     operands: ForwardOperands = Field(("forward",), description="Operands whose scales follow the deviation.")

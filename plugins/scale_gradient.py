@@ -47,7 +47,7 @@ class ScaleGradient(Technique):
 
     name: ClassVar[str] = "scale_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n/l)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "block"
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
     range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or subnormal ones only.")

@@ -46,7 +46,7 @@ class SmoothMax(Technique):
 
     name: ClassVar[str] = "smooth_max"
     overhead: ClassVar[Overhead] = Overhead("O(4n)", "O(4n)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "block"
 
     kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="Z and its gradient dZ/dX.")
     beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")

@@ -44,7 +44,7 @@ class SmoothSwiglu(Technique):
     name: ClassVar[str] = "smooth_swiglu"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
-    by_expert: ClassVar[bool] = True
+    mixes = "expert"
 
     power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
 

@@ -54,7 +54,7 @@ class StepGradient(Technique):
 
     name: ClassVar[str] = "step_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="The surrogate Q'.")
     operands: ForwardOperands = Field(

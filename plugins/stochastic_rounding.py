@@ -43,7 +43,7 @@ class StochasticRounding(Technique):
 
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "block"
     complexity: ClassVar[float] = 0.5
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(

@@ -31,7 +31,7 @@ class StochasticScaleRounding(Technique):
 
     name: ClassVar[str] = "stochastic_scale_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
     complexity: ClassVar[float] = 0.25
 
     operands: Operands = Field(

@@ -65,7 +65,8 @@ class TensorScaling(Technique):
 
     name: ClassVar[str] = "tensor_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    by_expert: ClassVar[bool] = True
+    mixes = "none"
+    normalizes: ClassVar[bool] = True
     complexity: ClassVar[float] = 0.5
 
     granularity: Literal["tensor", "all", "row"] | int = Field(
@@ -87,9 +88,9 @@ class TensorScaling(Technique):
         return value
 
     @property
-    def period(self) -> int:
-        """The elements that share γ along the contraction axis, where they are so many."""
-        return self.granularity if isinstance(self.granularity, int) else 1
+    def group_granularity(self) -> Granularity:
+        """The granularity of γ = g/κ."""
+        return self.granularity
 
     @property
     def draws(self) -> bool:
@@ -150,11 +151,6 @@ class TensorScaling(Technique):
             StateEntry("gamma", operand, _one, writer="graph", weight_like=False)
             for operand in sorted(self.operands_listed, key=list(Operand).index)
         )
-
-    @property
-    def divides_by(self) -> Granularity | None:
-        """The granularity of γ = g/κ."""
-        return self.granularity
 
     def kappa(self, spec: QuantSpec) -> float:
         """Return κ for operands of ``spec``."""

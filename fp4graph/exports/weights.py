@@ -254,7 +254,7 @@ def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | No
     stages = [*_REFUSED, "block_statistic", "group_statistic", "scale", "round", "rescale"]
     changing = [t.name for t in program.techniques if any(overrides(t, stage) for stage in stages)]
     scaling = [t for t in program.techniques if overrides(t, "group_scale")]
-    wrong = [t.name for t in scaling if t.divides_by not in ("tensor", "all")]
+    wrong = [t.name for t in scaling if not (t.normalizes and t.group_granularity in ("tensor", "all"))]
     kind = _kind_of(program.spec)
     if kind != beside or isinstance(program.spec.block, tuple) or changing or wrong or (scaling and kind == "mxfp4"):
         what = _described(program.spec) + (f" with {', '.join([*changing, *wrong])}" if changing or wrong else "")

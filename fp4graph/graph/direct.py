@@ -12,7 +12,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,21 +20,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import products, roles
-from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
+from fp4graph.graph import copies, products, roles
+from fp4graph.graph.find import Finder
+from fp4graph.graph.found import FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
+from fp4graph.graph.nodes import Nodes
 from fp4graph.graph.observe import Recording, current_substitute, numbered
-from fp4graph.graph.operations import operation_of, tag_of
-from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
-from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
+from fp4graph.graph.operations import Verdict, operation_of, tag_of
+from fp4graph.graph.plan import Planner, plan_once
+from fp4graph.graph.products import PRODUCER, value_of
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
@@ -43,20 +45,9 @@ from fp4graph.policy import Policy
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 #: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
 _QUANTIZED = "fp4graph_quantized"
-#: Key in a node's meta data: True for a parameter and for a view of one.
-_OF_PARAMETER = "fp4graph_of_parameter"
-#: Key in a node's meta data: True for copies that indices picked of a parameter of three axes or more, changed or not.
-_PICKED = "fp4graph_picked"
 #: Operations that pick a matrix of a stack by a number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A tensor that the pass was given, as Dynamo describes the input of a graph."""
-
-    example: Tensor
 
 
 class Direct(TorchFunctionMode):
@@ -97,16 +88,14 @@ class Direct(TorchFunctionMode):
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
         self._policy, self._names, self._whole = policy, names, whole
-        self._produced, self._idle = produced, idle
-        self._recording, self._carries, self._lists = recording, carries, lists
+        self._idle, self._recording, self._carries, self._lists = idle, recording, carries, lists
         self._shown: Counter[str] = Counter()
         self._finder = Finder(names, policy.may_quantize, {})
         self._markers = Markers()
-        self._graph = Graph()  # nodes name it as theirs, and none is in it
-        self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
+        self._nodes = Nodes(names, produced)
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
-        self._writes = Writes()
+        self._writes = copies.Writes()
         self._backward = torch._C._current_graph_task_id()
         self._functions_outside = len(_functions())
 
@@ -131,9 +120,9 @@ class Direct(TorchFunctionMode):
         state: Sequence[Tensor],
     ) -> None:
         """Take the marker of a module that is about to run; the arguments are those of ``fp4graph::mark``."""
-        place = self._own
-        nodes = [place(w) for w in weights], [place(entry) for entry in state]
-        self._markers.add(Marker(tag, place(key), place(step), *nodes, module.training, id(module), name))
+        own = self._nodes.own
+        nodes = own(key), own(step), [own(w) for w in weights], [own(entry) for entry in state]
+        self._markers.add(Marker(tag, *nodes, module.training, id(module), name))
         self.marked.add(name)
 
     def __torch_function__(
@@ -149,7 +138,7 @@ class Direct(TorchFunctionMode):
         given: dict[Node, Tensor] = {}
 
         def node_of(x: Tensor) -> Node:
-            node = self._node(x)
+            node = self._nodes.of(x)
             given[node] = x
             return node
 
@@ -158,21 +147,21 @@ class Direct(TorchFunctionMode):
             op, target, places = "call_function", getattr, (*places, target)
         if target in _SELECTS:
             places, names = _selected(places, names, given)
-        node = Node(self._graph, "", op, target, places, names)
+        node = self._nodes.call(op, target, places, names)
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
             node.meta["fp4graph_op"] = self._tag
         source = products.view_source(node)
-        node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
+        node.meta[copies.OF_PARAMETER] = source is not None and source.meta[copies.OF_PARAMETER]
         if target in roles.CHOICES:
-            self._check_router(node)
+            _check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
-        node.meta[_PICKED] = _is_picked(node)
-        written = products.writes(node)
+        node.meta[copies.PICKED] = copies.is_picked(node)
+        written = copies.writes(node)
         self._writes.count += written
-        read_later = _experts_picked(node)
+        read_later = copies.experts_picked(node)
         try:
             if (function := self._opened(node)) is not None:
                 return self._run_opened(node, function, args, kwargs)
@@ -184,19 +173,13 @@ class Direct(TorchFunctionMode):
                 if n not in read_later:
                     del n.meta["example_value"]  # a node must not keep an activation alive
         if read_later:
-            node.meta[WRITES] = WritesSince(self._writes, *((n, given[n]) for n in read_later))
-        if call is None and source is None and self._changes_copies(node, result, given):
-            node.meta |= {_PICKED: True, products.CHANGED: True}
-        self._remember(result, node, written=written)
+            node.meta[copies.WRITES] = copies.WritesSince(self._writes, *((n, given[n]) for n in read_later))
+        picked = [n for n in given if n.meta.get(copies.PICKED, False)]
+        other = picked and call is None and source is None and operation_of(node) is None
+        if other and copies.changes_copies(node, result, given, picked):
+            node.meta |= {copies.PICKED: True, copies.CHANGED: True}
+        self._nodes.remember(result, node, written=written)
         return result
-
-    @staticmethod
-    def _changes_copies(node: Node, result: Any, given: Mapping[Node, Tensor]) -> bool:
-        """Return whether ``node``, no view, changes copies of experts' matrices."""
-        copies = [n for n in given if n.meta.get(_PICKED, False)]
-        if not copies or operation_of(node) is not None or products.gathered_source(node) is not None:
-            return False
-        return products.changes_copies(node, result, given, copies)
 
     def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""
@@ -210,46 +193,7 @@ class Direct(TorchFunctionMode):
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors that this forward returns."""
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and (node := self._nodes.get(leaf)) is not None and node.op != "placeholder":
-                self._produced[leaf] = producer_of(node)
-
-    def _node(self, x: Tensor) -> Node:
-        node = self._nodes.get(x)
-        if node is None:
-            self._nodes[x] = node = Node(self._graph, "", "placeholder", "input", (), {})
-            node.meta[_OF_PARAMETER] = isinstance(x, nn.Parameter)
-            if isinstance(x, nn.Parameter):
-                node.meta |= {"grapharg": _Given(x), "example_value": x}
-            elif self._names.is_buffer(x):
-                node.meta["grapharg"] = _Given(x)
-            elif x in self._produced:
-                node.meta[PRODUCER] = self._produced[x]
-        return node
-
-    def _own(self, x: Tensor) -> Node:
-        """Return the node of a tensor that the model holds."""
-        node = self._node(x)
-        node.meta["example_value"] = x
-        return node
-
-    def _remember(self, result: Any, node: Node, *, written: bool) -> None:
-        """Name what ``node`` returned; copies of experts' matrices that it has ``written`` into keep their name."""
-
-        def name(x: Tensor, own: Node) -> None:
-            old = self._nodes.get(x)
-            if not (written and old is not None and old.meta.get(_PICKED, False)):
-                self._nodes[x] = own
-
-        if isinstance(result, Tensor):
-            if not isinstance(result, nn.Parameter):
-                name(result, node)
-        elif isinstance(result, tuple | list):
-            for index, item in enumerate(result):
-                if isinstance(item, Tensor):
-                    part = Node(self._graph, "", "call_method", "__getitem__", (node, index), {})
-                    part.meta[_OF_PARAMETER] = node.meta[_OF_PARAMETER]
-                    name(item, part)
+        self._nodes.finish(result)
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
@@ -259,14 +203,14 @@ class Direct(TorchFunctionMode):
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
-        kind = (node.op, node.target, *((x.dim(), n.meta[_OF_PARAMETER]) for n, x in given.items()))
+        kind = (node.op, node.target, *((x.dim(), n.meta[copies.OF_PARAMETER]) for n, x in given.items()))
         if kind in self._idle:
             return None
         work = self._finder.describe(node, self._markers)
         if work is None:
             self._idle.add(kind)
             return None
-        if isinstance(work, FoundWork) and not (work.like_linear or work.unknown) and not self._lists:
+        if isinstance(work, FoundWork) and work.verdict is Verdict.KEEP and not self._lists:
             return None
         planned = self.planner.plan([work])
         if self.planner.refused is not None:
@@ -274,13 +218,13 @@ class Direct(TorchFunctionMode):
         if isinstance(work, FoundProduct):
             outputs, inputs = work.view.out_features, work.view.in_features
             node.meta[roles.NARROWS] = outputs is not None and inputs is not None and outputs < inputs
-            self._check(work)
+            _check_known(work, self._policy, whole=self._whole)
         if not planned:
             return None
         if planned[0].found.has_weight and work.view.role is None:
             node.meta[_QUANTIZED] = work.view
         if len(functions := _functions()) > self._functions_outside:
-            self._check_function(functions[0], planned[0].found)
+            _check_function(functions[0], planned[0].found)
             return None
         try:
             return call_of(planned[0], planned[0].found.product)
@@ -290,53 +234,6 @@ class Direct(TorchFunctionMode):
         found = self._finder.describe(node, self._markers)
         assert isinstance(found, FoundProduct)
         return call_of(replace(planned[0], found=found), found.product)
-
-    def _check(self, found: FoundProduct) -> None:
-        """Raise CaptureError where the decision depends on what this pass cannot know."""
-        view, place = found.view, str(found.view)
-        if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
-            raise CaptureError(
-                "its weight is a parameter that the model did not have at fp4graph.apply(); call fp4graph.apply(model, "
-                "policy) again, which keeps state where it fits, and prepare_optimizer again",
-                site=place,
-            )
-        if self._whole or view.producer is not None or not _from_outside(found.product.a):
-            return
-        training = found.marked is None or found.marked.marker.training
-        decisions = self._policy.decide_weight(view)
-        plans = {plan_once(site, d.rule, training=training) if d.rule.quantizes else None for site, d in decisions}
-        if len(plans) > 1:
-            raise CaptureError(
-                "what the policy does here (a rule with 'producer', or a technique such as smooth_swiglu) depends on "
-                "what computes the input of this product, and this part of the model runs by itself, so that nobody "
-                "knows; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
-                "the rules apart by module instead of producer",
-                site=place,
-            )
-
-    @staticmethod
-    def _check_router(choice: Node) -> None:
-        """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
-        for node in roles.chosen_from(choice):
-            if (view := node.meta.get(_QUANTIZED)) is not None:
-                raise CaptureError(
-                    "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
-                    f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
-                    site=str(view),
-                )
-
-    @staticmethod
-    def _check_function(function: Any, found: FoundProduct) -> None:
-        """Raise CaptureError where the forward of a custom autograd function multiplies with a weight.
-
-        The function's own backward multiplies too, and the pass does not see that.
-        """
-        if found.has_weight:
-            raise CaptureError(
-                f"the autograd function {function.__name__} multiplies with a parameter, and its backward would run in "
-                f"high precision without a word. To keep it, {rule_that_keeps('function', found.view.module)}",
-                site=str(found.view),
-            )
 
     def _run(self, call: SiteCall, exact: Callable[[], Tensor]) -> Tensor:
         inputs: list[Any] = [None if node is None else value_of(node) for node in call.inputs]
@@ -355,33 +252,52 @@ class Direct(TorchFunctionMode):
         return y
 
 
-def _experts_picked(node: Node) -> tuple[Node, ...]:
-    """Return the nodes that a product with what ``node`` picks reads in its place: experts' matrices, and the indices.
+def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
+    """Raise CaptureError where the decision depends on what a pass without a graph cannot know."""
+    view, place = found.view, str(found.view)
+    if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
+        raise CaptureError(
+            "its weight is a parameter that the model did not have at fp4graph.apply(); call fp4graph.apply(model, "
+            "policy) again, which keeps state where it fits, and prepare_optimizer again",
+            site=place,
+        )
+    if whole or view.producer is not None or not _from_outside(found.product.a):
+        return
+    training = found.marked is None or found.marked.marker.training
+    decisions = policy.decide_weight(view)
+    plans = {plan_once(site, d.rule, training=training) if d.rule.quantizes else None for site, d in decisions}
+    if len(plans) > 1:
+        raise CaptureError(
+            "what the policy does here (a rule with 'producer', or a technique such as smooth_swiglu) depends on "
+            "what computes the input of this product, and this part of the model runs by itself, so that nobody "
+            "knows; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
+            "the rules apart by module instead of producer",
+            site=place,
+        )
 
-    Both may stay in memory: the matrices are a parameter or a view of one, and an index is one number. A cast of all
-    experts may not, and what was picked from one is no site.
+
+def _check_router(choice: Node) -> None:
+    """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+    for node in roles.chosen_from(choice):
+        if (view := node.meta.get(_QUANTIZED)) is not None:
+            raise CaptureError(
+                "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
+                f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                site=str(view),
+            )
+
+
+def _check_function(function: Any, found: FoundProduct) -> None:
+    """Raise CaptureError where the forward of a custom autograd function multiplies with a weight.
+
+    The function's own backward multiplies too, and the pass does not see that.
     """
-    pick = products.picked_matrices(node)
-    if pick is None or not pick.stack.meta[_OF_PARAMETER]:
-        return ()
-    value, first = value_of(pick.stack), pick.stack
-    while (source := products.view_source(first)) is not None:
-        first = source
-    parameter = value_of(first)
-    if value is None or parameter is None or value.dim() != 3:
-        return ()
-    shared = value is parameter or torch._C._is_alias_of(value, parameter)  # type: ignore[attr-defined]
-    return (pick.stack, pick.ids) if shared else ()
-
-
-def _is_picked(node: Node) -> bool:
-    """Return whether ``node`` is copies that indices pick from a parameter of three axes or more, or a view of such."""
-    source = products.view_source(node)
-    if source is not None and source.meta.get(_PICKED, False):
-        return True
-    stack = products.gathered_source(node)
-    value = value_of(stack)
-    return stack is not None and stack.meta[_OF_PARAMETER] and value is not None and value.dim() >= 3
+    if found.has_weight:
+        raise CaptureError(
+            f"the autograd function {function.__name__} multiplies with a parameter, and its backward would run in "
+            f"high precision without a word. To keep it, {rule_that_keeps('function', found.view.module)}",
+            site=str(found.view),
+        )
 
 
 def _functions() -> list[Any]:

@@ -27,7 +27,7 @@ def of_product(product: Product) -> int | None:
         return None
     if product.form == "linear":
         return 2 * prod(a) * b[0]
-    if product.form in ("grouped", "gathered"):
+    if product.form == "grouped":
         return 2 * prod(a) * b[-1]
     batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
     return 2 * prod(batch) * prod(a[-2:]) * b[-1]

@@ -40,8 +40,8 @@ def site_function(
 
     Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting; for ``grouped`` ``a [T, K]``,
-    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``; for ``gathered`` ``a`` and ``b`` as
-    ``gathering`` has them, and ``ends=`` the index of the matrix of ``b`` that each matrix of ``a`` is multiplied with.
+    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``. With a ``gathering`` ``a`` and ``b`` are as
+    it has them, and ``ends=`` is the index of the matrix of ``b`` that each matrix of ``a`` is multiplied with.
     """
     kernels = operators.enabled(), gpu.narrows(), gpu.LONGEST
     return _site_function(program, form, alpha, beta, kernels, gathering)
@@ -73,13 +73,12 @@ def _site_function(
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         if form == "grouped":
-            return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends)
-        if gathering is not None:
-            assert ends is not None, "the indices"
-            return gathered_matmul(
-                lambda x, w, ends: quantized_matmul(program, x, w, None, key, step, state, site, ends=ends),
-                gathering, a, b, ends,
-            )  # fmt: skip
+            assert ends is not None, "numbers of tokens, or indices"
+
+            def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+                return quantized_matmul(program, x, w, None, key, step, state, site, ends=ends)
+
+            return multiply(a, b, ends) if gathering is None else gathered_matmul(multiply, gathering, a, b, ends)
         if b.dim() == 2:
             # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a

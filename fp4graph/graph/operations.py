@@ -13,8 +13,8 @@ A new operation is a row here:
 - It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
   :mod:`fp4graph.graph.attention`.
 - It multiplies parts of a parameter that another operation picked: ``Finder.describe`` reads the two together, as it
-  does with :func:`fp4graph.graph.products.gathered`.
-- It does neither: the reason, with ``kept=True`` if every policy keeps it. Without, it is kept where a policy would
+  does with :func:`fp4graph.graph.copies.gathered`.
+- It does neither: the reason, with ``Verdict.KEEP`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """
 
@@ -25,6 +25,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -34,12 +35,34 @@ from torch.fx import Node
 
 from fp4graph.errors import PluginError
 from fp4graph.graph import attention, contractions, flops, products
-from fp4graph.graph.products import NoProduct, Product, name_of
+from fp4graph.graph.products import Product, name_of
 from fp4graph.technique.product import Factors, ProductOperation
 from fp4graph.technique.registry import default_registry
 
 aten = torch.ops.aten
 Sizes = tuple[int | None, int | None, int | None]
+
+
+class Verdict(Enum):
+    """What the planner does with matrix work that is no site: the kinds of site that could stand in its place.
+
+    It is kept as the policy keeps those, and is an error where the policy would quantize one. Work that is ``UNKNOWN``
+    to the table is an error under every policy that quantizes anything, until a rule keeps it.
+    """
+
+    KEEP = ()
+    LIKE_LINEAR = ("linear",)
+    LIKE_EXPERTS = ("linear", "grouped")
+    UNKNOWN = ("unknown",)
+
+
+@dataclass(frozen=True)
+class NoProduct:
+    """Matrix work that cannot be a site: the operation's name, why, and the verdict as :class:`Operation` has it."""
+
+    op: str
+    reason: str
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +78,8 @@ class Operation:
             "conv", or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
         sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
         reason: why the operation is no site, where it is neither read nor opened.
-        kept: whether every policy keeps it.
-        weighs: whether one factor is a weight, also where no parameter is to be seen, as with quantized weights.
+        verdict: what is done with it where it is no site. None is ``LIKE_LINEAR`` if a factor is a parameter and
+            ``KEEP`` if none is; state the former where a factor is a weight and no parameter is to be seen.
         flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None asks torch's
             counter.
     """
@@ -67,8 +90,7 @@ class Operation:
     asks: Callable[[Node], str] = lambda _: ""
     sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
     reason: str = ""
-    kept: bool = False
-    weighs: bool = False
+    verdict: Verdict | None = None
     flops: Callable[..., int] | None = None
 
 
@@ -140,13 +162,13 @@ def read_product(node: Node) -> Product | NoProduct | None:
         return None
     name = operation.op or name_of(node)
     if operation.read is None:
-        return NoProduct(name, operation.reason, operation.weighs)
+        return NoProduct(name, operation.reason, operation.verdict)
     if node.kwargs.get("out") is not None:
         return NoProduct(name, "writes into out=")
     product = operation.read(node, *node.args, **node.kwargs)
     reason = products.objection(product)
     weighs = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
-    return product if reason is None else NoProduct(name, reason, weighs)
+    return product if reason is None else NoProduct(name, reason, Verdict.LIKE_LINEAR if weighs else None)
 
 
 def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
@@ -189,11 +211,11 @@ def _spelled(*names: str) -> Iterator[Any]:
 _ATTENTION = Operation(
     "attention",
     reason="this fused attention is kept in high precision; scaled_dot_product_attention can be quantized",
-    kept=True,
+    verdict=Verdict.KEEP,
 )
-_CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision", kept=True)
+_CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision", verdict=Verdict.KEEP)
 RECURRENT = "recurrent layers are kept in high precision"
-_QUANTIZED = Operation(reason="its factors are quantized already", weighs=True)
+_QUANTIZED = Operation(reason="its factors are quantized already", verdict=Verdict.LIKE_LINEAR)
 _IN_PLACE = Operation(reason="writes in place; write it without the underscore to quantize it")
 
 
@@ -262,7 +284,7 @@ TABLE: Mapping[Any, Operation] = {
                 opened=lambda _: attention.attention,
                 asks=lambda _: "sdpa",
                 reason="fused attention is kept in high precision unless a rule targets op: sdpa",
-                kept=True,
+                verdict=Verdict.KEEP,
             ),
         ),
         (
@@ -287,11 +309,11 @@ TABLE: Mapping[Any, Operation] = {
         ),
         (
             _spelled("lstm", "gru", "rnn_tanh", "rnn_relu"),
-            Operation("recurrent", reason=RECURRENT, kept=True, flops=flops.of_recurrent),
+            Operation("recurrent", reason=RECURRENT, verdict=Verdict.KEEP, flops=flops.of_recurrent),
         ),
         (
             _spelled("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer"),
-            Operation("recurrent", reason=RECURRENT, kept=True),
+            Operation("recurrent", reason=RECURRENT, verdict=Verdict.KEEP),
         ),
         (
             _spelled(
@@ -307,13 +329,13 @@ TABLE: Mapping[Any, Operation] = {
         ),
         (
             (torch.cdist, torch.functional.cdist, *_spelled("_cdist_forward", "_euclidean_dist")),
-            Operation(reason="distances are kept in high precision", kept=True, flops=flops.of_distances),
+            Operation(reason="distances are kept in high precision", verdict=Verdict.KEEP, flops=flops.of_distances),
         ),
         (
             _spelled("cov", "corrcoef", "matrix_exp", "matrix_power", "linalg_matrix_power", "pinv", "pinverse",
                      "linalg_pinv", "lstsq", "linalg_lstsq", "householder_product", "linalg_householder_product",
                      "orgqr", "ormqr", "lobpcg", "svd_lowrank", "pca_lowrank"),
-            Operation(reason="linear algebra is kept in high precision", kept=True),
+            Operation(reason="linear algebra is kept in high precision", verdict=Verdict.KEEP),
         ),
         # no matrix, or no contraction
         (_spelled("outer", "ger", "addr"), Operation(reason="no contraction axis", flops=lambda *_, **__: 0)),
@@ -327,13 +349,13 @@ TABLE: Mapping[Any, Operation] = {
         (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"), _IN_PLACE),
         (
             (*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
-            Operation(read=products.grouped, weighs=True, flops=flops.of_grouped),
+            Operation(read=products.grouped, flops=flops.of_grouped),
         ),
         (
             _spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
             dataclasses.replace(_QUANTIZED, flops=flops.of_grouped),
         ),
-        (_spelled("_int_mm"), Operation(reason=_QUANTIZED.reason, weighs=True, flops=flops.of_mm)),
+        (_spelled("_int_mm"), dataclasses.replace(_QUANTIZED, flops=flops.of_mm)),
         (
             _spelled(
                 "_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",

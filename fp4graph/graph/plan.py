@@ -15,25 +15,18 @@ from typing import TypeVar
 from torch import SymInt
 
 from fp4graph.errors import CaptureError, PluginError
-from fp4graph.graph import flops
-from fp4graph.graph.blocks import pattern_of
-from fp4graph.graph.find import FoundProduct, FoundWork
+from fp4graph.graph import flops, refusals
+from fp4graph.graph.found import FoundProduct, FoundWork
+from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product, name_of, transposes, value_of
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.site import Lowering, Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
-from fp4graph.technique import (
-    TENSOR_STAGES,
-    OperandSpecs,
-    Partition,
-    StateEntry,
-    Technique,
-    checked_plan,
-    overrides,
-)
+from fp4graph.technique import OperandSpecs, Partition, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -49,8 +42,6 @@ class Plan:
     program: MatmulProgram | None
 
 
-#: The stages that treat every element by itself, or come before there are blocks or after.
-_BY_ELEMENT = ("split", "round", "after", "element_surrogate")
 _SHORT = 32  # elements of a part of a block that would reach into several experts
 #: The plan of a site that stays in high precision.
 NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
@@ -76,11 +67,13 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
     if site.op == "grouped":
-        _require_experts_apart(site, rule, techniques)
+        refusals.require_experts_apart(site, rule, techniques)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
     if site.op == "conv":
-        _require_no_weight_techniques(site, rule, techniques)
+        linear = dataclasses.replace(site, op="linear")
+        keeping = (t for t in techniques if t.steps_weight or _members(t, linear, rule, "state", StateEntry))
+        refusals.require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
 
     acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
     pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
@@ -109,8 +102,11 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         return GemmProgram(which, operand(left), operand(right), transforms)
 
     program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
-    parting = [(t, own) for t in techniques if (own := _partition(t, site, rule, specs)) is not None]
-    return Plan(ordered, _with_partition(program, parting, site, rule, training=training) if parting else program)
+    parting = {t: part for t in techniques if (part := _partition(t, site, rule, specs)) is not None}
+    if parting:
+        technique = refusals.require_alone(program, list(parting), site, rule)
+        program = _with_partition(program, technique, parting[technique], rule, training=training)
+    return Plan(ordered, program)
 
 
 def _partition(technique: Technique, site: SiteView, rule: Rule, specs: OperandSpecs) -> Partition | None:
@@ -128,37 +124,9 @@ def _partition(technique: Technique, site: SiteView, rule: Rule, specs: OperandS
 
 
 def _with_partition(
-    program: MatmulProgram,
-    parting: list[tuple[Technique, Partition]],
-    site: SiteView,
-    rule: Rule,
-    *,
-    training: bool,
+    program: MatmulProgram, technique: Technique, partition: Partition, rule: Rule, *, training: bool
 ) -> MatmulProgram:
-    """Return ``program`` with the channels apart that one technique has chosen.
-
-    Raises:
-        CaptureError: several techniques choose, the site is no linear layer, or another technique would need to be told
-            which channels it sees.
-    """
-    (technique, partition), *others = parting
-    refused = None
-    if others:
-        refused = f"{others[0][0].name} chooses channels too; drop one of the two"
-    elif site.op != "linear":
-        refused = f"only a linear layer's are chosen, and this is {site.op}; give it to rules with op: linear"
-    elif program.fprop.transforms:
-        name = program.fprop.transforms[0].name
-        refused = f"{name} transforms the operands of fprop, whose channels are then others; transform the backward"
-    elif named := [slot.technique for slot in program.state if slot.technique != technique.name]:
-        refused = f"{named[0]} keeps state of the whole weight; drop one of the two"
-    elif any(one.has_gradient_factor for one in (program.fprop.left, program.fprop.right)):
-        refused = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
-    if refused is not None:
-        place = f"{rule.file}:{rule.line}: " if rule.file else ""
-        raise CaptureError(
-            f"{place}technique {technique.name} multiplies input channels apart: {refused}", site=str(site)
-        )
+    """Return ``program`` with the channels apart that ``technique`` has chosen."""
     specs = dict(partition.specs)
 
     def part(gemm: GemmProgram) -> GemmProgram:
@@ -177,67 +145,17 @@ def _with_partition(
     return dataclasses.replace(program, apart=Apart(score, partition.count, chosen))
 
 
-def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
-    """Raise CaptureError where a technique acts on the weight of a convolution outside of its product."""
-    place = f"{rule.file}:{rule.line}: " if rule.file else ""
-    linear = dataclasses.replace(site, op="linear")
-    for technique in techniques:
-        steps = overrides(technique, "before_step") or overrides(technique, "after_step")
-        if not technique.per_model and (steps or _members(technique, linear, rule, "state", StateEntry)):
-            raise CaptureError(
-                f"{place}technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is "
-                "not done for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
-                site=str(site),
-            )
-
-
-def _require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
-    """Raise CaptureError where a technique would mix what belongs to different experts."""
-    place = f"{rule.file}:{rule.line}: " if rule.file else ""
-    remedy = f"To keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
-    for technique in techniques:
-        outside = ("split", "around", "after", "transform")
-        by_block = technique.by_block and not any(overrides(technique, stage) for stage in outside)
-        if not (technique.by_expert or by_block or technique.per_model):
-            raise CaptureError(
-                f"{place}technique {technique.name} does not tell the tokens and weights of experts apart. {remedy}",
-                site=str(site),
-            )
-
-
 def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> OperandProgram:
     """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks would
     reach from one expert into the next.
 
     Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
-
-    Raises:
-        CaptureError: a technique would see the short blocks, or each would draw the rounding of its scale or choose an
-            element; or a technique would count the zeros that fill up an expert's tokens.
     """
+    refusals.require_each_expert(program, which, site, rule)
     spec = program.spec
-    place = f"{rule.file}:{rule.line}: " if rule.file else ""
-    remedy = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
-    counting = next((technique.name for technique in program.techniques if technique.counts), None)
-    if counting is not None and which.gemm is Gemm.WGRAD:
-        raise CaptureError(
-            f"{place}technique {counting} cannot act on {which} of experts, whose tokens are filled up with zeros; "
-            f"list other operands in its options, or {remedy}",
-            site=str(site),
-        )
-    if spec is None or not isinstance(spec.block, str) or (spec.block == "row" and which.gemm is not Gemm.WGRAD):
+    if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, which):
         return program
-    named = [t.name for t in program.techniques if any(overrides(t, s) for s in TENSOR_STAGES if s not in _BY_ELEMENT)]
-    draws = [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
-    draws += ["a choice between elements"] if spec.others else []
-    if named or draws:
-        raise CaptureError(
-            f"{place}{' and '.join([*named, *draws])} cannot act on {which} of experts where one scale is that of a "
-            f"{spec.block}; use blocks of a fixed length, or {remedy}",
-            site=str(site),
-        )
-    short = dataclasses.replace(spec, block=_SHORT)
-    return dataclasses.replace(program, spec=short, shares=spec.block)
+    return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
@@ -382,25 +300,21 @@ class Planner:
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
-        """Keep work that cannot be quantized, or refuse it.
+        """Keep work that cannot be quantized, or refuse it, as its verdict says.
 
-        Work like a linear layer's is refused where the policy would quantize a linear layer, work like experts' also
-        where it would quantize these, unknown work where it quantizes anything, until a rule speaks of it.
+        A rule that keeps the work by its own name has the last word.
         """
-        if not (found.like_linear or found.unknown):
+        if found.verdict is Verdict.KEEP:
             return self._keep(found, found.reason)
         decision = self._policy.decide(found.view, found.places)
-        instead = (dataclasses.replace(found.view, op=op) for op in ("linear", "grouped")[: 1 + found.like_grouped])
-        wanted = (
-            self._policy.quantizes
-            if found.unknown
-            else any(self._policy.may_quantize(one, found.places) for one in instead)
-        )
+        unknown = found.verdict is Verdict.UNKNOWN
+        instead = (dataclasses.replace(found.view, op=op) for op in found.verdict.value)
+        wanted = self._policy.quantizes if unknown else any(self._policy.may_quantize(s, found.places) for s in instead)
         if not wanted or (decision.index >= 0 and not decision.rule.quantizes):
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")
         op, module = found.view.op, found.view.module
-        what = "multiplies matrices" if found.unknown else "multiplies with a parameter"
+        what = "multiplies matrices" if unknown else "multiplies with a parameter"
         return self._refuse(
             f"{op} {what} in a way that cannot be quantized yet ({found.reason}), and would run in high precision "
             f"without a word. To keep it, {rule_that_keeps(op, module)}",
@@ -444,16 +358,6 @@ def _is_one_of_a_stack(found: FoundProduct) -> bool:
         return False
     stack, matrix = value_of(found.views[0].args[0]), value_of(found.product.b)
     return stack is not None and matrix is not None and matrix.dim() == 2 < stack.dim()
-
-
-def rule_that_keeps(name: str, module: str | None) -> str:
-    """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
-    parents, dot, last = (module or "").rpartition(".")
-    pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number tells unlike modules of a Sequential apart
-    return (
-        "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "
-        f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
-    )
 
 
 def _exact(program: MatmulProgram | None, op: str) -> tuple[Gemm, ...]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph.find import FoundProduct
+from fp4graph.graph.copies import gathered
+from fp4graph.graph.found import FoundProduct
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.operations import read_product
-from fp4graph.graph.plan import PlannedSite, rule_that_keeps
-from fp4graph.graph.products import Product, gathered
+from fp4graph.graph.plan import PlannedSite
+from fp4graph.graph.products import Product
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
 

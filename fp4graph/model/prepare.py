@@ -14,8 +14,9 @@ from torch.nn.utils import parametrize
 from fp4graph.errors import CaptureError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
-from fp4graph.graph.plan import Plan, rule_that_keeps
+from fp4graph.graph.plan import Plan
 from fp4graph.graph.products import is_quantized_elsewhere
+from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight

@@ -84,11 +84,11 @@ class BoundMatmul:
         self._layouts: dict[int, Layout] = {}
         self._slots = tuple(zip(options.program.state, state, strict=True))
 
-    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, turns: int | None = None) -> Rotation:
+    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
         """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
 
         Args:
-            turns: the block within which :meth:`quantized_product` rotates the right operand, where it can.
+            leaves: leave it to :meth:`quantized_product` to rotate the right operand.
         """
         left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
         segments = None
@@ -98,7 +98,7 @@ class BoundMatmul:
                 left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
             else:
                 left = layout.lay_out(left)
-        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, turns)
+        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, leaves=leaves)
 
     def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
         """Return both operands of ``gemm``."""
@@ -163,9 +163,11 @@ class BoundMatmul:
         assert own is not None
         way = own.right.way
         if way is Way.PRODUCT:
-            return self._product_of_experts(gemm, left, source, own.turns)
-        if way is Way.PLACES and (terms := self._at_places(gemm, left, source)) is not None:
-            return self.multiply(gemm, *terms)
+            return self._product_of_experts(gemm, left, source, turns=own.turns)
+        if way is Way.PLACES:
+            tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
+            rows = self._cast(left, gemm.left).mT
+            return self.multiply(gemm, *self._by_expert(gemm).laid_out(rows, tokens, turns=own.turns))
         if isinstance(source, PackedOperand):
             if way in (Way.READY, Way.BYTES):
                 return self._product_from_bytes(gemm, self._cast(left, gemm.left), source, quantized)
@@ -191,14 +193,8 @@ class BoundMatmul:
         y, packed = self._by_expert(gemm).product(left, right, packs=packs)
         return self._taken_back(gemm, y), packed
 
-    def _at_places(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
-        """Return the operands of wgrad, which operators quantize where the tokens lie; None where the transforms turn
-        out to be no rotation that they know."""
-        tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
-        return self._by_expert(gemm).laid_out(self._cast(left, gemm.left).mT, tokens)
-
     def _product_of_experts(
-        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, turns: int | None
+        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, *, turns: bool
     ) -> Tensor:
         """Return :meth:`product` of experts whose weights an operator quantizes, one expert's after another's."""
         by_expert = self._by_expert(gemm)
@@ -207,7 +203,7 @@ class BoundMatmul:
             laid_out = by_expert.layout.lay_out(self._cast(left, gemm.left))
             own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), source
         else:
-            own, right = self.operands(gemm, self.rotated(gemm, left, source.mT, turns))
+            own, right = self.operands(gemm, self.rotated(gemm, left, source.mT, leaves=turns))
         y, _ = by_expert.product(own.quantized(self._dtype), right)
         self.observe(own)
         return self._taken_back(gemm, y)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from fp4graph.ops.gemm import GemmProgram, Side
 from fp4graph.ops.grouped import Layout
 from fp4graph.ops.observe import BoundOperand
 from fp4graph.ops.product import Term, Terms
+from fp4graph.technique.operands import Gemm
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,23 +54,18 @@ class ByExpert:
         groups = experts.Groups(*tokens, gamma)
         return experts.quantized_product(term.values, right.x, groups, how, packs, right.turn)
 
-    def laid_out(self, left: Tensor, right: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
-        """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; None where the
-        transforms are no rotation that a kernel knows."""
-        turn = None
-        if self.gemm.transforms and (turn := self._turn(left, right)) is None:
-            return None
-        return self._at_positions("left", left, turn), self._at_positions("right", right, turn)
+    def laid_out(self, left: Tensor, right: Tensor | PackedOperand, *, turns: bool) -> tuple[Terms, Terms]:
+        """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions.
 
-    def _turn(self, left: Tensor, right: Tensor | PackedOperand) -> Turn | None:
-        """Return the rotation of both operands of wgrad, where a kernel knows it."""
-        blocks = [program.spec.block for program in (self.gemm.left, self.gemm.right) if program.spec is not None]
-        lengths = [block for block in blocks if isinstance(block, int)]
-        if isinstance(right, PackedOperand) or len(lengths) < 2:
-            return None
-        draw, segments = operand_draw(self.draw, self.gemm.operands[0]), self.layout.segments(self.gemm.gemm, "left")
-        operands = self.layout.lay_out(left).mT, self.layout.lay_out(right).mT
-        return self.gemm.turn(*operands, draw, segments, gcd(*lengths))
+        Args:
+            turns: whether they are rotated on that way.
+        """
+        turn = None
+        if turns and isinstance(right, Tensor):
+            draw, segments = operand_draw(self.draw, self.gemm.operands[0]), self.layout.segments(Gemm.WGRAD, "left")
+            operands = self.layout.lay_out(left).mT, self.layout.lay_out(right).mT
+            turn = self.gemm.turn(*operands, draw, segments)
+        return self._at_positions("left", left, turn), self._at_positions("right", right, turn)
 
     def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: Turn | None) -> Terms:
         own, other = self.gemm.operands

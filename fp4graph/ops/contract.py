@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4graph.errors import Error, PluginError
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, Groups, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.segments import Segments
 from fp4graph.technique import OPTIMIZER_STAGES, Context, StateEntry, Technique, overrides
 
 #: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
@@ -140,6 +141,25 @@ def broadcastable(technique: Technique, stage: str, result: Any, like: Tensor) -
     if tensor.dtype is not like.dtype:
         raise broken(technique, stage, f"returned {tensor.dtype} where {like.dtype} is due")
     return tensor
+
+
+def require_granularity(
+    technique: Technique, gamma: Tensor, asked: Sequence[Groups], segments: Segments | None
+) -> None:
+    """Raise PluginError where γ has another granularity than ``group_granularity`` declares, as far as that shows.
+
+    Args:
+        asked: the groups whose statistic the technique asked for.
+        segments: of the operand; without them "tensor" and "all" are one number.
+    """
+    declared = technique.group_granularity
+    if declared is None:
+        return
+    other = next((groups.granularity for groups in asked if groups.granularity != declared), None)
+    if other is not None:
+        raise broken(technique, "group_scale", f"asked for groups of {other!r}; its group_granularity is {declared!r}")
+    if (declared == "all" or (declared == "tensor" and segments is None)) and not is_scalar(gamma):
+        raise broken(technique, "group_scale", f"returned {_shape(gamma)}; its group_granularity is {declared!r}")
 
 
 def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:

@@ -73,10 +73,15 @@ class GemmProgram:
             for program, terms in given
         )
 
-    @property
-    def is_turn(self) -> bool:
-        """True if the transforms are one that says of itself, at run time, which rotation on blocks it is."""
-        return len(self.transforms) == 1 and _says_block_rotation(type(self.transforms[0]))
+    @cached_property
+    def rotates(self) -> int | None:
+        """The block of the rotation that the transforms are, which kernels know; None where they are another."""
+        if len(self.transforms) != 1 or not _says_block_rotation(type(self.transforms[0])):
+            return None
+        block: object = self.transforms[0].block_rotation
+        if block is None or (isinstance(block, int) and block > 1 and not block & (block - 1)):
+            return block
+        raise contract.broken(self.transforms[0], "block_rotation", f"is {block!r}, no power of two")
 
     def rotate(
         self,
@@ -84,38 +89,32 @@ class GemmProgram:
         right: Tensor,
         draw: Draw | None,
         segments: Segments | None = None,
-        leaves: int | None = None,
+        *,
+        leaves: bool = False,
     ) -> Rotation:
         """Return both operands in the transforms' basis.
 
         Args:
             draw: of the left operand; transforms share it.
             segments: of the left operand, in a grouped product.
-            leaves: the block of a kernel that rotates the right operand itself, which is then left as it is, with a
-                ``turn``, where the transforms are a rotation within such blocks.
+            leaves: leave the right operand as it is, with the ``turn`` that a kernel does to it.
         """
         steps: list[PairStep] = []
         for index, transform in enumerate(self.transforms):
             step = self._step(index, transform, left, right, draw, segments)
             steps.append(step)
-            turn = None if leaves is None or len(self.transforms) > 1 else step.turn(leaves)
             left = step.apply(left, "left")
-            if turn is not None:
-                return Rotation(left, right, (step,), turn)
+            if leaves:
+                return Rotation(left, right, (step,), step.turn())
             right = step.apply(right, "right")
             if statically_known_true(left.shape[-1] != right.shape[-1]):
                 lengths = f"{left.shape[-1]} and {right.shape[-1]}"
                 raise contract.broken(transform, "transform", f"gave the operands contraction axes of {lengths}")
         return Rotation(left, right, tuple(steps))
 
-    def turn(
-        self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None, within: int
-    ) -> Turn | None:
-        """Return the rotation that :meth:`rotate` does to both operands, where it is one, of blocks that divide
-        ``within``; None where the transforms are another."""
-        if not self.is_turn:
-            return None
-        return self._step(0, self.transforms[0], left, right, draw, segments).turn(within)
+    def turn(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None) -> Turn:
+        """Return what :meth:`rotate` does to both operands, where it :attr:`rotates` them."""
+        return self._step(0, self.transforms[0], left, right, draw, segments).turn()
 
     def _step(
         self,
@@ -153,23 +152,14 @@ class PairStep:
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
 
-    def turn(self, within: int) -> Turn | None:
-        """Return the step as a rotation of blocks that divide ``within``; None where it is none."""
-        if not _says_block_rotation(type(self.transform)):
-            return None
-        rotation = contract.run(self.transform, "block_rotation", self.shared)
-        if rotation is None:
-            return None
-        if not (isinstance(rotation, tuple) and len(rotation) == 2 and isinstance(rotation[0], int)):
-            raise contract.broken(self.transform, "block_rotation", "must return (g, signs or None) or None")
-        block, signs = rotation
-        if block < 2 or block & (block - 1):
-            raise contract.broken(self.transform, "block_rotation", f"returned blocks of {block}, no power of two")
-        if signs is not None and not (isinstance(signs, Tensor) and tuple(signs.shape) == (block,)):
-            raise contract.broken(self.transform, "block_rotation", f"must return signs [{block}], or None")
-        if within % block:
-            return None
-        return Turn(block, None if signs is None else signs.to(torch.float32))
+    def turn(self) -> Turn:
+        """Return the step as the rotation of blocks that it says it is."""
+        block = self.transform.block_rotation
+        assert block is not None
+        if [tuple(tensor.shape) for tensor in self.shared] not in ([], [(block,)]):
+            rule = f"must return signs [{block}] alone, or nothing, beside block_rotation {block}"
+            raise contract.broken(self.transform, "pair_context", rule)
+        return Turn(block, self.shared[0].to(torch.float32) if self.shared else None)
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return ``x`` in the transform's basis."""

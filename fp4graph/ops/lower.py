@@ -53,13 +53,11 @@ class _Lowering:
         fprop, (needs_a, needs_b) = self.program.fprop, self.setting.needs
         left = self._kept(fprop.left, "left", self.program.wgrad, needs_b)
         rereads = needs_a and self.program.dgrad.right.from_fprop
-        right, turns = self._kept(fprop.right, "right", self.program.dgrad, needs_a), None
-        if self.setting.experts and self._outside_product(fprop, self._given(fprop, "right"), packs=rereads) is None:
+        right, dtype = self._kept(fprop.right, "right", self.program.dgrad, needs_a), self._given(fprop, "right")
+        if self.setting.experts and self._outside_product(fprop, dtype, packs=rereads) is None:
             keeps = right.keeps - {Keeps.VALUES, Keeps.BYTES} | ({Keeps.BYTES} if rereads else set())
             right = Step(Way.PRODUCT, "", keeps)
-        if not rereads:
-            turns = self._turns(fprop, self._given(fprop, "right"))
-        return GemmSchedule(left, right, turns)
+        return GemmSchedule(left, right, not rereads and self._turns(fprop, dtype))
 
     def _kept(self, program: OperandProgram, side: Side, reader: GemmProgram, needed: bool) -> Step:
         """Return how an operand of fprop is quantized that ``reader`` reads again where the gradient is ``needed``."""
@@ -100,6 +98,10 @@ class _Lowering:
             return "one of the two starts from the master weight"
         if other.spec is None or not isinstance(other.spec.block, int):
             return "no bytes hold it"
+        chosen = [*other.at("block_statistic"), *other.at("scale")]
+        chosen += [t for t in other.at("group_scale") if t.group_granularity not in ("tensor", "all")]
+        if chosen:
+            return f"no bytes hold the scales of {chosen[0].name}"
         return self._unread_both(own, other, self._given(self.program.fprop, side))
 
     def _unread_both(self, rows: OperandProgram, columns: OperandProgram, dtype: torch.dtype) -> str | None:
@@ -121,10 +123,11 @@ class _Lowering:
         packed = Keeps.BYTES in kept and not (self.setting.part and gemm.gemm is Gemm.DGRAD)
         if self.setting.experts:
             if gemm.gemm is Gemm.WGRAD and self._unplaced(gemm, packed=packed) is None:
-                return GemmSchedule(Step(Way.PLACES), Step(Way.PLACES, "from bytes" if packed else ""))
+                right = Step(Way.PLACES, "from bytes" if packed else "")
+                return GemmSchedule(Step(Way.PLACES), right, bool(gemm.transforms))
             dtype = self.setting.dtype if packed else self._given(gemm, "right")
             if gemm.gemm is Gemm.DGRAD and self._outside_product(gemm, dtype, packed=packed) is None:
-                turns = None if packed else self._turns(gemm, dtype)
+                turns = not packed and self._turns(gemm, dtype)
                 return GemmSchedule(left, Step(Way.PRODUCT, "from bytes" if packed else ""), turns)
         if Keeps.READY in kept:
             return GemmSchedule(left, Step(Way.READY))
@@ -189,29 +192,30 @@ class _Lowering:
             return operators.unpacked(program.spec, dtype, setting.dtype, kind) or self._not_in_one_read(program)
         return self._not_in_one_read(program)
 
-    def _turns(self, gemm: GemmProgram, dtype: torch.dtype) -> int | None:
-        """Return the block within which the product of experts rotates the weights itself, where it can."""
-        spec = gemm.right.spec
-        if not self.setting.experts or spec is None or self._outside_product(gemm, dtype) is not None:
-            return None
+    def _turns(self, gemm: GemmProgram, dtype: torch.dtype) -> bool:
+        """Return whether the product of experts rotates the weights itself."""
+        if not self.setting.experts or self._outside_product(gemm, dtype) is not None:
+            return False
         choice = self._code(gemm.right)
-        plain = choice is not None and choice[0] is Code.KERNEL
-        return spec.block if plain and isinstance(spec.block, int) else None
+        return choice is not None and choice[0] is Code.KERNEL and self._rotates_within(gemm.rotates, gemm.right)
+
+    @staticmethod
+    def _rotates_within(block: int | None, *programs: OperandProgram) -> bool:
+        """Return whether a kernel rotates operands by ``block`` before it quantizes their blocks."""
+        lengths = [0 if program.spec is None else program.spec.block for program in programs]
+        return block is not None and all(isinstance(n, int) and n > 0 and n % block == 0 for n in lengths)
 
     def _unplaced(self, gemm: GemmProgram, *, packed: bool) -> str | None:
-        """Return why no kernel reads the operands of wgrad where the tokens lie; None where one does.
-
-        Where a transform is a rotation on blocks that the kernel does itself, only its signs at run time can tell.
-        """
+        """Return why no kernel reads the operands of wgrad where the tokens lie; None where one does."""
         if gemm.granule == 1:
             return "tokens stay where they are"
         right = self.setting.dtype if packed else self._given(gemm, "right")
         refused = self._unread(gemm.left, self._given(gemm, "left")) or self._unread(gemm.right, right)
         if refused is not None or not gemm.transforms:
             return refused
-        if packed:
+        if packed or not self._rotates_within(gemm.rotates, gemm.left, gemm.right):
             return f"{gemm.transforms[0].name} transforms the operands"
-        return None if gemm.is_turn else f"{gemm.transforms[0].name} is no rotation of blocks"
+        return None
 
     def _unread(self, program: OperandProgram, dtype: torch.dtype) -> str | None:
         """Return why no kernel of experts quantizes an operand of ``dtype``; None where one does."""

@@ -102,7 +102,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         schedule = lower(program, options.setting(a, b, key, needs, experts=ends is not None))
         bound = BoundMatmul(options, schedule, _draw(key, step), state, _experts(ends, a, b))
-        rotation = bound.rotated(fprop, a, b, schedule.fprop.turns)
+        rotation = bound.rotated(fprop, a, b, leaves=schedule.fprop.turns)
         operands = left, right = bound.operands(fprop, rotation)
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left")
         b_fprop: Tensor | PackedOperand | None

@@ -221,7 +221,7 @@ class OperandProgram:
         """Return the techniques with what each may read here."""
         assert self.spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), self.spec.block, segments=segments)
-        normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
+        normalized = next((t.group_granularity for t in self.techniques if t.normalizes), None)
         acting: list[tuple[Technique, Context]] = []
         for index, technique in enumerate(self.techniques):
             mine = (slot.entry for slot in self.state if slot.technique == technique.name)

@@ -106,6 +106,7 @@ class Quantizer:
                 raise contract.broken(technique, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
             gamma, own = answer if isinstance(answer, tuple) else (answer, None)
             gamma = contract.broadcastable(technique, "group_scale", gamma, z)
+            contract.require_granularity(technique, gamma, [groups for _, groups in asked], self.segments)
             # Division rounds monotonically, so the largest quotient is the quotient of the largest.
             z = z / gamma if own is None else contract.same(technique, "group_scale", own, z)
             chosen = chosen or own is not None

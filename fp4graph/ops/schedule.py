@@ -96,12 +96,12 @@ class GemmSchedule:
     """How the two operands of one GEMM are quantized.
 
     Attributes:
-        turns: the block within which the product rotates the right operand itself; None where it does not.
+        turns: whether what quantizes experts' weights, or tokens where they lie, rotates them itself.
     """
 
     left: Step
     right: Step
-    turns: int | None = None
+    turns: bool = False
 
 
 @dataclass(frozen=True)

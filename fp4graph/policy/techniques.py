@@ -255,7 +255,6 @@ def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     operands = technique.acts_on(site)
     # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
     # does not have.
-    steps = overrides(technique, "before_step") or overrides(technique, "after_step")
-    steps_weight = steps and not operands and site.multiplies_weight
+    steps_weight = technique.steps_weight and not operands and site.multiplies_weight
     gemms = {operand.gemm for operand in quantized}
     return bool(operands & quantized or technique.pairs(site) & gemms) or steps_weight or technique.per_model

@@ -4,6 +4,7 @@ A plugin imports from this package and from the other modules of :data:`IMPORTAB
 """
 
 from fp4graph.technique.context import Context, GroupScale, Quantization
+from fp4graph.technique.facts import OperandSpecs, Overhead, Partition, StateEntry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import (
@@ -23,10 +24,6 @@ from fp4graph.technique.technique import (
     QUANTIZER_STAGES,
     STAGES,
     TENSOR_STAGES,
-    OperandSpecs,
-    Overhead,
-    Partition,
-    StateEntry,
     Technique,
     checked_plan,
     overrides,

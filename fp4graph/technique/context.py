@@ -31,7 +31,7 @@ class Context:
         state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
         spec: the operand's spec; None for pair transforms, which serve two operands.
         gemm: the product whose operands a pair transform is given; None for other stages.
-        normalized: the granularity of the statistic g by which a technique divides this operand (its ``divides_by``),
+        normalized: the granularity of the statistic g by which a technique that ``normalizes`` divides this operand,
             as in U = X/g; None where no technique does.
     """
 

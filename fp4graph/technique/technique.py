@@ -9,95 +9,22 @@ docs/techniques.md lists the stages with their signatures, the techniques that u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from inspect import getattr_static
+from types import FunctionType
+from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.context import Context, Quantization
+from fp4graph.technique.facts import Facts, Mixes, OperandSpecs, Partition, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.technique.options import OperandList
 from fp4graph.technique.site import SiteView
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
-#: Specs of one site's six operands; None is high precision.
-OperandSpecs = Mapping[Operand, "QuantSpec | None"]
 
-
-@dataclass(frozen=True)
-class Overhead:
-    """The cost on a tensor of n elements in blocks of l, as "Elucidating the design space of FP4 training", Table 2."""
-
-    compute: str
-    memory: str
-    fusable: bool
-
-
-@dataclass(frozen=True)
-class StateEntry:
-    """A tensor that a technique keeps in the model for each weight it acts on, as a buffer of the weight's module.
-
-    Tensor stages read the entry as ``context.state[name]``, stages of the optimizer as ``WeightUpdate.state[name]``.
-    Keep here what the forward or the backward reads. What only the optimizer's stages read belongs into
-    ``WeightUpdate.memory``, a dict in ``optimizer.state`` that is saved with the optimizer and needs no declaration.
-
-    The buffer and ``WeightUpdate.state`` have the layout in which the module stores its weight: ``[K, N]`` for Hugging
-    Face's Conv1D, ``[N, K]`` otherwise. Tensor stages get a ``weight_like`` entry as they get the operand: transposed,
-    rotated and cut into blocks like the weight. Under FSDP2 the buffer of an entry of the weight's shape is a DTensor,
-    sharded like the weight, and is gathered inside the graph; ``WeightUpdate.state`` holds the DTensor beside the
-    parameter's. Floating-point buffers keep their dtype whatever ``model.to`` says.
-
-    Attributes:
-        name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
-            ``fprop.weight``).
-        operand: the operand whose stages receive the entry.
-        init: makes the first value from the whole weight, as stored. It is called by ``apply``, again at the first
-            training forward, when the weights have their values, and when a checkpoint is loaded that lacks the entry.
-            It must be a function of a module and not a lambda or a closure: plans compare entries by this function too,
-            and one made anew at each call of :meth:`Technique.state` would share no compiled code.
-        writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by
-            :meth:`Technique.observe`.
-        weight_like: whether the entry has the weight's shape. Otherwise it has any shape and reaches the stages as it
-            is.
-    """
-
-    name: str
-    operand: Operand
-    init: Callable[[Tensor], Tensor]
-    writer: Literal["optimizer", "graph"] = "optimizer"
-    weight_like: bool = True
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Input channels that a linear layer multiplies apart from its others, under specs of their own.
-
-    The layer's X and W are cut along K into the chosen channels C, those of the largest scores, and the rest R. Each
-    part is gathered by falling score; of equal scores the first channel comes first::
-
-        fprop   Y       = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
-        dgrad   dX      = Q3(dY) @ Q4(Wᵀ)ᵀ
-        wgrad   dW_R    = Q5(dYᵀ) @ Q6(X_Rᵀ)ᵀ,   dW_C = C5(dYᵀ) @ C6(X_Cᵀ)ᵀ
-
-    Q are the site's quantizers, with its techniques; C are plain quantizers by :attr:`specs`. dgrad is one product in
-    the layer's own order of channels; with ``source: fprop`` it reads what Q2 and C2 gave.
-
-    Attributes:
-        entry: the name of the technique's :class:`StateEntry` with the scores, fp32 ``[K]``: one of ``fprop.weight``
-            that is not ``weight_like``.
-        count: the number of chosen channels, from 1 to K - 1.
-        specs: the specs of the chosen channels in fprop and wgrad, None or absent for high precision.
-    """
-
-    entry: str
-    count: int
-    specs: tuple[tuple[Operand, QuantSpec | None], ...]
-
-
-class Technique(BaseModel):
+class Technique(Facts):
     """The base of every technique: a subclass sets ``name`` and ``overhead`` and declares its options as fields.
 
     Tensor stages work in the *blocked layout* (:class:`~fp4graph.numerics.blocking.Blocking`): values have the axes
@@ -105,78 +32,20 @@ class Technique(BaseModel):
     unless a method says otherwise.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-    name: ClassVar[str]
-    #: Row of the paper's Table 2, shown by ``fp4graph techniques``.
-    overhead: ClassVar[Overhead]
-    #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
-    conflicts: ClassVar[frozenset[str]] = frozenset()
-    requires: ClassVar[frozenset[str]] = frozenset()
-    #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
-    #: It is then declared for the policy, and acts also if nothing is quantized.
-    per_model: ClassVar[bool] = False
-    #: True if the technique acts on the weight of a linear layer or of experts, and not on an activation in its place.
-    on_weight: ClassVar[bool] = False
-    #: True if the stages from ``block_statistic`` to ``rescale`` treat every block by itself: their results depend on
-    #: the block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
-    #: then quantize a few blocks again instead of whole operands. Each class declares it for itself. It has no effect
-    #: beside ``split``, ``around`` or ``after``, or if the technique ``draws``.
-    by_block: ClassVar[bool] = False
-    #: True if the technique is right in a grouped product (``op: grouped``), where no statistic may mix experts: its
-    #: stages treat every block by itself, or take statistics from ``group`` and :class:`Groups`, which tell experts
-    #: apart; what mixes elements along the contraction axis says so by :attr:`period`. The engine refuses any other
-    #: technique at a grouped product, except one that is ``by_block`` and has no stage outside one call of the
-    #: quantizer.
-    by_expert: ClassVar[bool] = False
-    #: True if the result depends on the number of an operand's elements or blocks, as a quantile does. The engine then
-    #: refuses the technique at the operands of wgrad in a grouped product, where zeros fill up the tokens of an expert.
-    counts: ClassVar[bool] = False
-    #: The plugin that offers the technique, for errors; set by the registry.
-    plugin: ClassVar[str | None] = None
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse ``on_weight`` beside an option that lists operands: the two would contradict each other."""
-        if cls.on_weight and (lists := ", ".join(cls.operand_lists())):
-            raise TypeError(
-                f"{cls.__name__} acts on_weight, and its option {lists} lists operands; declare one of the two"
-            )
-
-    # ------------------------------------------------------------------ options that list operands
-
-    @classmethod
-    def operand_lists(cls) -> dict[str, OperandList]:
-        """Return the options that list operands, by name: those of type :data:`~fp4graph.technique.Operands`."""
-        marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
-        return {name: mark for name, mark in marks if isinstance(mark, OperandList)}
+    # ------------------------------------------------------------------ facts that follow from the stages
 
     @property
-    def operands_listed(self) -> frozenset[Operand]:
-        """The operands that the options list, by default or as a policy says; empty without such an option."""
-        lists = self.operand_lists().items()
-        return frozenset().union(*(mark.select(getattr(self, name)) for name, mark in lists))
+    def sees_blocks(self) -> bool:
+        """True if the result depends on how an operand is cut into blocks; ``split`` and ``after`` see it uncut."""
+        inside = any(overrides(self, stage) for stage in TENSOR_STAGES if stage not in ("split", "after"))
+        return self.group_granularity is not None or (inside and self.mixes != "none")
 
     @property
-    def addresses_given(self) -> dict[str, tuple[str, ...]]:
-        """The lists of operands that the policy's author wrote, by option; defaults and scopes are left out."""
-        given = {name: getattr(self, name) for name in self.operand_lists() if name in self.model_fields_set}
-        return {name: value for name, value in given.items() if isinstance(value, tuple)}
+    def steps_weight(self) -> bool:
+        """True if the technique acts on each weight at the optimizer's step."""
+        return overrides(self, "before_step") or overrides(self, "after_step")
 
-    def specs_listed(self, specs: OperandSpecs) -> dict[Operand, QuantSpec]:
-        """Return the specs of the listed operands that are quantized, in TetraJet's order."""
-        listed = self.operands_listed
-        return {o: spec for o in Operand if o in listed and (spec := specs.get(o)) is not None}
-
-    # ------------------------------------------------------------------ accounting
-
-    @property
-    def complexity(self) -> float:
-        """The weight that the technique adds to a policy's Ω (paper Table 9).
-
-        A class declares it as a constant, or as a property if it depends on the options.
-        """
-        raise NotImplementedError(f"{type(self).__name__} declares no complexity")
+    # ------------------------------------------------------------------ planning
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
@@ -185,8 +54,6 @@ class Technique(BaseModel):
         Ω is then the same however the policy is written: ``rounding: stochastic`` costs what the technique costs.
         """
         return None
-
-    # ------------------------------------------------------------------ planning
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
@@ -237,26 +104,6 @@ class Technique(BaseModel):
         """
         return None
 
-    @property
-    def period(self) -> int:
-        """The elements along the contraction axis that a pair transform or a group scale treats together."""
-        return 1
-
-    @property
-    def draws(self) -> bool:
-        """True if a tensor stage of this technique uses ``noise``, ``constant`` or ``count`` of its context."""
-        return False
-
-    @property
-    def draws_in_evaluation(self) -> bool:
-        """True if noise that ``after`` adds stays on in evaluation mode; otherwise it is off there."""
-        return False
-
-    @property
-    def divides_by(self) -> Granularity | None:
-        """The granularity of g if this technique's group scale makes U = X/g, up to a constant, of an operand X."""
-        return None
-
     # ------------------------------------------------------------------ pair transform
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
@@ -270,16 +117,6 @@ class Technique(BaseModel):
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return an operand in the old basis, contraction axis last: the inverse of :meth:`transform`."""
         return x
-
-    def block_rotation(self, shared: tuple[Tensor, ...]) -> tuple[int, Tensor | None] | None:
-        """Return (g, signs) where :meth:`transform` is the rotation x·S·H of blocks of g elements; else None.
-
-        S is the diagonal of ``signs``, ±1, ``[g]``, or the identity for None; H is the orthonormal Sylvester-Hadamard
-        matrix of a power of two g; the product is in fp32, and axes that g does not divide are zero-padded. A kernel
-        may then rotate what it reads by itself, and :meth:`transform` is not called. A class that overrides
-        :meth:`transform` or :meth:`inverse` says anew whether it is one.
-        """
-        return None
 
     # ------------------------------------------------------------------ one operand
 
@@ -428,3 +265,28 @@ def overrides(technique: Technique | type[Technique], stage: str) -> bool:
     """Return whether ``technique`` acts at ``stage``, that is, overrides the method of that name."""
     cls = technique if isinstance(technique, type) else type(technique)
     return getattr(cls, stage) is not getattr(Technique, stage)
+
+
+#: Stages that are given what the elements of a block share.
+_OF_BLOCKS = tuple(s for s in TENSOR_STAGES if s not in ("split", "round", "after", "element_surrogate"))
+#: What says today what a class said by an attribute of an earlier version.
+_FORMER = {
+    "by_block": "mixes = 'block', or 'none' if other elements of a block change nothing",
+    "by_expert": "mixes = 'expert', or 'block' or 'none' if the technique mixes no more",
+    "divides_by": "group_granularity, and normalizes = True",
+}
+
+
+def wrong_fact(cls: type[Technique]) -> str | None:
+    """Return what a class declares that cannot be, or declared in an earlier version; None if all is well."""
+    for former, today in _FORMER.items():
+        if hasattr(cls, former):
+            return f"declares {former}, which says nothing any more; declare {today}"
+    if isinstance(getattr_static(cls, "block_rotation"), FunctionType):
+        return "has a method block_rotation; make it a property that is g, and return the signs from pair_context"
+    if cls.mixes not in get_args(Mixes):
+        return f"declares mixes = {cls.mixes!r}; choose from {', '.join(get_args(Mixes))}"
+    shared = [stage for stage in _OF_BLOCKS if overrides(cls, stage)]
+    if cls.mixes == "none" and shared and not overrides(cls, "group_granularity"):
+        return f"declares mixes = 'none' and acts on whole blocks at {shared[0]}; declare 'block', or how much it mixes"
+    return None

@@ -132,11 +132,28 @@ class Doubling(QEma):
 
 class Wrapping(Doubling):
     name = "wrapping"
-    by_block = True
+    mixes = "block"
 
     def around(self, quantize, x, context):
         y = quantize(x)
         return y + quantize(x - y)
+
+
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+@pytest.mark.parametrize("case", ["four_over_six", "quest_scale", "softmax", "guard above 1", "scale_gradient"])
+def test_techniques_that_mix_no_blocks_are_sampled_in_lines(case, convention, of_whole):
+    techniques = default_registry().techniques
+    options = {
+        "softmax": ("smooth_max", {"kind": "softmax"}),
+        "guard above 1": ("stochastic_rounding", {"range_guard": 1.0625}),
+    }
+    name, given = options.get(case, (case, {}))
+    program = OperandProgram(
+        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention)), (techniques[name](**given),)
+    )
+    assert by_block(program)
+    one, selection = seen(program, normal(40, 100)), Selection((40, 100), 1000)
+    assert same(sample(one, selection), of_whole(one, selection))
 
 
 def test_who_acts_block_by_block():
@@ -162,7 +179,7 @@ def test_moments_by_many_draws(name):
 def test_programs_of_techniques_are_quantized_whole():
     techniques = default_registry().techniques
     spec = QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even"))
-    for name in ("tensor_scaling", "macro_block_scaling", "outlier_fallback", "four_over_six"):
+    for name in ("tensor_scaling", "macro_block_scaling", "outlier_fallback"):
         program = OperandProgram(spec, (techniques[name](),))
         assert not by_block(program)
         found = sample(seen(program, x := normal(64, 256)), selection := Selection((64, 256), 4000))

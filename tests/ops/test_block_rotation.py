@@ -90,23 +90,24 @@ def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) ->
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ((24, None), "blocks of 24"),
-        ((0, None), "blocks of 0"),
-        ((16, torch.ones(4)), r"signs \[16\]"),
-        ((16, [1] * 16), r"signs \[16\]"),
-        ("x", "must return"),
-    ],
-    ids=["no power of two", "nothing", "few signs", "a list", "text"],
-)
-def test_an_answer_that_is_no_rotation_is_the_plugins_error(answer: Any, says: str) -> None:
+@pytest.mark.parametrize("declared", [24, 0, "x"])
+def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
+    class Wrong(Hadamard):
+        name: ClassVar[str] = "wrong"
+        block_rotation: ClassVar[Any] = declared
+        period: ClassVar[int] = 16
+
+    with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, no power of two"):
+        trained(Wrong, block=48 if declared == 24 else 32)
+
+
+@pytest.mark.parametrize("signs", [(torch.ones(4),), (torch.ones(16), torch.ones(16))], ids=["few", "twice"])
+def test_other_signs_than_those_of_a_block_are_the_plugins_error(signs: tuple[Tensor, ...]) -> None:
     class Wrong(Hadamard):
         name: ClassVar[str] = "wrong"
 
-        def block_rotation(self, shared: tuple[Tensor, ...]) -> Any:
-            return answer
+        def pair_context(self, left: Tensor, right: Tensor, context: Any) -> tuple[Tensor, ...]:
+            return signs
 
-    with pytest.raises(PluginError, match=rf"block_rotation.*{says}"):
-        trained(Wrong, block=48 if answer == (24, None) else 32)
+    with pytest.raises(PluginError, match=r"pair_context: must return signs \[16\] alone, or nothing"):
+        trained(Wrong)

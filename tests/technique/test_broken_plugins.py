@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,6 +22,7 @@ from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp
 
 FREE = Overhead("O(1)", "O(1)", fusable=True)
+FACT_NAMES = {"by_block", "by_expert", "divides_by", "group_granularity", "mixes"}
 FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
 
 
@@ -32,7 +34,7 @@ def technique(called: str, **members: Any) -> type[Technique]:
         "complexity": property(lambda self: 0.0),
         "acts_on": lambda self, site: FPROP,
     }
-    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead]}
+    annotations = dict.fromkeys(("name", "overhead", *FACT_NAMES & members.keys()), ClassVar)
     return type("Made", (Technique,), {"__module__": __name__, "__annotations__": annotations, **defaults, **members})
 
 
@@ -134,6 +136,14 @@ WRONG = {
     "group_scale, three things": (
         {"group_scale": lambda self, z, group, c: (z, z, z)},
         "must return γ, (γ, statistic of x/γ) or None",
+    ),
+    "group_scale, other groups than declared": (
+        {"group_granularity": "row", "group_scale": lambda self, z, group, c: group("tensor")},
+        "asked for groups of 'tensor'; its group_granularity is 'row'",
+    ),
+    "group_scale, more numbers than declared": (
+        {"group_granularity": "tensor", "group_scale": lambda self, z, group, c: z},
+        "returned (5, 2, 1); its group_granularity is 'tensor'",
     ),
     "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
     "round": ({"round": lambda self, r, s, c: r.sum(-1)}, "returned shape (5, 2) where (5, 2, 32) is due"),
@@ -431,6 +441,32 @@ def test_on_weight_beside_a_list_of_operands_is_refused_when_the_class_is_made()
         class Both(Technique):
             on_weight: ClassVar[bool] = True
             operands: Operands = ("forward",)
+
+
+FACTS: dict[str, tuple[dict[str, Any], str]] = {
+    "by_block": ({"by_block": True}, "declares by_block, which says nothing any more; declare mixes = 'block', or"),
+    "by_expert": ({"by_expert": True}, "declares by_expert, .* declare mixes = 'expert', or 'block' or 'none'"),
+    "divides_by": ({"divides_by": "row"}, "declares divides_by, .* declare group_granularity, and normalizes = True"),
+    "block_rotation": (
+        pairing(block_rotation=lambda self, shared: (16, None)),
+        "has a method block_rotation; make it a property",
+    ),
+    "mixes": ({"mixes": "blocks"}, "declares mixes = 'blocks'; choose from none, block, expert, tensor"),
+    "mixes nothing, and changes the statistic of a block": (
+        {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
+        "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_a_fact_that_cannot_be_keeps_the_plugin_out(case: str) -> None:
+    """The names of an earlier version among them: without an error they would say nothing."""
+    members, message = FACTS[case]
+    broken = technique("broken", **members)
+    registry = Registry([("broken-plugin", Offers(broken))], entry_point_group=None)
+    assert re.search(f"plugin 'broken-plugin': Made {message}", str(registry.failures["broken-plugin"]))
+    assert not registry.techniques
 
 
 def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:

@@ -13,6 +13,7 @@ import pytest
 import fp4graph.technique
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.technique import IMPORTABLE, STAGES, Technique, overrides
+from fp4graph.technique.facts import Facts
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), *sorted((ROOT / "examples/technique_plugin").glob("*_*.py"))]
@@ -77,3 +78,21 @@ def signature(stage: str) -> str:
 def test_the_package_exports_what_it_lists() -> None:
     assert sorted(fp4graph.technique.__all__) == sorted(set(fp4graph.technique.__all__))
     assert all(hasattr(fp4graph.technique, name) for name in fp4graph.technique.__all__)
+
+
+def test_every_fact_is_documented() -> None:
+    elsewhere = {
+        "name",
+        "overhead",
+        "conflicts",
+        "requires",
+        "plugin",
+        "complexity",
+        "operands_listed",
+        "addresses_given",
+    }
+    facts = {name for name, value in vars(Facts).items() if isinstance(value, property)} | Facts.__class_vars__
+    table = section("## Facts that a technique declares")
+    assert facts - elsewhere == {
+        *re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]*) \| [^|]* \| [^|]* \|$", table, re.M)))
+    }

@@ -145,7 +145,8 @@ def _acts_by_block(technique: Technique) -> bool:
     if not any(overrides(technique, stage) for stage in QUANTIZER_STAGES):
         return True
     composes = technique.draws or any(overrides(technique, stage) for stage in ("split", "around", "after"))
-    return vars(type(technique)).get("by_block", False) and not composes
+    mixes_less = vars(type(technique)).get("mixes") in ("none", "block") and technique.group_granularity is None
+    return mixes_less and not composes
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,151 @@
+"""The matrix work of captured graphs, and the markers that belong to it, as data for the passes that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from fp4graph.graph.marker import Marker, module_stack
+from fp4graph.graph.names import Owner
+from fp4graph.graph.operations import Verdict
+from fp4graph.graph.products import Product
+from fp4graph.technique.site import SiteView
+
+#: Counts the FLOPs of a call where torch's counter cannot, as ``Operation.flops``; None asks that.
+Formula = Callable[..., int] | None
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The marker that belongs to a product.
+
+    It is the one that carries the product's weight, with the index of that weight, or else the one of the innermost
+    module around the product.
+    """
+
+    marker: Marker
+    weight: int | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The attribute path of the weight, from the marker's module."""
+        return None if self.weight is None else self.marker.tag.weights[self.weight]
+
+    @property
+    def owner(self) -> Owner | None:
+        """The owner of the weight, where the marker's own module is known."""
+        if self.path is None or self.marker.module is None:
+            return None
+        path, _, name = self.path.rpartition(".")
+        return Owner(f"{self.marker.module}.{path}".strip("."), name)
+
+
+@dataclass(frozen=True)
+class FoundWork:
+    """Matrix work that cannot be quantized.
+
+    Attributes:
+        module: the module that the node was called in, or None.
+        view: the work as the policy sees it, without sizes.
+        places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
+        reason: why it cannot be quantized.
+        verdict: what the planner does with it.
+        formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
+        supported: whether a rule could have the work quantized.
+    """
+
+    node: Node
+    module: str | None
+    view: SiteView
+    places: tuple[int, ...] | None = None
+    reason: str = ""
+    verdict: Verdict = Verdict.KEEP
+    formula: Formula = None
+    supported: bool = False
+
+
+@dataclass(frozen=True)
+class FoundProduct:
+    """A product of two matrices, which may become a site.
+
+    Attributes:
+        view: the product as policies and techniques see it.
+        owner: owner of the parameter that is the second factor, or None.
+        views: the chain of views from the parameter to the second factor, the first one applied first.
+        has_weight: whether the second factor is a parameter.
+        weight_first: the product as work that cannot be quantized, where the first factor is a parameter and the second
+            is none; None elsewhere.
+        newcomer: name of the module, if it joined the model after the names were taken.
+        caller: name of the module that the product was called in, or None.
+    """
+
+    product: Product
+    view: SiteView
+    marked: Marked | None
+    owner: Owner | None
+    views: tuple[Node, ...]
+    has_weight: bool
+    weight_first: FoundWork | None
+    newcomer: str | None
+    caller: str | None
+
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """Indices of the rules whose predicates on the place hold, where the marker knows it; None asks the policy."""
+        return None if self.owner is not None or self.marked is None else self.marked.marker.tag.rules
+
+
+@dataclass
+class Found:
+    """The content of a captured graph, and of the bodies inside it.
+
+    Attributes:
+        work: the matrix work, in the order of the graph.
+        read: the parameters that the graph takes for more than to mark them.
+        marked: the modules whose markers were found; None is a module that cannot be known.
+        bodies: the graph and the bodies in it whose nodes may be replaced.
+        keys: the graph's inputs that are noise keys, with the modules of the markers that carry them.
+        steps: the graph's inputs that are the step of the forward.
+    """
+
+    work: list[FoundProduct | FoundWork] = field(default_factory=list)
+    read: set[Owner] = field(default_factory=set)
+    marked: set[str | None] = field(default_factory=set)
+    bodies: list[GraphModule] = field(default_factory=list)
+    keys: dict[Node, str] = field(default_factory=dict)
+    steps: set[Node] = field(default_factory=set)
+
+
+class Markers:
+    """The markers found so far in a captured graph, or in the body of a higher-order op in it.
+
+    Args:
+        outer: the node of the captured graph that a placeholder of the body stands for.
+    """
+
+    def __init__(self, outer: Mapping[Node, Node] | None = None) -> None:
+        self._outer = outer or {}
+        self._by_weight: dict[Node, Marked] = {}
+        self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
+
+    def outside(self, node: Node) -> Node:
+        """Return the node of the captured graph that ``node`` stands for."""
+        return self._outer.get(node, node)
+
+    def add(self, marker: Marker) -> None:
+        """Record a marker, which belongs to the nodes after it."""
+        for index, weight in enumerate(marker.weights):
+            self._by_weight[weight] = Marked(marker, index)
+        if not marker.tag.carried:
+            self._by_module[marker.module_id] = marker
+
+    def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
+        """Return the marker that carries ``weight``, else that of the innermost module around ``node`` that has one."""
+        if weight is not None and weight in self._by_weight:
+            return self._by_weight[weight]
+        for identity in (*(caller.id for caller in reversed(module_stack(node))), None):
+            if identity in self._by_module:
+                return Marked(self._by_module[identity])
+        return None

@@ -1,0 +1,107 @@
+"""The techniques that a site refuses: at experts, at convolutions, and beside channels that are multiplied apart.
+
+Every refusal follows from facts that techniques declare (:mod:`fp4graph.technique.facts`) and from the site's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fp4graph.errors import CaptureError
+from fp4graph.graph.blocks import pattern_of
+from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.policy import Rule
+from fp4graph.technique import Technique
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.site import SiteView
+
+
+def rule_that_keeps(name: str, module: str | None) -> str:
+    """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
+    parents, dot, last = (module or "").rpartition(".")
+    pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number tells unlike modules of a Sequential apart
+    return (
+        "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "
+        f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
+    )
+
+
+def require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique would mix what belongs to different experts."""
+    for technique in techniques:
+        if technique.mixes == "tensor" and not technique.per_model:
+            raise _refusal(
+                site,
+                rule,
+                f"technique {technique.name} does not tell the tokens and weights of experts apart (its mixes is "
+                f"'tensor'). To keep the experts in high precision, {rule_that_keeps('experts', site.module)}",
+            )
+
+
+def require_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> None:
+    """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens, or where blocks are
+    cut short for experts to share none and a technique would see that, or each would draw or choose for itself."""
+    keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
+    counting = next((technique.name for technique in program.techniques if technique.counts), None)
+    if counting is not None and which.gemm is Gemm.WGRAD:
+        message = f"cannot act on {which} of experts, whose tokens are filled up with zeros"
+        raise _refusal(site, rule, f"technique {counting} {message}; list other operands in its options, or {keep}")
+    spec = program.spec
+    if spec is None or not reaches_across(program, which):
+        return
+    causes = [technique.name for technique in program.techniques if technique.sees_blocks]
+    causes += [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
+    causes += ["a choice between elements"] if spec.others else []
+    if causes:
+        message = f"cannot act on {which} of experts where one scale is that of a {spec.block}"
+        raise _refusal(site, rule, f"{' and '.join(causes)} {message}; use blocks of a fixed length, or {keep}")
+
+
+def reaches_across(program: OperandProgram, which: Operand) -> bool:
+    """Return whether the policy's blocks of an operand would reach from one expert into the next."""
+    block = None if program.spec is None else program.spec.block
+    return block == "tensor" or (block == "row" and which.gemm is Gemm.WGRAD)
+
+
+def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique acts on the weight of a convolution outside of its product.
+
+    Args:
+        keeping: the techniques that keep state of the weight or act at the optimizer's step.
+    """
+    for technique in keeping:
+        raise _refusal(
+            site,
+            rule,
+            f"technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is not done "
+            "for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
+        )
+
+
+def require_alone(program: MatmulProgram, parting: list[Technique], site: SiteView, rule: Rule) -> Technique:
+    """Return the technique that multiplies channels apart.
+
+    Raises:
+        CaptureError: several techniques choose channels, the site is no linear layer, or another technique would need
+            to be told which channels it sees.
+    """
+    technique, *others = parting
+    if others:
+        cause = f"{others[0].name} chooses channels too; drop one of the two"
+    elif site.op != "linear":
+        cause = f"only a linear layer's are chosen, and this is {site.op}; give it to rules with op: linear"
+    elif program.fprop.transforms:
+        name = program.fprop.transforms[0].name
+        cause = f"{name} transforms the operands of fprop, whose channels are then others; transform the backward"
+    elif named := [slot.technique for slot in program.state if slot.technique != technique.name]:
+        cause = f"{named[0]} keeps state of the whole weight; drop one of the two"
+    elif any(one.has_gradient_factor for one in (program.fprop.left, program.fprop.right)):
+        cause = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
+    else:
+        return technique
+    raise _refusal(site, rule, f"technique {technique.name} multiplies input channels apart: {cause}")
+
+
+def _refusal(site: SiteView, rule: Rule, message: str) -> CaptureError:
+    return CaptureError(f"{rule.file}:{rule.line}: {message}" if rule.file else message, site=str(site))

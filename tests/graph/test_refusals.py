@@ -1,0 +1,182 @@
+"""Which techniques the graph pass refuses at a linear layer, at experts, at a convolution and at a product of
+activations.
+
+``refusals.csv`` has a row for each shipped policy and for each technique, by options and by blocks, with what was found
+before techniques declared what they mix. ``python -m tests.graph.test_refusals`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+import pytest
+from torch import Tensor
+
+import fp4graph
+from fp4graph.commands.catalogue import shipped_registry
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.policy import Policy
+from fp4graph.technique import Context, Operand, Overhead, Technique
+from fp4graph.technique.facts import Mixes
+from fp4graph.technique.site import SiteView
+from tests.helpers.policies import one_rule, quantizer
+
+TABLE = Path(__file__).with_name("refusals.csv")
+OPS = ("linear", "grouped", "conv", "matmul")
+BLOCKS: tuple[Any, ...] = (16, "row", "tensor", [16, 16])
+#: Scales, of which a technique gets the first that it takes.
+SCALES = (
+    {"format": "e4m3", "rounding": "nearest_even"},
+    {"format": "e8m0", "rounding": "ceil"},
+    {"format": "e8m0", "rounding": "floor"},
+    {"format": "e4m3", "convention": "encode", "rounding": "nearest_even"},
+)
+HADAMARD: dict[str, Any] = {"hadamard": {"block": 128}}
+SPLIT: dict[str, Any] = {"out_control": {"mode": "split", "channels": 0.25}}
+#: Further options by which a technique acts at other stages, alone or beside the techniques that it needs.
+FURTHER: tuple[tuple[Any, ...], ...] = (
+    ({"adaptive_quantization_noise": {"std": 0.1}},),
+    ({"hadamard": {"scope": ["fprop"], "block": 16}},),
+    ({"hadamard": {"scope": "backward", "block": 16, "kind": "deterministic"}},),
+    (HADAMARD, "ms_eden"),
+    ({"out_control": {"mode": "measure"}},),
+    (SPLIT,),
+    (SPLIT, "q_ema"),
+    (SPLIT, "tensor_scaling"),
+    (SPLIT, {"tensor_scaling": {"hold_steps": 5}}),
+    (SPLIT, "step_gradient"),
+    (SPLIT, "stochastic_rounding"),
+    (SPLIT, {"hadamard": {"scope": "backward", "block": 16}}),
+    (SPLIT, "dampen"),
+    (SPLIT, "smooth_max"),
+    (SPLIT, "four_over_six"),
+    ({"outlier_clamp": {"operands": ["wgrad"]}},),
+    ({"outlier_clamp": {"residual": False}},),
+    ({"outlier_fallback": {"operands": ["wgrad.input"]}},),
+    ({"outlier_fallback": {"granularity": "row"}},),
+    ({"outlier_fallback": {"threshold": 0.1}},),
+    ({"q_ema": {"start_after": 5}},),
+    ("smooth_max", "scale_gradient"),
+    ({"smooth_max": {"kind": "softmax"}},),
+    ({"smooth_max": {"kind": "ste"}},),
+    ({"stochastic_rounding": {"range_guard": 1.0625}},),
+    ({"stochastic_rounding": {"range_guard": 0.94}},),
+    ({"tensor_scaling": {"granularity": "all"}},),
+    ({"tensor_scaling": {"granularity": "all", "hold_steps": 5}},),
+    ({"tensor_scaling": {"granularity": "row"}},),
+    ({"tensor_scaling": {"granularity": 32}},),
+    ({"tensor_scaling": {"hold_steps": 5}},),
+    ("tensor_scaling", "tensor_scaling_gradient"),
+    ("tensor_scaling", {"tensor_scaling_gradient": {"kind": "ignore"}}),
+    ("tensor_scaling", "macro_block_scaling"),
+)
+
+
+def policies() -> Iterator[tuple[str, Policy]]:
+    """Every shipped policy, then one for each technique, options and blocks, by the name of its row."""
+    for name in sorted(shipped_registry().policies):
+        yield name, fp4graph.load_policy(name)
+    for techniques in (*((name,) for name in sorted(shipped_registry().techniques)), *FURTHER):
+        for block in BLOCKS:
+            if (policy := with_techniques(techniques, block)) is not None:
+                yield f"{json.dumps(techniques)} block {block}", policy
+
+
+def with_techniques(techniques: tuple[Any, ...], block: Any) -> Policy | None:
+    """A policy of one rule with these techniques, or None if they refuse such blocks whatever the scales."""
+    for scale in SCALES:
+        try:
+            data = one_rule(quantize=quantizer(block) | {"scale": scale}, techniques=list(techniques))
+            return fp4graph.load_policy(data)
+        except PolicyError:
+            continue
+    return None
+
+
+def refusal(policy: Policy, op: str) -> str | None:
+    """The error of a site of this kind under the first rule that refuses it, whatever makes its input, in training or
+    not; None if every rule that quantizes takes it."""
+    phases = (policy, *(phase.policy for phase in policy.phases))
+    rules = dict.fromkeys(rule for phase in phases for rule in phase.rules if rule.quantizes)
+    weight = 256 * 512 if op != "matmul" else None
+    for rule, producer, training in itertools.product(rules, (None, "swiglu"), (True, False)):
+        try:
+            plan_site(SiteView("m", op, 512, 256, weight, producer=producer), rule, training=training)
+        except CaptureError as error:
+            return str(error)
+    return None
+
+
+@cache
+def found() -> dict[str, list[str | None]]:
+    """The refusal of every row, for each kind of site."""
+    return {name: [refusal(policy, op) for op in OPS] for name, policy in policies()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+def test_every_policy_and_technique_is_taken_or_refused_as_the_table_says() -> None:
+    with TABLE.open(encoding="utf-8") as file:
+        _, *recorded = csv.reader(file)
+    assert recorded == written()
+
+
+class Halving(Technique):
+    """A plugin's technique that declares nothing: half of each block's maximum is its statistic."""
+
+    name: ClassVar[str] = "halving"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.0
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        return frozenset(Operand)
+
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        return z / 2
+
+
+@pytest.mark.parametrize("mixes", get_args(Mixes))
+@pytest.mark.parametrize("block", [16, "tensor"])
+def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) -> None:
+    cls = Halving if mixes == "tensor" else type("Mixing", (Halving,), {"__module__": __name__, "mixes": mixes})
+    rule = dataclasses.replace(fp4graph.load_policy(one_rule(quantize=quantizer(block))).rules[0], techniques=(cls(),))
+    messages = {"tensor": "does not tell the tokens and weights of experts apart (its mixes is 'tensor')"}
+    if block == "tensor":
+        sees = "halving cannot act on fprop.input of experts where one scale is that of a tensor"
+        messages |= {"block": sees, "expert": sees}
+    site = SiteView("m", "grouped", 512, 256, 256 * 512)
+    if mixes in messages:
+        with pytest.raises(CaptureError, match=re.escape(messages[mixes])):
+            plan_site(site, rule)
+    else:
+        assert plan_site(site, rule).program is not None
+    assert plan_site(dataclasses.replace(site, op="linear"), rule).program is not None
+
+
+def test_the_elements_that_are_treated_together_follow_from_the_facts() -> None:
+    made = shipped_registry().techniques
+    assert made["hadamard"](block=16).period == 16
+    assert made["macro_block_scaling"](block=64).period == 64
+    assert made["tensor_scaling"](granularity=48).period == 48
+    assert made["tensor_scaling"]().period == made["outlier_clamp"]().period == 1
+
+
+def written() -> list[list[str]]:
+    return [[name, *("refused" if each else "accepted" for each in own)] for name, own in found().items()]
+
+
+if __name__ == "__main__":
+    with TABLE.open("w", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([["policy", *OPS], *written()])
+    sentences = dict.fromkeys(each for own in found().values() for each in own if each)
+    sys.stdout.write("\n".join(sentences) + "\n")
