@@ -103,9 +103,10 @@ class GemmProgram:
         for index, transform in enumerate(self.transforms):
             step = self._step(index, transform, left, right, draw, segments)
             steps.append(step)
+            turn = step.turn() if leaves else None
             left = step.apply(left, "left")
-            if leaves:
-                return Rotation(left, right, (step,), step.turn())
+            if turn is not None:
+                return Rotation(left, right, (step,), turn)
             right = step.apply(right, "right")
             if statically_known_true(left.shape[-1] != right.shape[-1]):
                 lengths = f"{left.shape[-1]} and {right.shape[-1]}"
