@@ -420,7 +420,7 @@ def _named(entry: str, name: str) -> Callable[..., None]:
 
 @functools.cache
 def _load(entry: str) -> ctypes.CDLL:
-    return build.load(resources.files(__package__).joinpath("quantize.cpp").read_text() + entry)
+    return build.load(build.amalgamated(resources.files(__package__).joinpath("cpp"), "quantize.cpp") + entry)
 
 
 def _struct(name: str, spec: QuantSpec) -> str:

@@ -20,7 +20,7 @@ _library.define(
     "rotate(Tensor x, int block, Tensor? signs, bool back, SymInt length) -> Tensor",
     tags=[torch.Tag.needs_exact_strides],
 )
-_LONGEST = 1024  # the block of which quantize.cpp holds a tile
+_LONGEST = 1024  # the block of which rotation.h holds a tile
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
