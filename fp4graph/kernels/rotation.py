@@ -72,12 +72,12 @@ def _fake_rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length
 def _rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:
     y = _fake_rotate(x, block, signs, back, length)
     if y.numel():
-        signs = None if signs is None else signs.contiguous()
+        by = hadamard.BlockRotation(block, None if signs is None else signs.contiguous())
         if _is_transposed(x):
             source, target = x.mT.contiguous(), y.mT
-            cpu.rotate(_matrices(source).mT, _matrices(target).mT, block, signs, back)
+            cpu.rotate(_matrices(source).mT, _matrices(target).mT, by, back)
         else:
-            cpu.rotate(_matrices(x.contiguous()), _matrices(y), block, signs, back)
+            cpu.rotate(_matrices(x.contiguous()), _matrices(y), by, back)
     return y
 
 

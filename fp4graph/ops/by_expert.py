@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import experts, operators
-from fp4graph.kernels.cpu import Turn
-from fp4graph.kernels.operators import PackedOperand
+from fp4graph.kernels.request import PackedOperand
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, Side
 from fp4graph.ops.grouped import Layout
@@ -91,7 +91,7 @@ class ByExpert:
             return None
         return self._at_positions("left", left, turn), self._at_positions("right", right, turn)
 
-    def _turn(self, left: Tensor, right: Tensor | PackedOperand) -> Turn | None:
+    def _turn(self, left: Tensor, right: Tensor | PackedOperand) -> BlockRotation | None:
         """Return the rotation of both operands of wgrad, where a kernel knows it."""
         blocks = [program.spec.block for program in (self.gemm.left, self.gemm.right) if program.spec is not None]
         lengths = [block for block in blocks if isinstance(block, int)]
@@ -101,7 +101,7 @@ class ByExpert:
         operands = self.layout.lay_out(left).mT, self.layout.lay_out(right).mT
         return self.gemm.turn(*operands, draw, segments, gcd(*lengths))
 
-    def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: Turn | None) -> Terms:
+    def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: BlockRotation | None) -> Terms:
         own, other = self.gemm.operands
         program, operand = (self.gemm.left, own) if side == "left" else (self.gemm.right, other)
         assert self.layout.source is not None

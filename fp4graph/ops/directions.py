@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
-from fp4graph.kernels.operators import Direction, PackedOperand
+from fp4graph.kernels.request import PackedOperand, Request
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import MatmulProgram, Side
@@ -71,7 +71,7 @@ class BothDirections:
 
     def _directions(
         self, x: Tensor, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
-    ) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]] | None:
+    ) -> tuple[tuple[Request, Tensor | None], tuple[Request, Tensor | None]] | None:
         """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
         first, second = rows[0].spec, columns[0].spec
         if first is None or second is None or rows[0].observes or columns[0].observes:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.kernels.cpu import Turn
 from fp4graph.numerics.blocking import Blocking, block_length
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
@@ -103,7 +103,7 @@ class GemmProgram:
 
     def turn(
         self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None, within: int
-    ) -> Turn | None:
+    ) -> BlockRotation | None:
         """Return the rotation that :meth:`rotate` does to both operands, where it is one, of blocks that divide
         ``within``; None where the transforms are another."""
         if len(self.transforms) != 1 or not _says_block_rotation(type(self.transforms[0])):
@@ -153,7 +153,7 @@ class PairStep:
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
 
-    def turn(self, within: int) -> Turn | None:
+    def turn(self, within: int) -> BlockRotation | None:
         """Return the step as a rotation of blocks that divide ``within``; None where it is none."""
         if not _says_block_rotation(type(self.transform)):
             return None
@@ -169,7 +169,7 @@ class PairStep:
             raise contract.broken(self.transform, "block_rotation", f"must return signs [{block}], or None")
         if within % block:
             return None
-        return Turn(block, None if signs is None else signs.to(torch.float32))
+        return BlockRotation(block, None if signs is None else signs.to(torch.float32))
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return ``x`` in the transform's basis."""
@@ -197,7 +197,7 @@ class Rotation:
     left: Tensor
     right: Tensor
     steps: tuple[PairStep, ...] = ()
-    turn: Turn | None = None
+    turn: BlockRotation | None = None
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return a further tensor of the side's shape in the transforms' basis."""

@@ -10,10 +10,10 @@ namespace {
 
 // Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
 template <class F, class T, class Source>
-void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, const Turn& turn, Key key,
-            Shape shape, int threads) {
+void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, const BlockRotation& rotation,
+            Key key, Shape shape, int threads) {
     constexpr int B = F::BLOCK;
-    const i64 columns = turn ? turn.columns : shape.columns;
+    const i64 columns = rotation ? rotation.columns : shape.columns;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES;
     const i64 tiles = shape.batches * blocks * groups;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -24,15 +24,15 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         const i64 given_depth = columns - column < B ? columns - column : B;
         alignas(64) float tile[B * LANES], scale[LANES], reciprocal[LANES];
         alignas(64) i32 z[LANES];
-        if (!turn && source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
+        if (!rotation && source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
             for (i64 j = 0; j < depth; ++j)
                 std::memset(to.values + (column + j) * to.strides.column + row, 0, static_cast<size_t>(n) * sizeof(T));
             continue;
         }
-        if (n < LANES || (turn && given_depth < B))
+        if (n < LANES || (rotation && given_depth < B))
             for (i64 i = 0; i < B * LANES; ++i) tile[i] = 0;
         source.read(tile, batch, row, column, false, given_depth, n == LANES ? LANES : n, LANES);
-        if (turn) turn_across<B>(tile, turn);
+        if (rotation) rotate_tile<B>(tile, rotation);
         const i64 b = column / B;
         if (given.divisor) {
             alignas(64) float divisor[LANES];

@@ -28,10 +28,10 @@ inline void by_line(i64 block, i64 count, i64 rows, i64 blocks, i64 length, Visi
 
 // Blocks along C, and C contiguous.
 template <class F, class S, class T, bool PACKS>
-void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts& given, const Turn& turn, Key key,
-           Shape shape, int threads) {
+void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts& given, const BlockRotation& rotation,
+           Key key, Shape shape, int threads) {
     constexpr int B = F::BLOCK;
-    const i64 read = turn ? turn.columns : shape.columns;
+    const i64 read = rotation ? rotation.columns : shape.columns;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B;
     const i64 before = shape.first * R * blocks, all = shape.batches * R * blocks;
     const i64 strips = (all - before + STRIP - 1) / STRIP;
@@ -58,7 +58,7 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 }
             }
         });
-        if (turn) turn_blocks(tile, count * B, turn);
+        if (rotation) rotate_strip(tile, count * B, rotation);
         for (i64 g = 0; g < count; ++g) {
             float* block = tile + g * B;
             if (given.divisor) {

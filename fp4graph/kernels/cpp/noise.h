@@ -31,25 +31,25 @@ inline float uniform(u32 bits) {
     return BITS == 24 ? k : k + pow2(-BITS - 1);
 }
 
-// Draw.varying of numerics/draw.py: the site's key with this forward's, then the salts.
-inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count) {
-    if (key == nullptr) return {};
-    Key k{static_cast<u32>(key[0]), static_cast<u32>(key[1])};
-    if (step != nullptr) k = k.absorb(static_cast<u32>(step[0])).absorb(static_cast<u32>(step[1]));
-    for (i64 i = 0; i < count; ++i) k = k.absorb(static_cast<u32>(salts[i]));
-    return k;
-}
-
-}  // namespace
-
+// A Draw of numerics/draw.py: the site's key, this forward's, and `count` salts; no key for none.
 struct KeyParts {
     const i32 *key, *step, *salts;
     i64 count;
+
+    Key varying() const {
+        if (key == nullptr) return {};
+        Key k{static_cast<u32>(key[0]), static_cast<u32>(key[1])};
+        if (step != nullptr) k = k.absorb(static_cast<u32>(step[0])).absorb(static_cast<u32>(step[1]));
+        for (i64 i = 0; i < count; ++i) k = k.absorb(static_cast<u32>(salts[i]));
+        return k;
+    }
 };
+
+}  // namespace
 
 // gaussian of numerics/noise.py: one normal variate for each index below count, under the draw's key.
 inline void gaussian(float* z, i64 count, KeyParts draw, int threads) {
-    const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
+    const Key key = draw.varying();
     Key keys[6];
     for (u32 salt = 0; salt < 6; ++salt) keys[salt] = key.absorb(salt);
 #pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)

@@ -173,28 +173,3 @@ struct PackedTranspose {
 };
 
 }  // namespace
-
-// y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
-template <class P, class T>
-void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape, int threads) {
-    constexpr int several = P::BLOCK < LANES ? LANES / P::BLOCK : 1;  // blocks at once, which fill registers
-    const i64 blocks = (shape.columns + P::BLOCK - 1) / P::BLOCK, lines = shape.batches * shape.rows;
-#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
-    for (i64 line = 0; line < lines; ++line) {
-        T* to = y + line * shape.columns;
-        i64 b = 0;
-        for (; (b + several) * P::BLOCK <= shape.columns; b += several) {
-            const i64 block = line * blocks + b;
-            alignas(64) float values[several * P::BLOCK];
-            unpack_blocks<P, T, several>(codes + block * packed_bytes<P>(), scales + block, values);
-            cut<several * P::BLOCK>(values, to + b * P::BLOCK);
-        }
-        for (; b < blocks; ++b) {
-            const i64 block = line * blocks + b, column = b * P::BLOCK;
-            float values[P::BLOCK];
-            unpack_blocks<P, T, 1>(codes + block * packed_bytes<P>(), scales + block, values);
-            const i64 n = min(shape.columns - column, static_cast<i64>(P::BLOCK));
-            for (i64 j = 0; j < n; ++j) narrow(values[j], to + column + j);
-        }
-    }
-}

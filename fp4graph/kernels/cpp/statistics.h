@@ -1,17 +1,10 @@
-// Numbers of blocks and of whole tensors: scales, maxima, order statistics.
+// Statistics of blocks and of whole tensors.
 
 #pragma once
 
 #include <vector>
 
-#include "elements.h"
-#include "scaling.h"
-
-template <class F>
-void block_scales(const float* z, float* scale, i64 count, int threads) {
-#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
-    for (i64 i = 0; i < count; ++i) scale[i] = block_scale<F>(as<i32>(z[i]), 0);
-}
+#include "call.h"
 
 // Numbers whose order is that of x, which is not NaN.
 inline u32 ordered(float x) {
@@ -76,10 +69,15 @@ inline void raise(i32* m, const T* from, i64 n) {
     for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
 }
 
-// The largest magnitude of each block of `lines` rows by `length` columns, into z [batches, ceil(rows / lines),
-// ceil(columns / length)]; NaN above Inf above all. Both sides are at most 1024.
+// The largest magnitude of each block of `lines` rows by `length` columns of x, which has the call's shape, into y, fp32
+// [batches, ceil(rows / lines), ceil(columns / length)], contiguous; NaN above Inf above all. Both sides are at most 1024.
 template <class T>
-void maxima(const T* x, Strides from, float* z, Shape shape, i64 lines, i64 length, int threads) {
+void maxima(const Call& call, i64 lines, i64 length) {
+    const Shape shape = call.shape;
+    const Strides from = call.x.strides;
+    const T* x = static_cast<const T*>(call.x.data);
+    float* z = static_cast<float*>(call.y.data);
+    const int threads = call.threads;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + length - 1) / length, groups = (R + lines - 1) / lines;
     if (from.column == 1 && lines == 1) {
 #pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
