@@ -11,9 +11,7 @@ code, and keeps packed bytes for the backward; it has not been timed. Values are
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.kernels import cpu, gpu, library
+from fp4graph.kernels import cpu, gpu, library, switches
 from fp4graph.kernels.request import Blocks, PackedOperand, Request, flat
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
@@ -32,23 +30,11 @@ from fp4graph.numerics.spec import QuantSpec
 _DTYPES = {"cpu": frozenset(cpu.DTYPES), "cuda": gpu.DTYPES}
 _LONGEST = 1024  # lines of a 2-D block whose maximum one kernel finds
 _RUN = 32  # elements of a run where one block is a whole line or more
-_enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
 
-def enabled() -> bool:
-    """True if kernels are used where there are any."""
-    return _enabled
-
-
-@contextmanager
-def tensor_code() -> Iterator[None]:
+def tensor_code() -> AbstractContextManager[None]:
     """Trace and run quantizers as tensor code in this context, as compilers for other devices are given them."""
-    global _enabled
-    former, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = former
+    return switches.using(quantizers=False, products=0)
 
 
 def runs(spec: QuantSpec, device: torch.device) -> bool:
@@ -133,7 +119,7 @@ def _batched(x: Tensor, axes: int) -> Tensor:
 
 
 def _on_gpu(device: torch.device) -> bool:
-    return _enabled and target.kind(device) == "cuda" and _available_on_gpu()
+    return switches.current().quantizers and target.kind(device) == "cuda" and _available_on_gpu()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -143,7 +129,7 @@ def _available_on_gpu() -> bool:
 
 def on_cpu(device: torch.device) -> bool:
     """True if ``device`` is a CPU and its kernels are used."""
-    return _enabled and target.kind(device) == "cpu" and _available()
+    return switches.current().quantizers and target.kind(device) == "cpu" and _available()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -155,7 +141,8 @@ def _available() -> bool:
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it with ``right [..., J, K]``, and
     its accumulator by a scalar."""
-    return _on_gpu(left.device) and gpu.multiplies(left, right, addend)
+    wanted = switches.current().products > 0 and target.kind(left.device) == "cuda"
+    return wanted and _available_on_gpu() and gpu.multiplies(left, right, addend)
 
 
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:

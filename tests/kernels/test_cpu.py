@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.kernels import cpu, operators, switches
 from fp4graph.kernels.request import Blocks
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
@@ -53,7 +53,7 @@ UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
 def kernels() -> None:
     """Without them everything here would hold the tensor code against itself."""
     assert cpu.available()
-    assert operators.enabled()
+    assert switches.current().quantizers
 
 
 def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -165,9 +165,7 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
     parts = scale.view(blocking.scale_shape), each.view(2, 1, 1, 1, 1), each.log().view(2, 1, 1, 1, 1)
     given = [operators.by_run(part, blocking) for part in parts]
     for source in (x, across(x)):
-        y = operators.quantize(
-            source, runs, SOURCE, Blocks(scale=given[0], divisor=given[1], factor=given[2])
-        )
+        y = operators.quantize(source, runs, SOURCE, Blocks(scale=given[0], divisor=given[1], factor=given[2]))
         rows = scale.repeat_interleave(r, 1)[:, :70]
         whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
         expected = expected_with(x, runs, dict(zip(("scale", "divisor", "factor"), whole, strict=True)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, experts, operators
+from fp4graph.kernels import cpu, experts, operators, switches
 from fp4graph.kernels.experts import Groups
 from fp4graph.kernels.request import Blocks, PackedOperand, Request
 from fp4graph.numerics.hadamard import BlockRotation
@@ -38,7 +38,7 @@ STARTS, SIZES, TOKENS = (
 def kernels() -> None:
     """Without them everything here would hold the tensor code against itself."""
     assert cpu.available()
-    assert operators.enabled()
+    assert switches.current().quantizers
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
