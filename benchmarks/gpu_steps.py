@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._inductor import utils as inductor
 import fp4graph
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, Batch, Model, autocast
 from benchmarks.timing import Patience, compare, synchronize
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import gpu, operators, switches
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,15 +70,6 @@ SIZES = {"deit-small": 64, "deit-base": 64}
 PREDICTED = {"deit-base": "vit-b", "deit-tiny": "deit-tiny", "llama-350m": "llama-350m"}
 
 
-@contextmanager
-def _library_products() -> Iterator[None]:
-    former, gpu.LONGEST = gpu.LONGEST, 0
-    try:
-        yield
-    finally:
-        gpu.LONGEST = former
-
-
 @dataclass(frozen=True)
 class Switch:
     """One way to run: ``context`` is around tracing and compiling; ``mode`` is torch.compile's, of both programs.
@@ -90,12 +82,14 @@ class Switch:
     mode: str | None = None
 
 
+FP32_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,products"
+LIBRARY_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,bf16-products"
 #: The default first; every other one changes one thing.
 SWITCHES: dict[str, Switch] = {
     "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults"),
     "FP4GRAPH_KERNELS=0": Switch("tensor code that Inductor fuses, and nothing packed", operators.tensor_code),
-    "FP4GRAPH_BF16_PRODUCTS=0": Switch("an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32),
-    "FP4GRAPH_PRODUCT_LENGTH=0": Switch("a tensor scale multiplies the result of cuBLAS", _library_products),
+    FP32_PRODUCTS: Switch("an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32),
+    LIBRARY_PRODUCTS: Switch("a tensor scale multiplies the result of cuBLAS", partial(switches.using, products=0)),
     "mode=reduce-overhead": Switch("CUDA graphs", mode="reduce-overhead"),
     "mode=max-autotune-no-cudagraphs": Switch("GEMMs that Inductor chooses", mode="max-autotune-no-cudagraphs"),
 }

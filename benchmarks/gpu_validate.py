@@ -94,9 +94,9 @@ def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: 
     if "switches" in parts:
         others = [name for name in steps.SWITCHES if name != "default"]
         for dtype, model, switch in product(dtypes, models, others[:1] if rehearse else others):
-            if switch.startswith("FP4GRAPH_BF16") and dtype != "float32":
+            if switch == steps.FP32_PRODUCTS and dtype != "float32":
                 continue  # products are bf16's anyway
-            scaled = switch.startswith("FP4GRAPH_PRODUCT_LENGTH")
+            scaled = switch == steps.LIBRARY_PRODUCTS
             if scaled and dtype == "float32":
                 continue  # their tensor scales multiply a library's product either way
             for policy in (

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import switches
+from fp4graph.kernels.switches import Switches
 from fp4graph.numerics import noise
 from fp4graph.ops.gathered import Gathering, gathered_matmul
 from fp4graph.ops.gemm import MatmulProgram
@@ -43,8 +44,7 @@ def site_function(
     ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``. With a ``gathering`` ``a`` and ``b`` are as
     it has them, and ``ends=`` is the index of the matrix of ``b`` that each matrix of ``a`` is multiplied with.
     """
-    kernels = operators.enabled(), gpu.narrows(), gpu.LONGEST
-    return _site_function(program, form, alpha, beta, kernels, gathering)
+    return _site_function(program, form, alpha, beta, switches.current(), gathering)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,7 +53,7 @@ def _site_function(
     form: str,
     alpha: float,
     beta: float,
-    kernels: tuple[bool, bool, int],
+    kernels: Switches,
     gathering: Gathering | None,
 ) -> Callable[..., Tensor]:
     def fp4graph_matmul(

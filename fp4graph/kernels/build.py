@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 #: What :func:`load` raises.
@@ -29,6 +30,26 @@ _ON_MAC = platform.system() == "Darwin"
 _MACHINE_FLAGS = () if _ON_MAC else ("-fopenmp", "-march=native")
 _LIBRARIES = ("-lc++",) if _ON_MAC else ("-lstdc++", "-lm")
 _OF_CXX = {"gcc": "g++", "clang": "clang++", "cc": "c++"}
+
+
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+
+
+def amalgamated(folder: Traversable, name: str) -> str:
+    """Return the source ``name`` of ``folder`` with the files of ``folder`` that it includes in place, each once.
+
+    One text is what :func:`load` names a library by, so that a changed header is another library.
+    """
+    included = set()
+
+    def text(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        own = folder.joinpath(name).read_text("utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda line: text(line[1]), own)
+
+    return text(name)
 
 
 def load(source: str) -> ctypes.CDLL:

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu
-from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.cpu_product import product_into
 from fp4graph.kernels.library import BLOCKS, DRAW, drawn
-from fp4graph.kernels.operators import Blocks, Direction, PackedOperand, flat
+from fp4graph.kernels.request import Blocks, PackedOperand, Request, flat
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _PACKED = "str packed, SymInt length, ScalarType dtype"
 _EXACT = [torch.Tag.needs_exact_strides]
-_TURN = "Tensor? signs, int turn"  # of Turn; 0 for none
+_TURN = "Tensor? signs, int turn"  # of BlockRotation; 0 for none
 _library.define(
     f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}, {_TURN}, ScalarType dtype) -> Tensor", tags=_EXACT
 )
@@ -56,7 +56,7 @@ def quantize_at(
     spec: QuantSpec,
     draw: Draw | None,
     dtype: torch.dtype,
-    turn: Turn | None = None,
+    turn: BlockRotation | None = None,
 ) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized by ``spec``: ``[C, P]``, contiguous along C.
 
@@ -76,12 +76,12 @@ def quantize_at(
     return y.to(dtype)
 
 
-def _flat_turn(turn: Turn | None) -> tuple[Tensor | None, int]:
+def _flat_turn(turn: BlockRotation | None) -> tuple[Tensor | None, int]:
     return (None, 0) if turn is None else (turn.signs, turn.block)
 
 
-def _turn(signs: Tensor | None, block: int) -> Turn | None:
-    return Turn(block, None if signs is None else signs.contiguous()) if block else None
+def _turn(signs: Tensor | None, block: int) -> BlockRotation | None:
+    return BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class Groups:
 
 
 def quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False, turn: Turn | None = None
+    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool = False, turn: BlockRotation | None = None
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
@@ -206,9 +206,8 @@ def _quantize_at(
     y = _fake_quantize_at(x, places, dtype)
     if y.numel():
         source = (x if x.stride(1) == 1 else x.contiguous()).mT
-        given = drawn(key, step, salts), cpu.Blocks()
-        matrices = source.unsqueeze(0), y.unsqueeze(0)
-        cpu.quantize(*matrices, spec, *given, places=places.contiguous(), turn=_turn(signs, block))
+        how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), rotation=_turn(signs, block))
+        cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), how, places=places.contiguous())
     return y
 
 
@@ -225,7 +224,8 @@ def _requantize_at(
     y = _fake_requantize_at(codes, scales, packed, length, dtype, places)
     if y.numel():
         bytes_ = codes.contiguous(), scales.contiguous()
-        cpu.requantize(*bytes_, packed, y.unsqueeze(0), spec, drawn(*draw), places.contiguous())
+        how = Request(QuantSpec.from_text(spec), drawn(*draw))
+        cpu.requantize(bytes_, QuantSpec.from_text(packed), y.unsqueeze(0), how, places.contiguous())
     return y
 
 
@@ -250,15 +250,14 @@ def _quantized_product(
     given = Blocks(divisor, statistic, scale, factor)
     turn, about = _turn(signs, block), (gamma, spec, key, step, salts, *given, signs, block, packs)
     y, codes, scales = _fake_quantized_product(left, right, starts, sizes, *about)
-    draw = drawn(key, step, salts)
+    how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), given, turn)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         count, length = right.shape[1:]  # contiguous() leaves the strides of axes of length 1
         right = right.contiguous().as_strided(right.shape, (count * length, length, 1))
     count, length = right.shape[1], right.shape[2] if turn is None else turn.padded(right.shape[2])
     along = right.stride(2) == 1
     buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT
-    kept = codes if packs else None, scales if packs else None
-    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept, turn)
+    quantize = cpu.matrix_quantizer(right, buffer, how, (codes, scales) if packs else None)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):
@@ -285,9 +284,10 @@ def _requantized_product(
     *draw: Any,
 ) -> Tensor:
     y = _fake_requantized_product(left, codes, scales, packed, length)
-    bytes_, source = (codes.contiguous(), scales.contiguous()), drawn(*draw)
+    bytes_ = codes.contiguous(), scales.contiguous()
     buffer = torch.empty((codes.shape[1], length), dtype=dtype).mT
-    requantize = cpu.matrix_requantizer(*bytes_, packed, buffer, spec, source)
+    how = Request(QuantSpec.from_text(spec), drawn(*draw))
+    requantize = cpu.matrix_requantizer(bytes_, QuantSpec.from_text(packed), buffer, how)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):

@@ -5,38 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.errors import Error
+from fp4graph.kernels import switches
 from fp4graph.kernels.tiles import TILE
 from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
-
-
-def product_length(given: str) -> int:
-    """Return the contraction length that the value of the environment variable FP4GRAPH_PRODUCT_LENGTH stands for."""
-    if not given.strip().isdecimal():
-        raise Error(
-            f"the environment variable FP4GRAPH_PRODUCT_LENGTH is {given!r}, not a whole number: set it to the longest "
-            "contraction that this project's GEMM may take, such as 4096 or 0 for none, or unset it"
-        )
-    return int(given)
-
-
-#: Contraction length up to which a GEMM with a scalar on its accumulator is this project's; 0: never. The library's
-#: moves 4 to 8 bytes more for each element of the result: at 4 TB/s and 650 TFLOP/s, of its time a half for a length
-#: of 1024 and an eighth for 4096. How much slower than cuBLAS the kernel is, no card has been asked.
-LONGEST = product_length(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -61,33 +43,20 @@ def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     vector = addend is None or (
         addend.dim() == 1 and addend.is_contiguous() and statically_known_true(addend.shape[0] == right.shape[-2])
     )
-    short = statically_known_true(left.shape[-1] <= LONGEST)  # a length that varies is one of tokens, and long
+    # A length that varies is one of tokens, and long.
+    short = statically_known_true(left.shape[-1] <= switches.current().products)
     return vector and short and left.dtype in (torch.bfloat16, torch.float16)
-
-
-_narrows = os.environ.get("FP4GRAPH_BF16_PRODUCTS", "1") != "0"
-
-
-def narrows() -> bool:
-    """True if exact products of an fp32 model multiply as bf16 where the card does."""
-    return _narrows
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
     """True if code for ``device`` may multiply bf16 matrices and take the fp32 accumulator: any GPU since 8.0, unless
-    ``FP4GRAPH_BF16_PRODUCTS=0`` keeps an fp32 model's products in fp32."""
-    return _narrows and target.kind(device) == "cuda" and _has_bfloat16()
+    the switch of bf16 products is off, which keeps an fp32 model's products in fp32."""
+    return switches.current().bf16_products and target.kind(device) == "cuda" and _has_bfloat16()
 
 
-@contextmanager
-def products_in_fp32() -> Iterator[None]:
+def products_in_fp32() -> AbstractContextManager[None]:
     """Keep an fp32 model's products in fp32 in this context."""
-    global _narrows
-    former, _narrows = _narrows, False
-    try:
-        yield
-    finally:
-        _narrows = former
+    return switches.using(bf16_products=False)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

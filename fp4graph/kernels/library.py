@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, tiles
+from fp4graph.kernels.request import Blocks, Request
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
-Blocks = cpu.Blocks
 DRAW = "Tensor? key, Tensor? step, int[] salts"
 BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
 #: Of two directions; what is given of a direction's blocks is as of ``quantize``, or an empty list.
@@ -132,14 +132,14 @@ def _quantize(
     y = torch.empty_like(x, dtype=dtype)
     if not y.numel():
         return y
-    draw, given = drawn(key, step, salts), Blocks(*blocks)
+    how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), Blocks(*blocks))
     source, target = _matrices(x), _matrices(y)
     if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
-        cpu.quantize(source, target, spec, draw, given)
+        cpu.quantize(source, target, how)
     else:
         source = _rows(x.contiguous())
         target = torch.empty_like(source, dtype=dtype)
-        cpu.quantize(source, target, spec, draw, given)
+        cpu.quantize(source, target, how)
         y.copy_(target.view(x.shape))
     return y
 
@@ -186,7 +186,8 @@ def _quantize_and_pack(
     if y.numel():
         source, target = _matrices(x), _rows(y)
         source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, target, spec, drawn(key, step, salts), Blocks(*given), codes, scales)
+        how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), Blocks(*given))
+        cpu.quantize(source, target, how, (codes, scales))
     return y, codes, scales
 
 
@@ -233,7 +234,8 @@ def _requantize(
     y = _fake_requantize(codes, scales, packed, length, dtype, spec)
     if y.numel():
         target = _rows(y.mT).mT
-        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, drawn(*draw))
+        how = Request(QuantSpec.from_text(spec), drawn(*draw))
+        cpu.requantize((codes.contiguous(), scales.contiguous()), QuantSpec.from_text(packed), target, how)
     return y
 
 
@@ -242,7 +244,7 @@ def _unpack(
 ) -> Tensor:
     y = _fake_unpack(codes, scales, packed, length, dtype if factor is None else torch.float32, factor)
     if y.numel():
-        cpu.unpack(codes.contiguous(), scales.contiguous(), packed, _rows(y))
+        cpu.unpack((codes.contiguous(), scales.contiguous()), QuantSpec.from_text(packed), _rows(y))
     return y if factor is None else (y * factor).to(dtype)
 
 

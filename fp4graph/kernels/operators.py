@@ -11,17 +11,17 @@ code, and keeps packed bytes for the backward; it has not been timed. Values are
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.kernels import cpu, gpu, library
+from fp4graph.kernels import cpu, gpu, library, switches
+from fp4graph.kernels.request import Blocks, PackedOperand, Request, flat
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -29,27 +29,13 @@ from fp4graph.numerics.spec import QuantSpec
 
 #: Dtypes that kernels read and write; others go through fp32.
 _DTYPES = {"cpu": frozenset(cpu.DTYPES), "cuda": gpu.DTYPES}
-Blocks = cpu.Blocks
-_NOTHING_GIVEN = Blocks()
 _LONGEST = 1024  # lines of a 2-D block whose maximum one kernel finds
 _RUN = 32  # elements of a run where one block is a whole line or more
-_enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
 
-def enabled() -> bool:
-    """True if kernels are used where there are any."""
-    return _enabled
-
-
-@contextmanager
-def tensor_code() -> Iterator[None]:
+def tensor_code() -> AbstractContextManager[None]:
     """Trace and run quantizers as tensor code in this context, as compilers for other devices are given them."""
-    global _enabled
-    former, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = former
+    return switches.using(quantizers=False, products=0)
 
 
 def usable(device: torch.device) -> bool:
@@ -126,7 +112,7 @@ def _batched(x: Tensor, axes: int) -> Tensor:
 
 
 def _on_gpu(device: torch.device) -> bool:
-    return _enabled and target.kind(device) == "cuda" and _available_on_gpu()
+    return switches.current().quantizers and target.kind(device) == "cuda" and _available_on_gpu()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -136,7 +122,7 @@ def _available_on_gpu() -> bool:
 
 def on_cpu(device: torch.device) -> bool:
     """True if ``device`` is a CPU and its kernels are used."""
-    return _enabled and target.kind(device) == "cpu" and _available()
+    return switches.current().quantizers and target.kind(device) == "cpu" and _available()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -148,7 +134,8 @@ def _available() -> bool:
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it with ``right [..., J, K]``, and
     its accumulator by a scalar."""
-    return _on_gpu(left.device) and gpu.multiplies(left, right, addend)
+    wanted = switches.current().products > 0 and target.kind(left.device) == "cuda"
+    return wanted and _available_on_gpu() and gpu.multiplies(left, right, addend)
 
 
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
@@ -182,75 +169,6 @@ def unread_both(rows: QuantSpec, columns: QuantSpec, dtype: torch.dtype, kind: s
 
 def _dtypes(device: torch.device) -> frozenset[torch.dtype]:
     return _DTYPES[target.kind(device)]
-
-
-@dataclass(frozen=True, eq=False)
-class Direction:
-    """How a kernel quantizes a tensor along one of its axes.
-
-    Attributes:
-        spec: with blocks that kernels know, as of :func:`by_runs`.
-        draw: needed if the spec rounds stochastically.
-        given: what techniques have made of the blocks.
-    """
-
-    spec: QuantSpec
-    draw: Draw | None = None
-    given: Blocks = _NOTHING_GIVEN
-
-    @property
-    def packs(self) -> bool:
-        """True if bytes with one factor for all of them stand for the result.
-
-        Not where a scale or statistic is given: it may be finite where the block has a NaN, for which FP4 has no code.
-        """
-        factor = self.given.factor
-        own = self.given.scale is None and self.given.statistic is None
-        return own and (factor is None or is_scalar(factor))
-
-
-@dataclass(frozen=True, eq=False)
-class PackedOperand:
-    """The bytes that stand for a dequantized operand.
-
-    Attributes:
-        codes: uint8 ``[..., C/2]`` (``[..., C]`` for wider codes), whole blocks, as of :func:`fp4graph.pack`.
-        scales: ``[..., C/block]``, of :func:`fp4graph.numerics.packing.scale_storage`.
-        spec: it was quantized by, blocks along the last axis.
-        length: C without padding.
-        dtype: of the dequantized operand.
-        transposed: whether the bytes are those of the transposed operand as the backward multiplies it, quantized for
-            the backward already.
-        factor: multiplies the values that the bytes stand for, fp32 ``[1]``, or None.
-        multiplier: waits for the GEMM's accumulator (:class:`fp4graph.ops.product.Term`), fp32, 0-d, or None.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    spec: QuantSpec
-    length: int
-    dtype: torch.dtype
-    transposed: bool = False
-    factor: Tensor | None = None
-    multiplier: Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the bytes."""
-        return self.codes.device
-
-    def unpack(self) -> Tensor:
-        """Return the dequantized operand, contiguous."""
-        packed = self.spec.to_text(), self.length, self.dtype, self.factor
-        result: Tensor = torch.ops.fp4graph.unpack(self.codes, self.scales, *packed)
-        return result
-
-    def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
-        """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
-        packed = self.spec.to_text(), self.length, self.dtype
-        drawn = flat(spec, draw)
-        result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *drawn)
-        return result
 
 
 def quantize(
@@ -338,7 +256,7 @@ def quantize_and_pack(
 
 
 def quantize_both(
-    x: Tensor, rows: Direction, columns: Direction, sums: bool = False
+    x: Tensor, rows: Request, columns: Request, sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
@@ -351,7 +269,7 @@ def quantize_both(
 
 
 def quantize_and_pack_columns(
-    x: Tensor, rows: Direction, columns: Direction, dtype: torch.dtype, multiplier: Tensor | None = None
+    x: Tensor, rows: Request, columns: Request, dtype: torch.dtype, multiplier: Tensor | None = None
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``.
 
@@ -364,7 +282,7 @@ def quantize_and_pack_columns(
     return values, PackedOperand(codes, scales, *about, True, columns.given.factor, multiplier)
 
 
-def _flat_both(rows: Direction, columns: Direction) -> tuple[Any, ...]:
+def _flat_both(rows: Request, columns: Request) -> tuple[Any, ...]:
     """Return two directions as operators take them."""
     key, step, row_salts = flat(rows.spec, rows.draw)
     column_key, column_step, column_salts = flat(columns.spec, columns.draw)
@@ -382,10 +300,3 @@ def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
         return noise.gaussian(draw.varying, torch.arange(count, dtype=torch.int32, device=device))
     result: Tensor = torch.ops.fp4graph.gaussian(draw.key, draw.step, draw.salts, count)
     return result
-
-
-def flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
-    """Return ``draw`` as operators take it: key, step and salts, which are empty where ``spec`` draws nothing."""
-    if draw is None or not spec.needs_key:
-        return None, None, ()
-    return draw.key, draw.step, draw.salts

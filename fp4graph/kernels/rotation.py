@@ -20,7 +20,7 @@ _library.define(
     "rotate(Tensor x, int block, Tensor? signs, bool back, SymInt length) -> Tensor",
     tags=[torch.Tag.needs_exact_strides],
 )
-_LONGEST = 1024  # the block of which quantize.cpp holds a tile
+_LONGEST = 1024  # the block of which rotation.h holds a tile
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
@@ -72,12 +72,12 @@ def _fake_rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length
 def _rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:
     y = _fake_rotate(x, block, signs, back, length)
     if y.numel():
-        signs = None if signs is None else signs.contiguous()
+        by = hadamard.BlockRotation(block, None if signs is None else signs.contiguous())
         if _is_transposed(x):
             source, target = x.mT.contiguous(), y.mT
-            cpu.rotate(_matrices(source).mT, _matrices(target).mT, block, signs, back)
+            cpu.rotate(_matrices(source).mT, _matrices(target).mT, by, back)
         else:
-            cpu.rotate(_matrices(x.contiguous()), _matrices(y), block, signs, back)
+            cpu.rotate(_matrices(x.contiguous()), _matrices(y), by, back)
     return y
 
 

@@ -3,7 +3,7 @@
 cuBLAS takes that scalar from the host, where torch would wait for the card. Instead torch writes the accumulator in
 fp32, and another kernel reads it, multiplies it and writes it again: for a GEMM of few multiplications an element that
 is a good part of its time. :func:`fp4graph.kernels.gpu.multiplies` says for which products this kernel is taken, which
-``FP4GRAPH_PRODUCT_LENGTH`` changes.
+``products=`` of ``FP4GRAPH_KERNELS`` changes.
 
 **No GPU has run this kernel.** It is tested in Triton's interpreter, and compiled to machine code for compute
 capability 9.0 and 10.0.

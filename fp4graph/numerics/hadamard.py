@@ -11,6 +11,7 @@ the same on every CPU. On a GPU a product with the matrix is quicker, and sums a
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,22 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics import target
 from fp4graph.numerics.blocking import Blocking
+
+
+class BlockRotation(NamedTuple):
+    """A rotation of an operand: times S and H on blocks of its contraction axis, in fp32.
+
+    Attributes:
+        block: elements of a block, a power of two that divides the quantizer's.
+        signs: the diagonal of S, contiguous fp32 ``[block]``; None for the identity.
+    """
+
+    block: int
+    signs: Tensor | None = None
+
+    def padded(self, length: int) -> int:
+        """Return the length of a rotated line of ``length`` elements, which is filled up to whole blocks."""
+        return (length + self.block - 1) // self.block * self.block
 
 
 def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -261,7 +261,16 @@ class QuantSpec:
 
     def to_text(self) -> str:
         """Return the spec with its formats as one line; :meth:`from_text` gives an equal spec in any process."""
-        return _text(self)
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
+        data = asdict(self)
+        if not self.others:  # texts name compiled code, which a field without a meaning would not tell apart
+            del data["others"], data["selector"]
+        if self.scale.ties is None:
+            del data["scale"]["ties"]
+        return json.dumps(data)
 
     @staticmethod
     @functools.cache
@@ -273,13 +282,3 @@ class QuantSpec:
         others = tuple(ElementFormat(**each) for each in data.get("others", ()))
         formats = {"element": ElementFormat(**data["element"]), "others": others}
         return QuantSpec(**data | formats | {"scale": scale, "block": block})
-
-
-@functools.cache
-def _text(spec: QuantSpec) -> str:
-    data = asdict(spec)
-    if not spec.others:  # texts name compiled code, which a field without a meaning would not tell apart
-        del data["others"], data["selector"]
-    if spec.scale.ties is None:
-        del data["scale"]["ties"]
-    return json.dumps(data)

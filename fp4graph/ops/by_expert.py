@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import experts
-from fp4graph.kernels.cpu import Turn
-from fp4graph.kernels.operators import PackedOperand
+from fp4graph.kernels.request import PackedOperand
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, Side
 from fp4graph.ops.grouped import Layout
@@ -67,7 +67,7 @@ class ByExpert:
             turn = self.gemm.turn(*operands, draw, segments)
         return self._at_positions("left", left, turn), self._at_positions("right", right, turn)
 
-    def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: Turn | None) -> Terms:
+    def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: BlockRotation | None) -> Terms:
         own, other = self.gemm.operands
         program, operand = (self.gemm.left, own) if side == "left" else (self.gemm.right, other)
         assert self.layout.source is not None

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.kernels.cpu import Turn
 from fp4graph.numerics.blocking import Blocking, block_length
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
@@ -113,7 +113,7 @@ class GemmProgram:
                 raise contract.broken(transform, "transform", f"gave the operands contraction axes of {lengths}")
         return Rotation(left, right, tuple(steps))
 
-    def turn(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None) -> Turn:
+    def turn(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None) -> BlockRotation:
         """Return what :meth:`rotate` does to both operands, where it :attr:`rotates` them."""
         return self._step(0, self.transforms[0], left, right, draw, segments).turn()
 
@@ -153,14 +153,14 @@ class PairStep:
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
 
-    def turn(self) -> Turn:
+    def turn(self) -> BlockRotation:
         """Return the step as the rotation of blocks that it says it is."""
         block = self.transform.block_rotation
         assert block is not None
         if [tuple(tensor.shape) for tensor in self.shared] not in ([], [(block,)]):
             rule = f"must return signs [{block}] alone, or nothing, beside block_rotation {block}"
             raise contract.broken(self.transform, "pair_context", rule)
-        return Turn(block, self.shared[0].to(torch.float32) if self.shared else None)
+        return BlockRotation(block, self.shared[0].to(torch.float32) if self.shared else None)
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return ``x`` in the transform's basis."""
@@ -188,7 +188,7 @@ class Rotation:
     left: Tensor
     right: Tensor
     steps: tuple[PairStep, ...] = ()
-    turn: Turn | None = None
+    turn: BlockRotation | None = None
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return a further tensor of the side's shape in the transforms' basis."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fp4graph.kernels.cpu import Turn
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
@@ -33,7 +33,7 @@ class BoundOperand:
     draw: Draw | None
     state: OperandState
     segments: Segments | None = None
-    turn: Turn | None = None
+    turn: BlockRotation | None = None
 
     def quantized(self, dtype: torch.dtype) -> Terms:
         """Return the quantized operand in the dtype of the GEMM."""

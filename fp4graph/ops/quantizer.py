@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators, statistics
+from fp4graph.kernels.request import Blocks
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
@@ -142,14 +143,14 @@ class Quantizer:
         values = self._rounded(scaled).dequantized()
         return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
 
-    def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> operators.Blocks:
+    def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
         """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
         scale = scaled.scale
         if scale is None and not isinstance(self.spec.block, int):
             scale = self._scale(scaled, device)
         statistic = scaled.z if scale is None and scaled.chosen else None
         parts = (product_of(scaled.group_scales), statistic, scale, factor)
-        return operators.Blocks(*(None if part is None else operators.by_run(part, scaled.blocking) for part in parts))
+        return Blocks(*(None if part is None else operators.by_run(part, scaled.blocking) for part in parts))
 
     def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Return what computes the largest magnitude of ``x``; None where the maxima of blocks are computed anyway."""

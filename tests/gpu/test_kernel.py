@@ -24,6 +24,7 @@ from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
 from fp4graph.kernels.gpu import DTYPES, supports
 from fp4graph.kernels.inductor import EXACT
+from fp4graph.kernels.request import Blocks, Request
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.blocking import Blocking
@@ -230,7 +231,7 @@ def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoo
                 part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = torch.tensor(
                     [torch.nan, torch.inf, 0.0, 1e-40]
                 )
-        parts = operators.Blocks(**given)
+        parts = Blocks(**given)
         for layout in (x, x.mT.contiguous().mT):
             arguments = (layout, spec.to_text(), *noise(ROW_SALTS), *parts)
             mine = interpreter.submit(triton_quantize.quantize, *arguments).result()
@@ -249,7 +250,7 @@ def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, inte
         for spec, way, key in ((rows, x, ROW_KEY), (columns, x.mT, COLUMN_KEY)):
             grid = (1,) if one else tuple(Blocking(tuple(way.shape), spec.block).grid)
             given = {name: torch.randn(grid, generator=generator).exp() for name in names}
-            parts.append(operators.Blocks(**given))
+            parts.append(Blocks(**given))
             due.append(expected_with(way, spec, given, key))
         arguments = both(rows, columns, tuple(parts))
         first, second, _ = interpreter.submit(triton_quantize.quantize_both, x, *arguments, False).result()
@@ -351,7 +352,7 @@ def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
-    directions = operators.Direction(rows, draw.salted(1)), operators.Direction(columns, draw.salted(6))
+    directions = Request(rows, draw.salted(1)), Request(columns, draw.salted(6))
     first, second, _ = operators.quantize_both(torch.relu(x), *directions)
     values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)

@@ -14,7 +14,7 @@ if not torch.cuda._is_compiled():
 from torch import Tensor
 
 from benchmarks import absent_gpu as absent
-from fp4graph.kernels import gpu, triton_product
+from fp4graph.kernels import gpu, switches, triton_product
 from fp4graph.kernels.triton_kernels import product_kernel
 from tests.gpu.test_generated import GPUS, assert_machine_code
 from tests.helpers.floats import assert_same_bits
@@ -86,12 +86,12 @@ def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
 
 def test_which_products_it_takes() -> None:
     """Short ones of 16 bits, with nothing or a whole vector to add."""
-    left, right = (torch.empty(rows, gpu.LONGEST, dtype=torch.bfloat16) for rows in (2, 8))
+    left, right = (torch.empty(rows, switches.current().products, dtype=torch.bfloat16) for rows in (2, 8))
     vector = torch.empty(8)
     assert gpu.multiplies(left, right, None)
     assert gpu.multiplies(left.half(), right, vector)
     assert not gpu.multiplies(left.float(), right, None)
-    longer = torch.empty(2, gpu.LONGEST + 1, dtype=torch.bfloat16)
+    longer = torch.empty(2, switches.current().products + 1, dtype=torch.bfloat16)
     assert not gpu.multiplies(longer, longer, None)
     assert not gpu.multiplies(left, right, torch.empty(2, 8))
     assert not gpu.multiplies(left, right, torch.empty(16)[::2])

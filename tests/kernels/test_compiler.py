@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.errors import Error
-from fp4graph.kernels import build, cpu, operators
+from fp4graph.kernels import abi, build, cpu, operators, switches
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
@@ -69,7 +69,7 @@ print(json.dumps({{"weights": weights, "warnings": about}}))
 @pytest.fixture(scope="module")
 def trained() -> Tensor:
     """What training by kernels gives."""
-    assert operators.enabled()
+    assert switches.current().quantizers
     assert cpu.available()
     return train(POLICY)
 
@@ -96,7 +96,7 @@ def test_training_without_kernels(environment: dict[str, str], warned: bool, tra
 
 def forget() -> None:
     """Forget which libraries were built and loaded."""
-    for cached in (cpu.available, cpu._load, cpu._function, cpu._common):
+    for cached in (cpu.available, abi._load, abi.function, abi.common):
         cached.cache_clear()
 
 

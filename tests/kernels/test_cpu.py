@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.kernels import cpu, operators, switches
+from fp4graph.kernels.request import Blocks
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.draw import Draw
@@ -52,7 +53,7 @@ UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
 def kernels() -> None:
     """Without them everything here would hold the tensor code against itself."""
     assert cpu.available()
-    assert operators.enabled()
+    assert switches.current().quantizers
 
 
 def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -164,9 +165,7 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
     parts = scale.view(blocking.scale_shape), each.view(2, 1, 1, 1, 1), each.log().view(2, 1, 1, 1, 1)
     given = [operators.by_run(part, blocking) for part in parts]
     for source in (x, across(x)):
-        y = operators.quantize(
-            source, runs, SOURCE, operators.Blocks(scale=given[0], divisor=given[1], factor=given[2])
-        )
+        y = operators.quantize(source, runs, SOURCE, Blocks(scale=given[0], divisor=given[1], factor=given[2]))
         rows = scale.repeat_interleave(r, 1)[:, :70]
         whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
         expected = expected_with(x, runs, dict(zip(("scale", "divisor", "factor"), whole, strict=True)))
@@ -180,9 +179,9 @@ def test_given_scales_of_no_format(scale: float) -> None:
     x = hostile((70, 45), 16, torch.bfloat16)
     given = torch.full((70, 3), scale)
     for source in (x, across(x)):
-        y = operators.quantize(source, spec, None, operators.Blocks(scale=given, factor=torch.ones(1)))
+        y = operators.quantize(source, spec, None, Blocks(scale=given, factor=torch.ones(1)))
         assert_same_bits(y, expected_with(x, spec, {"scale": given}))
-        y = operators.quantize(source, spec, None, operators.Blocks(scale=given))
+        y = operators.quantize(source, spec, None, Blocks(scale=given))
         assert_same_bits(y, expected_with(x, spec, {"scale": given}))
 
 
@@ -194,7 +193,7 @@ def test_factors(factors: list[float]) -> None:
         x = hostile((70, 48), 16, dtype)
         factor = torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
         for source in (x, across(x)):
-            y = operators.quantize(source, spec, None, operators.Blocks(factor=factor))
+            y = operators.quantize(source, spec, None, Blocks(factor=factor))
             assert_same_bits(y, expected_with(x, spec, {"factor": factor}))
 
 
@@ -386,8 +385,8 @@ def test_given_blocks(names: tuple[str, ...], one: bool) -> None:
                     [torch.nan, torch.inf, 0.0, 1e-40]
                 )
         expected = expected_with(x, spec, given)
-        assert_same_bits(operators.quantize(x, spec, SOURCE, operators.Blocks(**given)), expected)
-        assert_same_bits(operators.quantize(across(x), spec, SOURCE, operators.Blocks(**given)), expected)
+        assert_same_bits(operators.quantize(x, spec, SOURCE, Blocks(**given)), expected)
+        assert_same_bits(operators.quantize(across(x), spec, SOURCE, Blocks(**given)), expected)
 
 
 # ------------------------------------------------------------------ threads

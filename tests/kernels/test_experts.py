@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, experts, operators
-from fp4graph.kernels.cpu import Turn
+from fp4graph.kernels import cpu, experts, operators, switches
 from fp4graph.kernels.experts import Groups
-from fp4graph.kernels.operators import Blocks, Direction, PackedOperand
+from fp4graph.kernels.request import Blocks, PackedOperand, Request
+from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
@@ -38,7 +38,7 @@ STARTS, SIZES, TOKENS = (
 def kernels() -> None:
     """Without them everything here would hold the tensor code against itself."""
     assert cpu.available()
-    assert operators.enabled()
+    assert switches.current().quantizers
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +86,7 @@ def hadamard(g: int) -> Tensor:
     return (-1.0) ** torch.tensor(ones) / g**0.5
 
 
-def turned(x: Tensor, turn: Turn) -> Tensor:
+def turned(x: Tensor, turn: BlockRotation) -> Tensor:
     """x·S·H on zero-padded blocks of the last axis, by products with H in fp64, rounded once."""
     pad = torch.nn.functional.pad(x.double(), (0, turn.padded(x.shape[-1]) - x.shape[-1]))
     signs = torch.ones(turn.block) if turn.signs is None else turn.signs
@@ -98,9 +98,9 @@ def whole(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-def turns(g: int) -> list[Turn]:
+def turns(g: int) -> list[BlockRotation]:
     signs = 1.0 - 2 * torch.randint(0, 2, (g,), generator=torch.Generator().manual_seed(g)).float()
-    return [Turn(g), Turn(g, signs)]
+    return [BlockRotation(g), BlockRotation(g, signs)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -118,7 +118,7 @@ def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
         assert_same_bits(y + 0, fake_quantize(turned(rows.mT, turn).float(), spec, -1, DERIVED).to(dtype) + 0)
         tokens = whole(TOKENS, turn.padded(k), dtype=dtype)
         for w in (whole(4, N, k, dtype=dtype), whole(4, k, N, dtype=dtype).mT):
-            y, _ = experts.quantized_product(tokens, w, GROUPS, Direction(spec, SOURCE), turn=turn)
+            y, _ = experts.quantized_product(tokens, w, GROUPS, Request(spec, SOURCE), turn=turn)
             quantized = fake_quantize(turned(w, turn).float(), spec, -1, DERIVED).to(dtype)
             alike = quantized if w.stride(2) == 1 else quantized.mT.contiguous().mT  # as the GEMM reads it
             assert_same_bits(y + 0, by_hand(tokens, alike) + 0)
@@ -147,7 +147,7 @@ def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> N
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     quantized = fake_quantize(w, spec, -1, DERIVED)
-    how = Direction(spec, SOURCE)
+    how = Request(spec, SOURCE)
     y, nothing = experts.quantized_product(x, w, GROUPS, how)
     assert nothing is None
     assert_same_bits(y, by_hand(x, quantized))
@@ -169,14 +169,14 @@ def test_quantized_product_given_numbers_of_blocks(dtype: torch.dtype, transpose
     gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
     quantized = operators.quantize(w, spec, SOURCE, given)
     assert not torch.equal(quantized, fake_quantize(w, spec, -1, DERIVED))
-    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE, given))
+    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Request(spec, SOURCE, given))
     assert_same_bits(y, by_hand(x, quantized, gamma))
 
 
 def test_weights_of_one_channel_are_packed() -> None:
     """Contiguous by torch's rule, whatever the stride along K."""
     x, w = normal(TOKENS, 1), normal(4, 1, N).mT
-    y, kept = experts.quantized_product(x, w, GROUPS, Direction(MXFP4), packs=True)
+    y, kept = experts.quantized_product(x, w, GROUPS, Request(MXFP4), packs=True)
     assert kept is not None
     quantized = fake_quantize(w, MXFP4, -1, None)
     assert_same_bits(y, by_hand(x, quantized))
@@ -188,7 +188,7 @@ def test_quantized_product_of_wider_weights(transposed: bool) -> None:
     """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""
     x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # whose quotients bf16 rounds
     w = normal(4, K, N).mT if transposed else normal(4, N, K)
-    y, _ = experts.quantized_product(x, w, GROUPS, Direction(spec, SOURCE))
+    y, _ = experts.quantized_product(x, w, GROUPS, Request(spec, SOURCE))
     assert_same_bits(y, by_hand(x, fake_quantize(w, spec, -1, DERIVED).bfloat16()))
 
 
@@ -236,4 +236,4 @@ def test_operators_keep_their_promises(name: str) -> None:
 def test_tokens_beyond_the_operand_are_refused(start: int, size: int) -> None:
     wrong = torch.tensor([start], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
-        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Direction(MXFP4))
+        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Request(MXFP4))

@@ -1,0 +1,59 @@
+// Matrices in memory.
+
+#pragma once
+
+#include "elements.h"
+
+namespace {
+
+constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across the contiguous axis
+
+// Asks for `bytes` bytes that will be read soon, or WRITTEN. Tiles are read in bursts, between which the memory would
+// have nothing to do.
+template <bool WRITTEN>
+inline void fetch(const void* from, i64 bytes) {
+    const char* byte = static_cast<const char*>(from);
+    for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(byte + i, WRITTEN);
+}
+
+// Where the columns of a matrix come from: from those of the same number, or from others, of which `none` is zeros.
+struct Places {
+    const i64* from = nullptr;
+    i64 none = 0;
+    i64 operator[](i64 column) const { return from ? from[column] : column; }
+    bool empty(i64 column) const { return from && from[column] == none; }
+    bool empty(i64 column, i64 count) const {
+        for (i64 i = 0; i < count; ++i)
+            if (!empty(column + i)) return false;
+        return true;
+    }
+};
+
+// A matrix [R, C] of a batch in memory. Columns may come from other places only where R is contiguous.
+template <class T>
+struct Dense {
+    const T* data;
+    Strides strides;
+    Places places;
+
+    // Asks for n elements of a column.
+    void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {
+        if (places.empty(column)) return;
+        fetch<false>(data + strides.at(batch, row, places[column]), n * sizeof(T));
+    }
+
+    // Line by line of the contiguous axis: `lines` lines of `n` elements from (row, column), `width` apart in the tile.
+    void read(float* tile, i64 batch, i64 row, i64 column, bool columns_contiguous, i64 lines, i64 n, i64 width) const {
+        const T* start = data + batch * strides.batch + row * strides.row + (columns_contiguous ? column : 0);
+        for (i64 line = 0; line < lines; ++line) {
+            if (!columns_contiguous && places.empty(column + line)) {
+                for (i64 i = 0; i < n; ++i) tile[line * width + i] = 0;
+                continue;
+            }
+            const T* from = start + (columns_contiguous ? line * strides.row : places[column + line] * strides.column);
+            for (i64 i = 0; i < n; ++i) tile[line * width + i] = widen(from[i]);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,126 @@
+// Statistics of blocks and of whole tensors.
+
+#pragma once
+
+#include <vector>
+
+#include "call.h"
+
+// Numbers whose order is that of x, which is not NaN.
+inline u32 ordered(float x) {
+    const u32 bits = as<u32>(x + 0.0f);  // of the two zeros one
+    return bits ^ (static_cast<u32>(as<i32>(bits) >> 31) | 1u << 31);
+}
+inline float of_ordered(u32 place) { return as<float>(place >> 31 ? place & ~(1u << 31) : ~place); }
+
+// The first bin with more than `place` elements in it and before; takes those before from `place`.
+inline u32 bin_of(const u32* bins, i64& place) {
+    u32 bin = 0;
+    for (; place >= bins[bin]; ++bin) place -= bins[bin];
+    return bin;
+}
+
+// The elements at `place` and at count - 1 - place of the ascending order: by the upper halves of their bits, then
+// among those of the same upper half by the lower ones.
+template <class T>
+void order_statistics(const T* x, i64 count, i64 place, float* found) {
+    std::vector<u32> upper(1 << 16, 0);
+    for (i64 i = 0; i < count; ++i) ++upper[ordered(widen(x[i])) >> 16];
+    i64 places[2] = {place, count - 1 - place};
+    for (int side = 0; side < 2; ++side) {
+        const u32 bin = bin_of(upper.data(), places[side]);
+        std::vector<u32> lower(1 << 16, 0);
+        for (i64 i = 0; i < count; ++i) {
+            const u32 number = ordered(widen(x[i]));
+            if (number >> 16 == bin) ++lower[number & 0xFFFF];
+        }
+        found[side] = of_ordered(bin << 16 | bin_of(lower.data(), places[side]));
+    }
+}
+
+// mantissa of numerics/scaling.py: of z / divisor, rounded up to so many stored bits.
+inline void mantissas(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
+    const i32 one = 127 << 23, below = (1 << (23 - bits)) - 1;
+#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
+    for (i64 i = 0; i < count; ++i) {
+        const i32 quotient = as<i32>(z[i] / divisor), exponent = quotient >> 23;
+        const i32 rounded = (((quotient & 0x7FFFFF) + below) & ~below) + one;
+        y[i] = as<float>(exponent > 0 && exponent < 255 ? rounded : one);
+    }
+}
+
+// The largest of each group of `length` neighbours in a line, for each of them: z and y [lines, blocks], z >= 0 or NaN.
+inline void group_maxima(const float* z, float* y, i64 lines, i64 blocks, i64 length, int threads) {
+#pragma omp parallel for num_threads(threads) if (lines * blocks > SERIAL)
+    for (i64 line = 0; line < lines; ++line) {
+        for (i64 first = line * blocks; first < (line + 1) * blocks; first += length) {
+            const i64 end = min(first + length, (line + 1) * blocks);
+            i32 m = 0;
+            for (i64 i = first; i < end; ++i) m = max(m, as<i32>(z[i]) & ~SIGN);
+            for (i64 i = first; i < end; ++i) y[i] = as<float>(m);
+        }
+    }
+}
+
+// Takes the maxima of n numbers' magnitudes, as bits, with m.
+template <class T>
+inline void raise(i32* m, const T* from, i64 n) {
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
+}
+
+// The largest magnitude of each block of `lines` rows by `length` columns of x, which has the call's shape, into y, fp32
+// [batches, ceil(rows / lines), ceil(columns / length)], contiguous; NaN above Inf above all. Both sides are at most 1024.
+template <class T>
+void maxima(const Call& call, i64 lines, i64 length) {
+    const Shape shape = call.shape;
+    const Strides from = call.x.strides;
+    const T* x = static_cast<const T*>(call.x.data);
+    float* z = static_cast<float*>(call.y.data);
+    const int threads = call.threads;
+    const i64 R = shape.rows, C = shape.columns, blocks = (C + length - 1) / length, groups = (R + lines - 1) / lines;
+    if (from.column == 1 && lines == 1) {
+#pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
+        for (i64 line = 0; line < shape.batches * R; ++line) {
+            const T* row = x + line / R * from.batch + line % R * from.row;
+            for (i64 b = 0; b < blocks; ++b) {
+                const i64 end = min(b * length + length, C);
+                i64 j = b * length;
+                i32 m = 0;
+                for (; j + CHUNK <= end; j += CHUNK) {
+                    alignas(64) float values[CHUNK];
+                    widen<CHUNK>(row + j, values);
+#pragma omp simd reduction(max : m)
+                    for (int i = 0; i < CHUNK; ++i) m = max(m, as<i32>(values[i]) & ~SIGN);
+                }
+                for (; j < end; ++j) m = max(m, as<i32>(widen(row[j])) & ~SIGN);
+                z[line * blocks + b] = as<float>(m);
+            }
+        }
+        return;
+    }
+    // A tile is one block deep and, along the contiguous axis of n numbers, as wide as m holds, so that memory is read
+    // in order; its lines are compared first.
+    const bool rows_contiguous = from.column != 1;
+    const i64 side = rows_contiguous ? lines : length, n = rows_contiguous ? R : C;
+    constexpr i64 most = 1024;
+    const i64 width = most / side * side, tiles_across = (n + width - 1) / width;
+    const i64 deep = rows_contiguous ? blocks : groups, depth = rows_contiguous ? length : lines;
+    const i64 all = rows_contiguous ? C : R, step = rows_contiguous ? from.column : from.row;
+#pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
+    for (i64 t = 0; t < shape.batches * deep * tiles_across; ++t) {
+        const i64 batch = t / (deep * tiles_across), d = t / tiles_across % deep, first = t % tiles_across * width;
+        const i64 own = min(width, n - first), end = min((d + 1) * depth, all);
+        alignas(64) i32 m[most];
+        for (i64 i = 0; i < own; ++i) m[i] = 0;
+        const T* at = x + batch * from.batch + first;
+        for (i64 line = d * depth; line < end; ++line) raise(m, at + line * step, own);
+        const i64 across = first / side, apart = rows_contiguous ? blocks : 1;
+        float* to = z + batch * groups * blocks + (rows_contiguous ? across * blocks + d : d * blocks + across);
+        for (i64 i = 0; i < own; i += side, to += apart) {
+            i32 largest = 0;
+            for (i64 j = i; j < min(i + side, own); ++j) largest = max(largest, m[j]);
+            *to = as<float>(largest);
+        }
+    }
+}

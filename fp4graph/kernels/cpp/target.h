@@ -1,0 +1,47 @@
+// Where a quantizer writes to, and what of it needs no rounding.
+
+#pragma once
+
+#include "blockwise.h"
+#include "packing.h"
+
+namespace {
+
+template <class F, class T>
+struct Target {
+    T* values;
+    Strides strides;
+    u8* codes;  // may be null; [batch, R, ceil(C / BLOCK), BLOCK] packed
+    typename F::Stored* scales;
+};
+
+// Factors that are powers of two, as far from the ends of fp32 as elements times scales of F are: such a factor may be
+// part of the scale, for nothing is rounded with either.
+template <class F>
+inline bool merges(const float* factor, i64 count) {
+    constexpr int far = 40;
+    if (F::ENCODE || !exact_in_bf16<F>() || F::S_TOP > far ||
+        F::MIN_EXPONENT - F::MANTISSA + F::S_MIN_EXPONENT - F::S_MANTISSA < -far)
+        return false;
+    i32 wrong = 0;
+    for (i64 i = 0; i < count; ++i) {
+        const i32 bits = as<i32>(factor[i]), exponent = (bits >> 23) - 127;
+        wrong |= (bits & 0x7FFFFF) | (exponent > far) | (exponent < -far);
+    }
+    return !wrong;
+}
+
+// Whether given scales are numbers of F's scale format or coarser ones, so that exact_in_bf16 holds with them.
+template <class F>
+inline bool fits(const float* scale, i64 count) {
+    if (!exact_in_bf16<F>()) return false;
+    constexpr i32 below = (1 << (23 - F::S_MANTISSA)) - 1, lowest = F::S_MIN_EXPONENT - F::S_MANTISSA + 127;
+    i32 wrong = 0;
+    for (i64 i = 0; i < count; ++i) {
+        const i32 bits = as<i32>(scale[i]) & ~SIGN;
+        wrong |= (bits & below) | (bits != 0 && (bits >> 23) < max(lowest, 1));
+    }
+    return !wrong;
+}
+
+}  // namespace

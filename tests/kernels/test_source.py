@@ -1,0 +1,34 @@
+"""The C++ source is several files, built as one text."""
+
+from __future__ import annotations
+
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+from fp4graph.kernels import build
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "fp4graph/kernels/cpp"
+
+
+def test_includes_are_replaced_by_their_files_each_once(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text('#include "b.h"\n#include "c.h"\nint a = b + c;\n')
+    (tmp_path / "b.h").write_text('#pragma once\n#include <cmath>\n#include "c.h"\nint b = c;\n')
+    (tmp_path / "c.h").write_text("#pragma once\nint c = 1;\n")
+    assert build.amalgamated(tmp_path, "a.cpp") == "#include <cmath>\nint c = 1;\nint b = c;\nint a = b + c;\n"
+
+
+def test_every_file_is_part_of_the_text_that_names_a_library() -> None:
+    text = build.amalgamated(FOLDER, "common.cpp") + build.amalgamated(FOLDER, "quantizer.h")
+    assert '#include "' not in text
+    for file in FOLDER.iterdir():
+        kept = [line for line in file.read_text().splitlines() if not line.startswith(("#include", "#pragma once"))]
+        assert text.count("\n".join(kept[-10:])) in (1, 2), file.name
+
+
+def test_the_wheel_takes_every_file() -> None:
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fp4graph"]
+    files = [file.relative_to(ROOT / "fp4graph").as_posix() for file in FOLDER.iterdir()]
+    assert len(files) > 10
+    assert not [file for file in files if not any(fnmatch(file, glob) for glob in globs)]

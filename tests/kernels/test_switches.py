@@ -1,0 +1,123 @@
+"""The environment variable that says which kernels are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp4graph.errors import Error
+from fp4graph.kernels import gpu, operators, switches
+from fp4graph.kernels.switches import Switches, read
+from tests.helpers.processes import IMPORTS, PATIENCE
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, Switches(True, 4096, True)),
+        ("1", Switches(True, 4096, True)),
+        ("0", Switches(False, 0, True)),
+        ("none", Switches(False, 0, False)),
+        ("quantizers", Switches(True, 0, False)),
+        ("products", Switches(False, 4096, False)),
+        ("products=512", Switches(False, 512, False)),
+        (" bf16-products , products = 0 ".replace(" = ", "="), Switches(False, 0, True)),
+        ("quantizers,products=8192,bf16-products", Switches(True, 8192, True)),
+    ],
+)
+def test_what_a_value_means(value: str | None, expected: Switches) -> None:
+    assert read({} if value is None else {"FP4GRAPH_KERNELS": value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        ("", ""),
+        ("yes", "yes"),
+        ("2", "2"),
+        ("quantizers,1", "1"),
+        ("quantisers", "quantisers"),
+        ("quantizers,", ""),
+        ("quantizers,quantizers", "quantizers"),
+        ("products=1,products=2", "products=2"),
+        ("products=", "products="),
+        ("products=abc", "products=abc"),
+        ("products=-1", "products=-1"),
+        ("products=4e3", "products=4e3"),
+        ("quantizers=1", "quantizers=1"),
+        ("bf16_products", "bf16_products"),
+    ],
+)
+def test_another_value_is_refused_with_what_is_understood(value: str, wrong: str) -> None:
+    with pytest.raises(Error) as refused:
+        read({"FP4GRAPH_KERNELS": value})
+    said = str(refused.value)
+    assert f"FP4GRAPH_KERNELS is {value!r}" in said
+    assert f"{wrong!r} is not understood" in said
+    for meaning in ("unset it", "1 for everything", "0 for", "none for", "quantizers,products=4096,bf16-products"):
+        assert meaning in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "now"),
+    [
+        ({"FP4GRAPH_PRODUCT_LENGTH": "512"}, "quantizers,products=512,bf16-products"),
+        ({"FP4GRAPH_PRODUCT_LENGTH": "0"}, "quantizers,bf16-products"),
+        ({"FP4GRAPH_PRODUCT_LENGTH": "abc"}, "quantizers,products=4096,bf16-products"),
+        ({"FP4GRAPH_BF16_PRODUCTS": "0"}, "quantizers,products=4096"),
+        ({"FP4GRAPH_BF16_PRODUCTS": "1"}, "quantizers,products=4096,bf16-products"),
+        ({"FP4GRAPH_KERNELS": "0", "FP4GRAPH_BF16_PRODUCTS": "0"}, "none"),
+        ({"FP4GRAPH_KERNELS": "0", "FP4GRAPH_PRODUCT_LENGTH": "512"}, "bf16-products"),
+        ({"FP4GRAPH_PRODUCT_LENGTH": "64", "FP4GRAPH_BF16_PRODUCTS": "0"}, "quantizers,products=64"),
+    ],
+)
+def test_a_former_variable_is_refused_with_what_to_write_now(environment: dict[str, str], now: str) -> None:
+    with pytest.raises(Error) as refused:
+        read(environment)
+    assert all(name in str(refused.value) for name in environment if name != "FP4GRAPH_KERNELS")
+    assert str(refused.value).endswith(f"unset it and write FP4GRAPH_KERNELS={now}")
+    assert str(read({"FP4GRAPH_KERNELS": now})) == now
+
+
+@pytest.mark.process
+def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
+    command = [sys.executable, "-c", "import fp4graph; fp4graph.apply"]
+    environment = {**os.environ, **IMPORTS, "FP4GRAPH_PRODUCT_LENGTH": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode != 0
+    assert ended.stderr.rstrip().endswith("FP4GRAPH_KERNELS=quantizers,bf16-products")
+
+
+@pytest.mark.compiler
+def test_contexts_change_one_thing_each() -> None:
+    assert switches.current() == Switches()
+    assert operators.on_cpu(CPU)
+    with operators.tensor_code():
+        assert not operators.on_cpu(CPU)
+        assert switches.current() == Switches(False, 0, True)
+    with gpu.products_in_fp32():
+        assert not gpu.multiplies_bfloat16(CUDA)
+        assert switches.current() == Switches(True, 4096, False)
+    assert switches.current() == Switches()
+
+
+def test_products_have_a_switch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that takes the kernels, of operands that only say that they are there."""
+    monkeypatch.setattr(operators, "_available_on_gpu", lambda: True)
+    monkeypatch.setattr(operators.target, "kind", lambda device: "cuda")
+    left, right = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (2, 8))
+    assert operators.multiplies(left, right, None)
+    with switches.using(products=63):
+        assert not operators.multiplies(left, right, None)
+    with switches.using(quantizers=False):
+        assert operators.multiplies(left, right, None)
+        assert not operators.reduces_whole(CUDA)
+    with switches.using(products=0):
+        assert operators.reduces_whole(CUDA)
+        assert not operators.multiplies(left, right, None)
