@@ -117,7 +117,7 @@ def test_products_have_a_switch_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
         assert not operators.multiplies(left, right, None)
     with switches.using(quantizers=False):
         assert operators.multiplies(left, right, None)
-        assert not operators.reduces_whole(CUDA)
+        assert not operators.usable(CUDA)
     with switches.using(products=0):
-        assert operators.reduces_whole(CUDA)
+        assert operators.usable(CUDA)
         assert not operators.multiplies(left, right, None)
