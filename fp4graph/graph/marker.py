@@ -17,9 +17,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp4graph.errors import UncompiledError
-
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mark(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
+from fp4graph.numerics.declare import operator
 
 
 def _refuse(*args: object) -> None:
@@ -29,9 +27,11 @@ def _refuse(*args: object) -> None:
     )
 
 
-_library.impl("mark", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake("fp4graph::mark", lambda *args: None, lib=_library)
-MARK = torch.ops.fp4graph.mark
+MARK = operator(
+    "mark(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()",
+    lambda *args: None,
+    CompositeExplicitAutograd=_refuse,
+)
 # The fake implementation also runs while Dynamo itself traces; only a later trace (AOTAutograd's) has this mode.
 MARK.default.py_impl(ProxyTorchDispatchMode)(_refuse)
 

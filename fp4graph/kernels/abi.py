@@ -119,8 +119,12 @@ def key_parts(draw: Draw | None) -> KeyParts:
     """Return a source of random bits; the structure keeps the array of salts alive."""
     if draw is None:
         return KeyParts()
-    salts = (ctypes.c_int32 * len(draw.salts))(*draw.salts)
-    return KeyParts(at(draw.key), at(draw.step), salts, len(draw.salts))
+    return KeyParts(at(draw.key), at(draw.step), _array(draw.salts), len(draw.salts))
+
+
+@functools.lru_cache(1024)
+def _array(salts: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * len(salts))(*salts)
 
 
 # ------------------------------------------------------------------ entry points

@@ -112,7 +112,7 @@ def _quantization(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None,
     return call
 
 
-def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, int], number: int) -> None:
+def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, ...], number: int) -> None:
     call.shape = abi.Shape(number + 1, *shape, number)
     run(call)
 

@@ -8,41 +8,18 @@ overwritten by the next expert's; an expert without tokens is not quantized. Val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu
 from fp4graph.kernels.cpu_product import product_into
-from fp4graph.kernels.library import BLOCKS, DRAW, drawn
-from fp4graph.kernels.request import Blocks, PackedOperand, Request, flat
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.hadamard import BlockRotation
+from fp4graph.kernels.request import PACKED, REQUEST, ROTATED, WHOLE, Packed, PackedOperand, Request
+from fp4graph.numerics.declare import Structure, operator
 from fp4graph.numerics.packing import empty_bytes
-from fp4graph.numerics.spec import QuantSpec
-
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_PACKED = "str packed, SymInt length, ScalarType dtype"
-_EXACT = [torch.Tag.needs_exact_strides]
-_TURN = "Tensor? signs, int turn"  # of BlockRotation; 0 for none
-_library.define(
-    f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}, {_TURN}, ScalarType dtype) -> Tensor", tags=_EXACT
-)
-_library.define(f"requantize_at(Tensor codes, Tensor scales, {_PACKED}, Tensor places, str spec, {DRAW}) -> Tensor")
-_library.define(
-    f"quantized_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? gamma, str spec, {DRAW},"
-    f" {BLOCKS}, {_TURN}, bool packs) -> (Tensor, Tensor, Tensor)",
-    tags=_EXACT,
-)
-_library.define(
-    f"requantized_product(Tensor left, Tensor codes, Tensor scales, {_PACKED}, Tensor starts, Tensor sizes,"
-    f" Tensor? gamma, str spec, {DRAW}) -> Tensor",
-    tags=_EXACT,
-)
 
 
 def serves(dtype: torch.dtype, kind: str) -> bool:
@@ -50,38 +27,23 @@ def serves(dtype: torch.dtype, kind: str) -> bool:
     return kind == "cpu" and dtype in cpu.DTYPES
 
 
-def quantize_at(
-    x: Tensor | PackedOperand,
-    places: Tensor,
-    spec: QuantSpec,
-    draw: Draw | None,
-    dtype: torch.dtype,
-    turn: BlockRotation | None = None,
-) -> Tensor:
-    """Return rows of ``x [T, C]`` at ``places``, transposed and quantized by ``spec``: ``[C, P]``, contiguous along C.
+def quantize_at(x: Tensor | PackedOperand, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+    """Return rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
 
     Args:
         x: of a dtype that :func:`serves` knows.
         places: int64 ``[P]``; T stands for zeros.
+        how: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
         dtype: of the result.
-        turn: rotates the rows at their places first, blocks along P, which they divide. Not of a packed ``x``.
     """
-    to = places, spec.to_text(), *flat(spec, draw)
-    if not isinstance(x, PackedOperand):
-        # 16-bit operands are rounded to their own dtype first, as elsewhere; rotated ones are fp32.
-        written = dtype if dtype in cpu.DTYPES and (turn is not None or x.dtype is torch.float32) else x.dtype
-        y: Tensor = torch.ops.fp4graph.quantize_at(x, *to, *_flat_turn(turn), written)
+    if isinstance(x, PackedOperand):
+        y: Tensor = torch.ops.fp4graph.requantize_at(*x.flat(), places, *how.flat())
     else:
-        y = torch.ops.fp4graph.requantize_at(x.codes, x.scales, x.spec.to_text(), x.length, x.dtype, *to)
+        # 16-bit operands are rounded to their own dtype first, as elsewhere; rotated ones are fp32.
+        wide = how.rotation is not None or x.dtype is torch.float32
+        written = dtype if wide and dtype in cpu.DTYPES else x.dtype
+        y = torch.ops.fp4graph.quantize_at(x, places, *how.flat(rotation=True), written)
     return y.to(dtype)
-
-
-def _flat_turn(turn: BlockRotation | None) -> tuple[Tensor | None, int]:
-    return (None, 0) if turn is None else (turn.signs, turn.block)
-
-
-def _turn(signs: Tensor | None, block: int) -> BlockRotation | None:
-    return BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,34 +59,31 @@ class Groups:
     sizes: Tensor
     gamma: Tensor | None = None
 
+    def flat(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the groups as parameters of an operator."""
+        return self.starts, self.sizes, self.gamma
+
 
 def quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool = False, turn: BlockRotation | None = None
+    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool = False
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
     Args:
         left: ``[T, K]``, of the dtype in which Q(right) is multiplied.
         right: ``[E, N, K]``, of a dtype that kernels read; that of ``left`` if ``packs``.
-        how: ``right`` is quantized, blocks along K.
-        turn: rotates ``right`` first, as ``left`` was, whose K is then filled up to whole blocks. Not if ``packs``.
+        how: ``right`` is quantized, blocks along K. A rotation is the one that ``left`` has had, whose K is filled up
+            to whole blocks of it; there is none if ``packs``.
     """
-    quantizer = how.spec.to_text(), *flat(how.spec, how.draw), *how.given, *_flat_turn(turn)
-    product = torch.ops.fp4graph.quantized_product
-    y, codes, scales = product(left, right, groups.starts, groups.sizes, groups.gamma, *quantizer, packs)
+    request = how.flat(given=True, rotation=True)
+    y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *request, packs)
     return y, PackedOperand(codes, scales, how.spec, right.shape[-1], right.dtype) if packs else None
 
 
-def requantized_product(
-    left: Tensor, right: PackedOperand, groups: Groups, spec: QuantSpec, draw: Draw | None
-) -> Tensor:
+def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, how: Request) -> Tensor:
     """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
-    packed = right.spec.to_text(), right.length, right.dtype
-    of_experts = groups.starts, groups.sizes, groups.gamma
-    text, drawing = spec.to_text(), flat(spec, draw)
-    y: Tensor = torch.ops.fp4graph.requantized_product(
-        left, right.codes, right.scales, *packed, *of_experts, text, *drawing
-    )
+    operands = left, *right.flat()
+    y: Tensor = torch.ops.fp4graph.requantized_product(*operands, *groups.flat(), *how.flat())
     return y
 
 
@@ -151,168 +110,123 @@ def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize_at(x: Tensor, places: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((places.shape[0], x.shape[1]), dtype=rest[-1]).mT
+def _fake_quantize_at(x: Tensor, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((places.shape[0], x.shape[1]), dtype=dtype).mT
 
 
-def _fake_requantize_at(
-    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, places: Tensor, *rest: Any
-) -> Tensor:
-    return codes.new_empty((places.shape[0], length), dtype=dtype).mT
+def _fake_requantize_at(packed: Packed, places: Tensor, how: Request) -> Tensor:
+    return packed.codes.new_empty((places.shape[0], packed.length), dtype=packed.dtype).mT
 
 
 def _fake_quantized_product(
-    left: Tensor,
-    right: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    gamma: Tensor | None,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-    divisor: Tensor | None,
-    statistic: Tensor | None,
-    scale: Tensor | None,
-    factor: Tensor | None,
-    signs: Tensor | None,
-    block: int,
-    packs: bool,
+    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = right.shape if packs else (0, *right.shape[1:])
-    return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, QuantSpec.from_text(spec))
+    return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, how.spec)
 
 
-def _fake_requantized_product(
-    left: Tensor, codes: Tensor, scales: Tensor, packed: str, length: int, *rest: Any
-) -> Tensor:
-    return left.new_empty((left.shape[0], length))
+def _fake_requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Request) -> Tensor:
+    return left.new_empty((left.shape[0], packed.length))
 
 
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize_at(
-    x: Tensor,
-    places: Tensor,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-    signs: Tensor | None,
-    block: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    y = _fake_quantize_at(x, places, dtype)
+def _quantize_at(x: Tensor, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+    y = _fake_quantize_at(x, places, how, dtype)
     if y.numel():
         source = (x if x.stride(1) == 1 else x.contiguous()).mT
-        how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), rotation=_turn(signs, block))
         cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), how, places=places.contiguous())
     return y
 
 
-def _requantize_at(
-    codes: Tensor,
-    scales: Tensor,
-    packed: str,
-    length: int,
-    dtype: torch.dtype,
-    places: Tensor,
-    spec: str,
-    *draw: Any,
-) -> Tensor:
-    y = _fake_requantize_at(codes, scales, packed, length, dtype, places)
+def _requantize_at(packed: Packed, places: Tensor, how: Request) -> Tensor:
+    y = _fake_requantize_at(packed, places, how)
     if y.numel():
-        bytes_ = codes.contiguous(), scales.contiguous()
-        how = Request(QuantSpec.from_text(spec), drawn(*draw))
-        cpu.requantize(bytes_, QuantSpec.from_text(packed), y.unsqueeze(0), how, places.contiguous())
+        cpu.requantize(packed.bytes, packed.spec, y.unsqueeze(0), how, places.contiguous())
     return y
 
 
 def _quantized_product(
-    left: Tensor,
-    right: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    gamma: Tensor | None,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-    divisor: Tensor | None,
-    statistic: Tensor | None,
-    scale: Tensor | None,
-    factor: Tensor | None,
-    signs: Tensor | None,
-    block: int,
-    packs: bool,
+    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = Blocks(divisor, statistic, scale, factor)
-    turn, about = _turn(signs, block), (gamma, spec, key, step, salts, *given, signs, block, packs)
-    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, *about)
-    how = Request(QuantSpec.from_text(spec), drawn(key, step, salts), given, turn)
+    y, codes, scales = _fake_quantized_product(left, right, groups, how, packs)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         count, length = right.shape[1:]  # contiguous() leaves the strides of axes of length 1
         right = right.contiguous().as_strided(right.shape, (count * length, length, 1))
-    count, length = right.shape[1], right.shape[2] if turn is None else turn.padded(right.shape[2])
+    count, length = right.shape[1], right.shape[2] if how.rotation is None else how.rotation.padded(right.shape[2])
     along = right.stride(2) == 1
     buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT
     quantize = cpu.matrix_quantizer(right, buffer, how, (codes, scales) if packs else None)
-    experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
-    zero_others(y, experts)
-    for expert, own in enumerate(experts):
-        if own.start == own.stop:
-            if packs:
-                codes[expert] = scales[expert] = 0  # nobody reads them
-            continue
-        quantize(expert)
-        product_into(y[own], left[own], buffer, None if gamma is None else gamma[expert])
+    for expert in _multiplied(y, left, buffer, groups, quantize):
+        if packs:
+            codes[expert] = scales[expert] = 0  # nobody reads them
     return y, codes, scales
 
 
-def _requantized_product(
-    left: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    packed: str,
-    length: int,
-    dtype: torch.dtype,
-    starts: Tensor,
-    sizes: Tensor,
-    gamma: Tensor | None,
-    spec: str,
-    *draw: Any,
-) -> Tensor:
-    y = _fake_requantized_product(left, codes, scales, packed, length)
-    bytes_ = codes.contiguous(), scales.contiguous()
-    buffer = torch.empty((codes.shape[1], length), dtype=dtype).mT
-    how = Request(QuantSpec.from_text(spec), drawn(*draw))
-    requantize = cpu.matrix_requantizer(bytes_, QuantSpec.from_text(packed), buffer, how)
-    experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
-    zero_others(y, experts)
-    for expert, own in enumerate(experts):
-        if own.start < own.stop:
-            requantize(expert)
-            product_into(y[own], left[own], buffer, None if gamma is None else gamma[expert])
+def _requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Request) -> Tensor:
+    y = _fake_requantized_product(left, packed, groups, how)
+    buffer = torch.empty((packed.codes.shape[1], packed.length), dtype=packed.dtype).mT
+    bytes_ = packed.bytes
+    _multiplied(y, left, buffer, groups, cpu.matrix_requantizer(bytes_, packed.spec, buffer, how))
     return y
 
 
-for _name, _fake, _run in (
-    ("quantize_at", _fake_quantize_at, _quantize_at),
-    ("requantize_at", _fake_requantize_at, _requantize_at),
-    ("quantized_product", _fake_quantized_product, _quantized_product),
-    ("requantized_product", _fake_requantized_product, _requantized_product),
-):
-    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
-    _library.impl(_name, _run, "CPU")
+def _multiplied(y: Tensor, left: Tensor, right: Tensor, groups: Groups, quantize: Callable[[int], None]) -> list[int]:
+    """Write the product of every expert into ``y``, and return the experts without tokens, which are not quantized.
+
+    Args:
+        right: a buffer into which ``quantize`` writes the matrix of an expert.
+    """
+    experts = list(tokens_of_experts(groups.starts, groups.sizes, left.shape[0]))
+    zero_others(y, experts)
+    for expert, own in enumerate(experts):
+        if own.start < own.stop:
+            quantize(expert)
+            product_into(y[own], left[own], right, None if groups.gamma is None else groups.gamma[expert])
+    return [expert for expert, own in enumerate(experts) if own.start == own.stop]
 
 
-@register_flop_formula(torch.ops.fp4graph.quantized_product)
+# ------------------------------------------------------------------ declarations
+
+
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: Any, **options: Any) -> int:
     """Count 2·T·N·K."""
     return 2 * left.numel() * right[1]
 
 
-@register_flop_formula(torch.ops.fp4graph.requantized_product)
 def _requantized_flops(left: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
     return 2 * left.numel() * out_shape[1]
+
+
+_GROUPS = Structure(("Tensor starts", "Tensor sizes", "Tensor? gamma"), Groups)
+_EXACT = [torch.Tag.needs_exact_strides]
+operator(
+    "quantize_at(Tensor x, Tensor places, Request how, ScalarType dtype) -> Tensor",
+    _fake_quantize_at,
+    tags=_EXACT,
+    structures={"Request": ROTATED},
+    CPU=_quantize_at,
+)
+operator(
+    "requantize_at(Packed packed, Tensor places, Request how) -> Tensor",
+    _fake_requantize_at,
+    structures={"Packed": PACKED, "Request": REQUEST},
+    CPU=_requantize_at,
+)
+operator(
+    "quantized_product(Tensor left, Tensor right, Groups groups, Request how, bool packs) -> (Tensor, Tensor, Tensor)",
+    _fake_quantized_product,
+    tags=_EXACT,
+    flops=_flops,
+    structures={"Groups": _GROUPS, "Request": WHOLE},
+    CPU=_quantized_product,
+)
+operator(
+    "requantized_product(Tensor left, Packed packed, Groups groups, Request how) -> Tensor",
+    _fake_requantized_product,
+    tags=_EXACT,
+    flops=_requantized_flops,
+    structures={"Groups": _GROUPS, "Packed": PACKED, "Request": REQUEST},
+    CPU=_requantized_product,
+)

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels import cpu, gpu, library, switches
-from fp4graph.kernels.request import Blocks, PackedOperand, Request, flat
+from fp4graph.kernels.request import NOTHING_GIVEN, Blocks, PackedOperand, Request
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -189,8 +188,8 @@ def quantize(
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     # 16-bit operands are rounded to their own dtype first, as elsewhere.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
-    parts = spec.to_text(), *flat(spec, draw), *(given or Blocks())
-    result: Tensor = torch.ops.fp4graph.quantize(x, *parts, *((dtype,) if casts else ()))
+    how = Request(spec, draw, given or NOTHING_GIVEN)
+    result: Tensor = torch.ops.fp4graph.quantize(x, *how.flat(given=True), *((dtype,) if casts else ()))
     return result
 
 
@@ -251,7 +250,7 @@ def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *flat(spec, draw))
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Request(spec, draw).flat())
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
@@ -261,10 +260,11 @@ def quantize_both(
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
     Args:
-        rows, columns: which draw from one key and step.
+        rows, columns: where both draw, from one key and step.
         sums: whether to return a third tensor too: sums of ``x`` over rows, fp32 ``[rows of tiles, K]``.
     """
-    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(x, *_flat_both(rows, columns), sums)
+    both = *rows.flat(given=True), *columns.flat(given=True)
+    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(x, *both, sums)
     return along_rows, along_columns, partial if sums else None
 
 
@@ -277,18 +277,10 @@ def quantize_and_pack_columns(
         columns: which ``packs``.
         multiplier: of the packed operand.
     """
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(x, *_flat_both(rows, columns))
+    both = *rows.flat(given=True), *columns.flat(given=True)
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(x, *both)
     about = columns.spec, x.shape[-2], dtype
     return values, PackedOperand(codes, scales, *about, True, columns.given.factor, multiplier)
-
-
-def _flat_both(rows: Request, columns: Request) -> tuple[Any, ...]:
-    """Return two directions as operators take them."""
-    key, step, row_salts = flat(rows.spec, rows.draw)
-    column_key, column_step, column_salts = flat(columns.spec, columns.draw)
-    noise = (column_key, column_step) if key is None else (key, step)
-    given = (tuple(one.given) if any(part is not None for part in one.given) else () for one in (rows, columns))
-    return rows.spec.to_text(), columns.spec.to_text(), *noise, row_salts, column_salts, *given
 
 
 def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:

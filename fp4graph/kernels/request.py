@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4graph.numerics.blocking import is_scalar
+from fp4graph.numerics.declare import Structure
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.spec import QuantSpec
@@ -63,6 +64,40 @@ class Request:
         own = self.given.scale is None and self.given.statistic is None
         return own and (factor is None or is_scalar(factor))
 
+    def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
+        """Return the parameters of an operator that takes :data:`REQUEST`, or with what is ``given`` or a ``rotation``
+        one of the structures below. Nothing is drawn from where the spec draws nothing.
+
+        Raises:
+            ValueError: the request has parts that the operator does not take.
+        """
+        takes = given or self.given is NOTHING_GIVEN or all(part is None for part in self.given)
+        if not takes or (self.rotation is not None and not rotation):
+            raise ValueError(f"an operator that does not take all of it was given {self}")
+        draw = self.draw if self.spec.needs_key else None
+        noise = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
+        by = (None, 0) if self.rotation is None else (self.rotation.signs, self.rotation.block)
+        return (self.spec.to_text(), *noise, *(self.given if given else ()), *(by if rotation else ()))
+
+
+def _request(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Request:
+    """Return a request of its parameters; the rest are those of what is given, those of a rotation, or both."""
+    draw = None if key is None else Draw(key, step, tuple(salts))
+    given = Blocks(*rest[:4]) if len(rest) >= 4 else NOTHING_GIVEN
+    signs, block = rest[-2:] if len(rest) % 4 else (None, 0)
+    rotation = BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
+    return Request(QuantSpec.from_text(spec), draw, given, rotation)
+
+
+_REQUEST = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
+_GIVEN = tuple(f"Tensor? {name}" for name in Blocks._fields)
+_ROTATION = ("Tensor? signs", "int block")  # 0 for none
+#: How operators take a :class:`Request`: its spec and draw, and with that what is given, a rotation, or both.
+REQUEST = Structure(_REQUEST, _request)
+GIVEN = Structure((*_REQUEST, *_GIVEN), _request)
+ROTATED = Structure((*_REQUEST, *_ROTATION), _request)
+WHOLE = Structure((*_REQUEST, *_GIVEN, *_ROTATION), _request)
+
 
 @dataclass(frozen=True, eq=False)
 class PackedOperand:
@@ -96,20 +131,37 @@ class PackedOperand:
 
     def unpack(self) -> Tensor:
         """Return the dequantized operand, contiguous."""
-        packed = self.spec.to_text(), self.length, self.dtype, self.factor
-        result: Tensor = torch.ops.fp4graph.unpack(self.codes, self.scales, *packed)
+        result: Tensor = torch.ops.fp4graph.unpack(*self.flat(), self.factor)
         return result
 
     def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
         """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
-        packed = self.spec.to_text(), self.length, self.dtype
-        drawn = flat(spec, draw)
-        result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *drawn)
+        result: Tensor = torch.ops.fp4graph.requantize(*self.flat(), *Request(spec, draw).flat())
         return result
 
+    def flat(self) -> tuple[Any, ...]:
+        """Return the bytes as the parameters of an operator that takes :data:`PACKED`."""
+        return self.codes, self.scales, self.spec.to_text(), self.length, self.dtype
 
-def flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
-    """Return ``draw`` as operators take it: key, step and salts, which are empty where ``spec`` draws nothing."""
-    if draw is None or not spec.needs_key:
-        return None, None, ()
-    return draw.key, draw.step, draw.salts
+
+class Packed(NamedTuple):
+    """What operators take of a :class:`PackedOperand`, under the same names."""
+
+    codes: Tensor
+    scales: Tensor
+    spec: QuantSpec
+    length: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales, contiguous."""
+        return self.codes.contiguous(), self.scales.contiguous()
+
+
+def _packed(codes: Tensor, scales: Tensor, spec: str, *about: Any) -> Packed:
+    return Packed(codes, scales, QuantSpec.from_text(spec), *about)
+
+
+#: How operators take a :class:`Packed`.
+PACKED = Structure(("Tensor codes", "Tensor scales", "str spec", "SymInt length", "ScalarType dtype"), _packed)

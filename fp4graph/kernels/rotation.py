@@ -7,19 +7,13 @@ multiplied by its signs, and multiplied by 32 numbers per element where five add
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import hadamard
+from fp4graph.numerics.declare import operator
 
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(
-    "rotate(Tensor x, int block, Tensor? signs, bool back, SymInt length) -> Tensor",
-    tags=[torch.Tag.needs_exact_strides],
-)
 _LONGEST = 1024  # the block of which rotation.h holds a tile
 
 
@@ -92,5 +86,9 @@ def _matrices(x: Tensor) -> Tensor:
     return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
 
 
-torch.library.register_fake("fp4graph::rotate", _fake_rotate, lib=_library)
-_library.impl("rotate", _rotate, "CPU")
+operator(
+    "rotate(Tensor x, int block, Tensor? signs, bool back, SymInt length) -> Tensor",
+    _fake_rotate,
+    tags=[torch.Tag.needs_exact_strides],
+    CPU=_rotate,
+)

@@ -7,18 +7,14 @@ devices tensor code does both, to the same bits.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import scaling
+from fp4graph.numerics.declare import operator
 from fp4graph.numerics.spec import QuantSpec
-
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("block_scale(Tensor z, str spec) -> Tensor")
-_library.define("order_statistics(Tensor x, SymInt place) -> (Tensor, Tensor)")
 
 
 def block_scale(z: Tensor, spec: QuantSpec) -> Tensor:
@@ -68,9 +64,5 @@ def _fake_order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(()), x.new_empty(())
 
 
-for _name, _fake, _run in (
-    ("block_scale", _fake_block_scale, _block_scale),
-    ("order_statistics", _fake_order_statistics, _order_statistics),
-):
-    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
-    _library.impl(_name, _run, "CPU")
+operator("block_scale(Tensor z, str spec) -> Tensor", _fake_block_scale, CPU=_block_scale)
+operator("order_statistics(Tensor x, SymInt place) -> (Tensor, Tensor)", _fake_order_statistics, CPU=_order_statistics)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,153 +28,118 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4graph.kernels.constants import constants
+from fp4graph.kernels.request import Packed, Request
 from fp4graph.kernels.tiles import TILE, empty_sums
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.packing import empty_bytes
-from fp4graph.numerics.spec import QuantSpec
 
 WARPS = 4
 #: Options of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 THROUGH = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NO_BYTES = (None, None)
-_NOTHING_GIVEN = (None, None, None, None)
-_NO_DIRECTION: tuple[None, None, tuple[()], tuple[()]] = (None, None, (), ())
+_NOTHING = (None, None, None, None)
 
 
-def quantize(
-    x: Tensor,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-    divisor: Tensor | None = None,
-    statistic: Tensor | None = None,
-    scale: Tensor | None = None,
-    factor: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def quantize(x: Tensor, how: Request, dtype: torch.dtype | None = None) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
-    y, blocks = torch.empty_like(x, dtype=dtype), (divisor, statistic, scale, factor)
+    y = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, _NO_BYTES, None, (y, spec, salts, blocks), None, key, step)
+        _launch(x, rows=_Direction(how, y))
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts, blocks), key, step)
+        _launch(x.mT, columns=_Direction(how, y.mT))
     else:
-        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks, dtype))
+        y.copy_(quantize(x.contiguous(), how, dtype))
     return y
 
 
-def quantize_and_pack(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack(x: Tensor, how: Request) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack``."""
-    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, QuantSpec.from_text(spec))
-    _launch(x.contiguous(), _NO_BYTES, None, (y, spec, salts, ()), None, key, step, row_bytes=own)
+    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, how.spec)
+    _launch(x.contiguous(), rows=_Direction(how, y, own))
     return y, *own
 
 
-def quantize_both(
-    x: Tensor,
-    rows: str,
-    columns: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    row_salts: Sequence[int],
-    column_salts: Sequence[int],
-    row_given: Sequence[Tensor | None],
-    column_given: Sequence[Tensor | None],
-    with_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, rows: Request, columns: Request, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_both``."""
     along_rows, along_columns, sums = x.new_empty(x.shape), x.new_empty(x.shape), empty_sums(x, with_sums)
-    directions = (along_rows, rows, row_salts, row_given), (along_columns, columns, column_salts, column_given)
-    _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, sums=sums if with_sums else None)
+    directions = _Direction(rows, along_rows), _Direction(columns, along_columns)
+    _launch(x.contiguous(), *directions, sums=sums if with_sums else None)
     return along_rows, along_columns, sums
 
 
-def quantize_and_pack_columns(
-    x: Tensor,
-    rows: str,
-    columns: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    row_salts: Sequence[int],
-    column_salts: Sequence[int],
-    row_given: Sequence[Tensor | None],
-    column_given: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack_columns(x: Tensor, rows: Request, columns: Request) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack_columns``."""
-    y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, QuantSpec.from_text(columns))
-    directions = (y, rows, row_salts, row_given), (None, columns, column_salts, column_given)
-    _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, column_bytes=own)
+    y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, columns.spec)
+    _launch(x.contiguous(), _Direction(rows, y), _Direction(columns, None, own))
     return y, *own
 
 
-def requantize(
-    codes: Tensor,
-    scales: Tensor,
-    packed: str,
-    length: int,
-    dtype: torch.dtype,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-) -> Tensor:
+def requantize(packed: Packed, how: Request) -> Tensor:
     """Run the operator ``requantize``."""
-    y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-    _launch(y, (codes.contiguous(), scales.contiguous()), packed, None, (y, spec, salts, ()), key, step)
+    y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
+    _launch(y, columns=_Direction(how, y), source=packed)
     return y.mT
 
 
-def unpack(
-    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, factor: Tensor | None = None
-) -> Tensor:
+def unpack(packed: Packed, factor: Tensor | None = None) -> Tensor:
     """Run the operator ``unpack``."""
-    y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-    source = codes.contiguous(), scales.contiguous()
-    _launch(y, source, packed, (y, None, (), ()), None, None, None, factor=factor)
+    y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
+    _launch(y, rows=_Direction(None, y), source=packed, factor=factor)
     return y
 
 
-#: What is written, the spec, the salts, and the four tensors that techniques give or none.
-_Direction = tuple[Tensor | None, str | None, Sequence[int], Sequence[Tensor | None]]
-_Bytes = tuple[Tensor | None, Tensor | None]
+class _Direction(NamedTuple):
+    """What is written of one direction, and how it is quantized: None for what packed operands stand for."""
+
+    how: Request | None = None
+    values: Tensor | None = None
+    bytes: tuple[Tensor | None, Tensor | None] = _NO_BYTES
+
+    @property
+    def salts(self) -> tuple[int, ...]:
+        return () if self.how is None or self.how.draw is None else self.how.draw.salts
+
+    @property
+    def given(self) -> Sequence[Tensor | None]:
+        return _NOTHING if self.how is None else self.how.given
+
+    @property
+    def constants(self) -> Any:
+        return None if self.how is None else constants(self.how.spec)
+
+
+_NO_DIRECTION = _Direction()
 
 
 def _launch(
     x: Tensor,
-    source: _Bytes,
-    packed: str | None,
-    rows: _Direction | None,
-    columns: _Direction | None,
-    key: Tensor | None,
-    step: Tensor | None,
+    rows: _Direction = _NO_DIRECTION,
+    columns: _Direction = _NO_DIRECTION,
     *,
-    row_bytes: _Bytes = _NO_BYTES,
-    column_bytes: _Bytes = _NO_BYTES,
+    source: Packed | None = None,
     sums: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """Run the kernel on ``x [..., M, K]``, or where ``packed`` names a spec, on the ``source`` that has its shape."""
+    """Run the kernel on ``x [..., M, K]``, or on the ``source`` that has its shape.
+
+    Where both directions draw, they do from one key and step.
+    """
     if not x.numel():
         return
     *leading, m, k = (1, *x.shape) if x.dim() == 1 else x.shape
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
-    row_values, row_spec, row_salts, row_given = rows or _NO_DIRECTION
-    column_values, column_spec, column_salts, column_given = columns or _NO_DIRECTION
-    given = *(row_given or _NOTHING_GIVEN), *(column_given or _NOTHING_GIVEN)
+    given = *rows.given, *columns.given
     each = tuple(part is not None and part.numel() > 1 for part in given)
-    results = row_values, *row_bytes, column_values, *column_bytes, sums
-    noise = key, step, tuple(row_salts), tuple(column_salts)
-    formats = dict(zip("PRC", map(_constants, (packed, row_spec, column_spec)), strict=True))
+    results = rows.values, *rows.bytes, columns.values, *columns.bytes, sums
+    draws = [one.how.draw for one in (rows, columns) if one.how is not None and one.how.draw is not None]
+    key, step = (draws[0].key, draws[0].step) if draws else (None, None)
+    formats = {
+        "P": None if source is None else constants(source.spec), "R": rows.constants, "C": columns.constants,
+    }  # fmt: skip
     options = {"EACH_R": each[:4], "EACH_C": each[4:], "THROUGH": THROUGH[x.dtype], "TILE": TILE, **OPTIONS}
+    read = (x, *_NO_BYTES) if source is None else (None, *source.bytes)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
-            x if packed is None else None, *source, factor, *results, *given, *noise, m, k, **formats, **options
+            *read, factor, *results, *given, key, step, rows.salts, columns.salts, m, k, **formats, **options
         )
-
-
-def _constants(spec: str | None) -> Any:
-    return None if spec is None else constants(QuantSpec.from_text(spec))

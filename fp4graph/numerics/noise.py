@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fp4graph.numerics import target
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.declare import operator
 
 _GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
 _BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the salts of per-element bits
@@ -157,13 +158,14 @@ def _first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: 
     return torch.from_numpy(bits)
 
 
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("absorb(Tensor key, Tensor? other, int[] salts) -> Tensor")
-_library.define("first_bits(Tensor key, Tensor? other, int[] salts, SymInt count) -> Tensor")
-_library.impl("absorb", _absorb, "CPU")
-_library.impl("first_bits", _first_bits, "CPU")
-torch.library.register_fake("fp4graph::absorb", lambda key, *rest: torch.empty_like(key), lib=_library)
-torch.library.register_fake("fp4graph::first_bits", lambda key, *rest: key.new_empty((rest[-1],)), lib=_library)
+operator(
+    "absorb(Tensor key, Tensor? other, int[] salts) -> Tensor", lambda key, *rest: torch.empty_like(key), CPU=_absorb
+)
+operator(
+    "first_bits(Tensor key, Tensor? other, int[] salts, SymInt count) -> Tensor",
+    lambda key, *rest: key.new_empty((rest[-1],)),
+    CPU=_first_bits,
+)
 
 
 def gaussian(key: Tensor, index: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels.cpu_product import product_into
 from fp4graph.kernels.experts import tokens_of_experts, zero_others
 from fp4graph.numerics import target
+from fp4graph.numerics.declare import operator
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import Terms
 from fp4graph.technique.operands import Gemm
@@ -161,10 +161,6 @@ def grouped_product(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, 
     return result
 
 
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("grouped_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? scale) -> Tensor")
-
-
 def _empty(left: Tensor, right: Tensor, experts: int) -> Tensor:
     if right.dim() == 3:
         return left.new_empty((left.shape[0], right.shape[1]))
@@ -207,12 +203,15 @@ def _on_cuda(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: 
     return torch.where((ids < starts.shape[0])[:, None], y, 0)  # torch leaves the other rows unwritten
 
 
-torch.library.register_fake("fp4graph::grouped_product", _fake, lib=_library)
-_library.impl("grouped_product", _on_cpu, "CPU")
-_library.impl("grouped_product", _on_cuda, "CUDA")
-
-
-@register_flop_formula(torch.ops.fp4graph.grouped_product)
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
     """Count 2·T·N·K, of padded tokens too."""
     return 2 * left.numel() * (right[1] if len(right) == 3 else right[0])
+
+
+operator(
+    "grouped_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? scale) -> Tensor",
+    _fake,
+    flops=_flops,
+    CPU=_on_cpu,
+    CUDA=_on_cuda,
+)

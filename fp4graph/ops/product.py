@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu_product, gpu, operators
 from fp4graph.numerics import target
+from fp4graph.numerics.declare import operator
 from fp4graph.numerics.segments import Segments
 
 
@@ -129,10 +129,6 @@ def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, be
     return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
 
 
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("scaled_product(Tensor left, Tensor right, Tensor scale, Tensor? addend, float beta) -> Tensor")
-
-
 def accumulated(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
     wide = torch.promote_types(left.dtype, torch.float32)
@@ -174,12 +170,14 @@ def _on_gpu(*arguments: Any) -> Tensor:
     return scaled_product(*arguments)
 
 
-torch.library.register_fake("fp4graph::scaled_product", _fake, lib=_library)
-_library.impl("scaled_product", cpu_product.scaled_product, "CPU")
-_library.impl("scaled_product", _on_gpu, "CUDA")
-OPERATOR = torch.ops.fp4graph.scaled_product
-
-
-@register_flop_formula(OPERATOR)
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
     return 2 * out_shape.numel() * left[-1]
+
+
+OPERATOR = operator(
+    "scaled_product(Tensor left, Tensor right, Tensor scale, Tensor? addend, float beta) -> Tensor",
+    _fake,
+    flops=_flops,
+    CPU=cpu_product.scaled_product,
+    CUDA=_on_gpu,
+)

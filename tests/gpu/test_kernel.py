@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -25,6 +25,7 @@ from fp4graph.kernels.constants import constants
 from fp4graph.kernels.gpu import DTYPES, supports
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.kernels.request import Blocks, Request
+from fp4graph.kernels.request import Packed as Bytes
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.blocking import Blocking
@@ -109,8 +110,12 @@ def key_of(operand: Operand) -> Tensor:
 ROW_KEY, COLUMN_KEY = key_of(Operand.DGRAD_GRAD_OUTPUT), key_of(Operand.WGRAD_GRAD_OUTPUT)
 
 
-def noise(salts: list[int]) -> tuple[object, ...]:
-    return KEY, STEP, salts
+def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
+    return Request(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
+
+
+def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
+    return Request(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
 
 
 def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -120,13 +125,6 @@ def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
 def along_columns(x: Tensor, spec: QuantSpec) -> Tensor:
     """In the layout of x, quantized as the operand that its transpose is."""
     return fake_quantize(x.mT, spec, key=COLUMN_KEY).mT
-
-
-def both(
-    rows: QuantSpec, columns: QuantSpec, given: tuple[Sequence[Tensor | None], ...] = ((), ())
-) -> tuple[object, ...]:
-    """Arguments after x of the operators for both directions."""
-    return rows.to_text(), columns.to_text(), KEY, STEP, ROW_SALTS, COLUMN_SALTS, *given
 
 
 def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tensor) -> None:
@@ -150,9 +148,9 @@ def test_values(name: str, interpreter: ProcessPoolExecutor) -> None:
     rows, columns = pairs()[name]
     for x in cases(rows, columns):
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-        run = interpreter.submit(triton_quantize.quantize_both, x, *both(rows, columns), False)
-        one = interpreter.submit(triton_quantize.quantize, x, rows.to_text(), *noise(ROW_SALTS))
-        other = interpreter.submit(triton_quantize.quantize, x.mT, columns.to_text(), *noise(COLUMN_SALTS))
+        run = interpreter.submit(triton_quantize.quantize_both, x, rowwise(rows), columnwise(columns), False)
+        one = interpreter.submit(triton_quantize.quantize, x, rowwise(rows))
+        other = interpreter.submit(triton_quantize.quantize, x.mT, columnwise(columns))
         for mine, due in zip(
             (*run.result()[:2], one.result(), other.result().mT), (in_rows, in_columns) * 2, strict=True
         ):
@@ -164,19 +162,19 @@ def test_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
     """Of rows beside their values, and of columns beside the rows' values; and the values that bytes stand for."""
     rows, columns = pairs()[name]
     for x in cases(rows, columns):
-        run = interpreter.submit(triton_quantize.quantize_and_pack, x, rows.to_text(), *noise(ROW_SALTS))
-        run_both = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, *both(rows, columns))
+        run = interpreter.submit(triton_quantize.quantize_and_pack, x, rowwise(rows))
+        run_both = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, rowwise(rows), columnwise(columns))
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns).mT
         values, codes, scales = run.result()
         assert_same_bits(values, in_rows)
         assert_same_bytes(codes, scales, pack(x, rows, key=ROW_KEY), in_rows)
-        arguments = (codes, scales, rows.to_text(), x.shape[1], x.dtype)
-        assert_same_bits(interpreter.submit(triton_quantize.unpack, *arguments).result(), in_rows)
+        own = Bytes(codes, scales, rows, x.shape[1], x.dtype)
+        assert_same_bits(interpreter.submit(triton_quantize.unpack, own).result(), in_rows)
         values, codes, scales = run_both.result()
         assert_same_bits(values, in_rows)
         assert_same_bytes(codes, scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns)
-        arguments = (codes, scales, columns.to_text(), x.shape[0], x.dtype)
-        assert_same_bits(interpreter.submit(triton_quantize.unpack, *arguments).result(), in_columns)
+        own = Bytes(codes, scales, columns, x.shape[0], x.dtype)
+        assert_same_bits(interpreter.submit(triton_quantize.unpack, own).result(), in_columns)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -185,8 +183,8 @@ def test_bytes_quantized_again(name: str, interpreter: ProcessPoolExecutor) -> N
     rows, columns = pairs()[name]
     for x in cases(rows, columns):
         packed = pack(x, rows, key=ROW_KEY)
-        arguments = (packed.codes, packed.scales, rows.to_text(), x.shape[1], x.dtype, columns.to_text())
-        mine = interpreter.submit(triton_quantize.requantize, *arguments, *noise(COLUMN_SALTS)).result()
+        own = Bytes(packed.codes, packed.scales, rows, x.shape[1], x.dtype)
+        mine = interpreter.submit(triton_quantize.requantize, own, columnwise(columns)).result()
         assert_same_bits(mine.mT, along_columns(along_rows(x, rows), columns))
 
 
@@ -196,23 +194,24 @@ def test_shapes(shape: tuple[int, ...], interpreter: ProcessPoolExecutor) -> Non
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
     in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-    first, second, sums = interpreter.submit(triton_quantize.quantize_both, x, *both(rows, columns), True).result()
+    how = rowwise(rows), columnwise(columns), True
+    first, second, sums = interpreter.submit(triton_quantize.quantize_both, x, *how).result()
     assert_same_bits(first, in_rows)
     assert_same_bits(second, in_columns)
     # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
     scattered = x.repeat_interleave(2, -1)[..., ::2]
     for given in (x, scattered):
-        alone = interpreter.submit(triton_quantize.quantize, given, rows.to_text(), *noise(ROW_SALTS)).result()
+        alone = interpreter.submit(triton_quantize.quantize, given, rowwise(rows)).result()
         assert_same_bits(alone, in_rows)
-    packed = interpreter.submit(triton_quantize.quantize_and_pack, x, rows.to_text(), *noise(ROW_SALTS)).result()
+    packed = interpreter.submit(triton_quantize.quantize_and_pack, x, rowwise(rows)).result()
     if x.numel():
         assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
 
 
 def test_a_line(interpreter: ProcessPoolExecutor) -> None:
     x, (spec, _) = torch.randn(90, generator=torch.Generator().manual_seed(1)), pairs()["tetrajet:grad_output"]
-    alone = interpreter.submit(triton_quantize.quantize, x, spec.to_text(), *noise(ROW_SALTS)).result()
+    alone = interpreter.submit(triton_quantize.quantize, x, rowwise(spec)).result()
     assert_same_bits(alone, along_rows(x, spec))
 
 
@@ -233,8 +232,7 @@ def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoo
                 )
         parts = Blocks(**given)
         for layout in (x, x.mT.contiguous().mT):
-            arguments = (layout, spec.to_text(), *noise(ROW_SALTS), *parts)
-            mine = interpreter.submit(triton_quantize.quantize, *arguments).result()
+            mine = interpreter.submit(triton_quantize.quantize, layout, rowwise(spec, parts)).result()
             assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
 
 
@@ -252,7 +250,7 @@ def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, inte
             given = {name: torch.randn(grid, generator=generator).exp() for name in names}
             parts.append(Blocks(**given))
             due.append(expected_with(way, spec, given, key))
-        arguments = both(rows, columns, tuple(parts))
+        arguments = rowwise(rows, parts[0]), columnwise(columns, parts[1])
         first, second, _ = interpreter.submit(triton_quantize.quantize_both, x, *arguments, False).result()
         assert_same_bits(first, due[0])
         assert_same_bits(second.mT, due[1])
@@ -260,8 +258,9 @@ def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, inte
             run = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, *arguments)
             first, codes, scales = run.result()
             assert_same_bits(first, due[0])
-            stored = codes, scales, columns.to_text(), x.shape[-2], x.dtype, parts[1].factor
-            assert_same_bits(interpreter.submit(triton_quantize.unpack, *stored).result(), due[1])
+            stored = Bytes(codes, scales, columns, x.shape[-2], x.dtype)
+            values = interpreter.submit(triton_quantize.unpack, stored, parts[1].factor).result()
+            assert_same_bits(values, due[1])
 
 
 #: Which tensors each operator hands to the kernel.

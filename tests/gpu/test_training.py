@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 
 from torch import Tensor
 
-from fp4graph.kernels import gpu, library, operators
+from fp4graph.kernels import gpu, operators
+from fp4graph.numerics.declare import of_flat
 from fp4graph.numerics.target import traced_for
 from fp4graph.ops.matmul import quantized_matmul
 from tests.gpu.cases import KEY, STEP, programs
@@ -57,9 +58,11 @@ def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool])
     ran: list[str] = []
 
     def counted(name: str):  # type: ignore[no-untyped-def]
+        kernel = of_flat(name, getattr(triton_product if name == "scaled_product" else triton_quantize, name))
+
         def run(*arguments: object) -> object:
             ran.append(name)
-            return getattr(triton_product if name == "scaled_product" else triton_quantize, name)(*arguments)
+            return kernel(*arguments)
 
         return run
 
@@ -147,15 +150,17 @@ def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
     assert columns is not None
     x = factors(torch.bfloat16)[0]
     # A divisor that rounds, and a factor.
-    parts = [[torch.tensor([d]), None, None, torch.tensor([f])] if given else [] for d, f in ((1.7, 0.5), (0.3, 4.0))]
-    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5], *parts)
-    row_given, column_given = (part or [None] * 4 for part in parts)
-    first, *second = getattr(library, f"_{name}")(x, *arguments, *([True] if name == "quantize_both" else []))
-    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], *row_given))
-    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], *column_given)
+    numbers = ((1.7, 0.5), (0.3, 4.0))
+    parts = [[torch.tensor([d]), None, None, torch.tensor([f])] if given else [None] * 4 for d, f in numbers]
+    about = zip((rows, columns), (3, 5), parts, strict=True)
+    arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in about]
+    operator = getattr(torch.ops.fp4graph, name)
+    first, *second = operator(x, *arguments[0], *arguments[1], *([True] if name == "quantize_both" else []))
+    assert_same_bits(first, torch.ops.fp4graph.quantize(x, *arguments[0]))
+    other = torch.ops.fp4graph.quantize(x.mT, *arguments[1])
     if name == "quantize_both":
         assert_same_bits(second[0].mT, other)
         assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
     else:
-        stored = *second, arguments[1], x.shape[0], x.dtype, column_given[3]
+        stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1][3]
         assert_same_bits(torch.ops.fp4graph.unpack(*stored), other)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators, switches
-from fp4graph.kernels.request import Blocks
+from fp4graph.kernels.request import Blocks, PackedOperand
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.draw import Draw
@@ -109,7 +109,7 @@ def test_values_and_bytes(row: Row) -> None:
         assert_same_bits(packed.unpack(), expected)
 
 
-def assert_same_bytes(packed: operators.PackedOperand, x: Tensor, spec: QuantSpec) -> None:
+def assert_same_bytes(packed: PackedOperand, x: Tensor, spec: QuantSpec) -> None:
     expected = pack(x, spec, -1, DERIVED)
     assert torch.equal(packed.codes, expected.codes)
     if expected.scales.is_floating_point():

@@ -64,19 +64,20 @@ def laid_out(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_at(name: str, dtype: torch.dtype) -> None:
     """Also from the columns of a wider tensor, from bytes, and of one channel."""
+    how = Request(SPECS[name], SOURCE)
     for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
-        y = experts.quantize_at(x, places(), SPECS[name], SOURCE, x.dtype)
+        y = experts.quantize_at(x, places(), how, x.dtype)
         assert_same_bits(y, fake_quantize(laid_out(x).mT, SPECS[name], -1, DERIVED))
         assert y.mT.is_contiguous()
         kept = packed(x)
-        y = experts.quantize_at(kept, places(), SPECS[name], SOURCE, x.dtype)
+        y = experts.quantize_at(kept, places(), how, x.dtype)
         assert_same_bits(y, fake_quantize(laid_out(kept.unpack()).mT, SPECS[name], -1, DERIVED))
 
 
 def test_quantize_at_casts_from_fp32() -> None:
     spec = SPECS["encoding scales"]  # whose quotients bf16 rounds
     x = normal(TOKENS, N)
-    y = experts.quantize_at(x, places(), spec, SOURCE, torch.bfloat16)
+    y = experts.quantize_at(x, places(), Request(spec, SOURCE), torch.bfloat16)
     assert_same_bits(y, fake_quantize(laid_out(x).mT, spec, -1, DERIVED).bfloat16())
 
 
@@ -113,12 +114,13 @@ def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
     rows = torch.cat([x, x.new_zeros(1, N)])[order]
     k = K - 7
     for turn in turns(g):
-        y = experts.quantize_at(x, order, spec, SOURCE, dtype, turn)
+        how = Request(spec, SOURCE, rotation=turn)
+        y = experts.quantize_at(x, order, how, dtype)
         # Zeros are compared without their signs, which depend on the order of a sum of zeros.
         assert_same_bits(y + 0, fake_quantize(turned(rows.mT, turn).float(), spec, -1, DERIVED).to(dtype) + 0)
         tokens = whole(TOKENS, turn.padded(k), dtype=dtype)
         for w in (whole(4, N, k, dtype=dtype), whole(4, k, N, dtype=dtype).mT):
-            y, _ = experts.quantized_product(tokens, w, GROUPS, Request(spec, SOURCE), turn=turn)
+            y, _ = experts.quantized_product(tokens, w, GROUPS, how)
             quantized = fake_quantize(turned(w, turn).float(), spec, -1, DERIVED).to(dtype)
             alike = quantized if w.stride(2) == 1 else quantized.mT.contiguous().mT  # as the GEMM reads it
             assert_same_bits(y + 0, by_hand(tokens, alike) + 0)
@@ -197,10 +199,10 @@ def test_quantized_product_of_wider_weights(transposed: bool) -> None:
 def test_requantized_product(name: str, dtype: torch.dtype) -> None:
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
     quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
-    y = experts.requantized_product(dy, kept, GROUPS, spec, SOURCE)
+    y = experts.requantized_product(dy, kept, GROUPS, Request(spec, SOURCE))
     assert_same_bits(y, by_hand(dy, quantized))
     gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
-    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), spec, SOURCE)
+    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Request(spec, SOURCE))
     assert_same_bits(y, by_hand(dy, quantized, gamma))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.kernels import operators
+from fp4graph.kernels.request import PackedOperand
 from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
@@ -139,7 +140,7 @@ def test_bytes_are_lossless() -> None:
     for original in (x, linear.weight):
         rows = original.shape[0]
         codes, scales = (next(t for t in tensors if t.shape == shape) for shape in ((rows, K // 2), (rows, K // 32)))
-        packed = operators.PackedOperand(codes, scales, spec, K, torch.bfloat16)
+        packed = PackedOperand(codes, scales, spec, K, torch.bfloat16)
         assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
 
 

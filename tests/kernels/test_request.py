@@ -1,0 +1,64 @@
+"""Requests and packed operands as the parameters of operators, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4graph.kernels.request import GIVEN, PACKED, REQUEST, ROTATED, WHOLE, Blocks, PackedOperand, Request
+from fp4graph.numerics.declare import Structure
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import BlockRotation
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+SPEC = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "stochastic")
+KEY, STEP = torch.tensor([1, 2], dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+DRAW = Draw(KEY, STEP, (3, 4))
+DIVISOR, FACTOR, SIGNS = torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0, -1.0])
+BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGNS)
+
+
+@pytest.mark.parametrize(
+    ("structure", "how", "rest"),
+    [
+        (REQUEST, {}, ()),
+        (GIVEN, {"given": True}, (DIVISOR, None, None, FACTOR)),
+        (ROTATED, {"rotation": True}, (SIGNS, 2)),
+        (WHOLE, {"given": True, "rotation": True}, (DIVISOR, None, None, FACTOR, SIGNS, 2)),
+    ],
+    ids=["plain", "given", "rotated", "whole"],
+)
+def test_there_and_back(structure: Structure, how: dict[str, bool], rest: tuple[object, ...]) -> None:
+    blocks, rotation = BLOCKS if "given" in how else Blocks(), ROTATION if "rotation" in how else None
+    flat = Request(SPEC, DRAW, blocks, rotation).flat(**how)
+    assert flat == (SPEC.to_text(), KEY, STEP, (3, 4), *rest)
+    assert len(flat) == len(structure.parameters)
+    back = structure.build(*flat)
+    assert back.spec == SPEC
+    assert back.draw is not None
+    assert (back.draw.key, back.draw.step, back.draw.salts) == (KEY, STEP, (3, 4))
+    assert (back.given, back.rotation) == (blocks, rotation)
+
+
+def test_nothing_is_drawn_where_the_spec_rounds_to_nearest() -> None:
+    flat = Request(QuantSpec("e2m1", 32), DRAW).flat()
+    assert flat[1:] == (None, None, ())
+    assert REQUEST.build(*flat).draw is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "takes"),
+    [(Request(SPEC, DRAW, BLOCKS), {"rotation": True}), (Request(SPEC, DRAW, rotation=ROTATION), {"given": True})],
+    ids=["given", "rotation"],
+)
+def test_what_an_operator_does_not_take_is_refused(request_: Request, takes: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match="does not take"):
+        request_.flat(**takes)
+
+
+def test_bytes_there_and_back() -> None:
+    codes, scales = torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)
+    flat = PackedOperand(codes, scales, SPEC, 30, torch.bfloat16).flat()
+    assert flat == (codes, scales, SPEC.to_text(), 30, torch.bfloat16)
+    back = PACKED.build(*flat)
+    assert (back.codes, back.scales, back.spec, back.length, back.dtype) == (codes, scales, SPEC, 30, torch.bfloat16)
