@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError
 from fp4graph.graph import products, roles
 from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
@@ -38,6 +38,7 @@ from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, produ
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
+from fp4graph.torch_internals import pytree
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
@@ -107,7 +108,7 @@ class Direct(TorchFunctionMode):
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
         self._writes = Writes()
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
 
     @contextmanager
@@ -144,7 +145,7 @@ class Direct(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__":
             self._writes.count += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
-        if op is None or torch._C._current_graph_task_id() != self._backward:
+        if op is None or torch_internals.backward_id() != self._backward:
             return func(*args, **kwargs)
         given: dict[Node, Tensor] = {}
 
@@ -370,7 +371,7 @@ def _experts_picked(node: Node) -> tuple[Node, ...]:
     parameter = value_of(first)
     if value is None or parameter is None or value.dim() != 3:
         return ()
-    shared = value is parameter or torch._C._is_alias_of(value, parameter)  # type: ignore[attr-defined]
+    shared = value is parameter or torch_internals.is_alias(value, parameter)
     return (pick.stack, pick.ids) if shared else ()
 
 

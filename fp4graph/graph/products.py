@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp4graph import torch_internals
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gathered import Gathering
 
@@ -144,7 +144,7 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
 
 def is_quantized_elsewhere(x: object) -> bool:
     """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
-    return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
+    return isinstance(x, torch.Tensor) and not is_sharded(x) and torch_internals.is_traceable_wrapper_subclass(x)
 
 
 #: Operations that pick parts of a tensor by a tensor of indices, and the position of what they pick from.
@@ -355,14 +355,10 @@ def writes(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target: Any = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator) or node.kwargs.get("out") is not None:
+    if node.kwargs.get("out") is not None or _WRITES.fullmatch(name_of(node)) is not None:
         return True
-    if _WRITES.fullmatch(name_of(node)) is not None:
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())  # type: ignore[no-untyped-call]
+    if (known := torch_internals.operator_writes(target)) is not None:
+        return known
     if not inspect.isfunction(target):
         return False
     if target.__module__.partition(".")[0] not in _KNOWN:
@@ -455,9 +451,5 @@ def producer_of(node: Node) -> str | None:
 
 def name_of(node: Node) -> str:
     """Return the name of the operation, without its library and overload."""
-    target: Any = node.target
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
+    target = torch_internals.packet_of(node.target)
     return str(getattr(target, "__name__", target))

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 
-from fp4graph.errors import Error, PolicyWarning
-from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
+from fp4graph import torch_internals
+from fp4graph.errors import Error
+from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import Rewritten, rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import distributed, hooks, state, torch_internals
+from fp4graph.model import hooks, state
 from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.recompilations import Recompilations
 from fp4graph.numerics import noise
 
 #: The name under which the model's own call is compiled, beside those of its methods.
 CALL = "__call__"
-#: Dynamo's setting that allows Python side effects in the body of activation checkpointing.
-_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-#: Dynamo's setting that leaves hooks out of guards.
-_SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 #: Calls that may fail one after the other, each of which Dynamo traces anew, as long as no limit of its own is lower.
 _FAILURES = 8
-#: Recompilations for one cause, after which the cause is told.
-_REPEATS = 3
 #: The name of a call, and the number that Dynamo has for a frame of it.
 _Frame = tuple[str, Any]
 #: A site's module as another module sees it, its operation and its occurrence.
@@ -81,9 +76,7 @@ class Capture:
         self._compiled: list[Callable[..., Any]] = []
         self._running = CALL
         self._failures = 0  # calls that have failed since one succeeded
-        self._told: set[str] = set()  # causes of recompilations
-        self._failed_before = torch_internals.failed_guards()
-        self._untold: list[str] = []  # warnings of the call in progress
+        self._recompilations = Recompilations()
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.of_parts: list[Site] = []
@@ -177,10 +170,7 @@ class Capture:
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite a graph, record its sites, hand it on, and return what runs it."""
         frame = self._running, torch_internals.compiled_frame()
-        for cause, guards in torch_internals.repeated_guards(_REPEATS, self._failed_before).items():
-            if cause not in self._told:
-                self._untold.append(_repeated(cause, guards))
-            self._told.add(cause)
+        self._recompilations.look(frame[1])
         first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.states(self._plan.root) if own.has_sites}
@@ -192,7 +182,7 @@ class Capture:
             self.learn(rewritten.uses)
             self.read |= rewritten.read
             bucket = self._bucket_bytes
-            inner = self._inner if bucket is None else split_for_ddp(self._inner, bucket)
+            inner = self._inner if bucket is None else torch_internals.split_by_buckets(self._inner, bucket)
             with cacheable(gm):
                 compiled = inner(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
@@ -287,25 +277,22 @@ class Capture:
         that, a graph of a kept module without a mark hook, captured behind a graph break, would run for an alike module
         that has one, in high precision.
         """
-        config, wrapper = torch._dynamo.config, distributed.active_ddp()
-        limit = self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)
-        total = max(limit, config.accumulated_recompile_limit)
+        setting, wrapper = torch_internals.dynamo_setting, torch_internals.active_ddp()
+        limit = self._limit or max(RECOMPILE_LIMIT, setting("recompile_limit"))
+        total = max(limit, setting("accumulated_recompile_limit"))
         changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": total}
-        if hasattr(config, _SKIPS_HOOKS):
-            changes[_SKIPS_HOOKS] = False
-        if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
+        changes["skip_nnmodule_hook_guards"] = False
+        if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.packed and hasattr(config, _SIDE_EFFECTS):
-            changes[_SIDE_EFFECTS] = True  # the hooks set a weight and take it away again, which leaves no effect
+        if self._plan.packed:  # the hooks set a weight and take it away again, which leaves no effect
+            changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
-            with config.patch(**changes):
+            with torch_internals.dynamo_settings(**changes):
                 yield
         finally:
             self._bucket_bytes = None
-        untold, self._untold = self._untold, []
-        for text in untold:
-            warnings.warn(text, PolicyWarning, stacklevel=3)
+        self._recompilations.warn()
 
     def occurrences(self) -> dict[str, int]:
         """Count the sites of each module over what the call in progress has run so far.
@@ -317,24 +304,6 @@ class Capture:
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
-
-
-def _repeated(cause: str, guards: Sequence[str]) -> str:
-    """Return the warning that ``guards``, which all ask for ``cause``, fail again and again."""
-    if cause.startswith("tensor"):
-        remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
-    elif cause.startswith(("args", "kwargs", "len(")):
-        remedy = "Pass a tensor instead; torch.compile takes most other arguments for constants"
-    else:
-        remedy = (
-            "Hold the value in a tensor, such as a buffer that is changed in place, or change it rarely; for an int, "
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True is a remedy too"
-        )
-    return (
-        f"this forward compiles again and again: {len(guards) + 1} times so far, because a guard fails with another "
-        f"value each time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward "
-        f"runs uncompiled. {remedy}"
-    )
 
 
 def _backend(capture: Capture) -> Backend:
@@ -354,9 +323,8 @@ def _alive(reference: weakref.ref[Capture]) -> Capture:
 def _recomputable() -> bool:
     """Return whether a checkpoint recomputes what runs now, or will: in a backward, without gradients (a reentrant one
     runs its forward so), or under hooks for saved tensors (one that is not)."""
-    if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    again = torch_internals.backward_id() != -1
+    return again or not torch.is_grad_enabled() or torch_internals.has_saved_tensor_hooks()
 
 
 def _drawing(rewritten: Rewritten) -> dict[int, frozenset[_Place]]:

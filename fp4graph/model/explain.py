@@ -15,11 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.site import Site
@@ -32,6 +31,7 @@ from fp4graph.model.runtime import Runtime, detach
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
+from fp4graph.torch_internals import pytree
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def _captured(
     ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names, and
     ``counts`` with the FLOPs that torch counts in the forward where nothing is captured (:func:`flops.of_call`).
     """
-    fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
-    with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
+    with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
     detach(twin)
     twin._compiled_call_impl = None
@@ -229,11 +229,12 @@ def _captured(
     device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
     _leave_meta(twin, fake_mode, device)
     counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
-        (args, dict(kwargs)),
-    )
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        is_fake = isinstance(x, torch_internals.FakeTensor)
+        return _placed(x if is_fake else fake_mode.from_tensor(x), fake_mode, device)
+
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
@@ -244,7 +245,7 @@ def _captured(
             outputs = [leaf for leaf in leaves if backward and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+    except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
             "example_inputs do not have; leave example_inputs out, and errors show at the first call. A loop over "
@@ -268,7 +269,7 @@ def _captured(
     return runtime, problem
 
 
-def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> None:
+def _leave_meta(model: nn.Module, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> None:
     """Put the fake tensors of ``model`` that are on the meta device on ``device``, where its inputs are."""
     placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
@@ -295,7 +296,7 @@ def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[Removable
     return [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers]
 
 
-def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> torch.Tensor:
+def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> torch.Tensor:
     """Return the fake tensor ``x``, or one like it on ``device`` where ``x`` is on the meta device."""
     if x.device.type != "meta":
         return x

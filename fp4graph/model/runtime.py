@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.blocks import upwards
@@ -37,6 +36,7 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy import Policy
+from fp4graph.torch_internals import pytree
 from fp4graph.versions import refused_grouped_product
 
 
@@ -269,7 +269,9 @@ class Runtime:
                 self._failure = error
                 raise
             self._checked = name == CALL
-        if training and (name == CALL or any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(result))):
+        if training and (
+            name == CALL or any(getattr(leaf, "requires_grad", False) for leaf in pytree.tree_leaves(result))
+        ):
             self._trained += 1
             self._advance()
         return result
@@ -334,7 +336,7 @@ class Runtime:
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
+        training, again = torch.is_grad_enabled(), torch_internals.backward_id() != -1
         self._follow(training=training)
         if not again and id(module) in self._current.ran:
             if not self._checked:
@@ -431,7 +433,7 @@ class Runtime:
             if ours is not None:
                 self._failure = None if self._checked or self._trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
-            if isinstance(error, InternalTorchDynamoError) and isinstance(error.__context__, Error):
+            if torch_internals.is_internal_error(error) and isinstance(error.__context__, Error):
                 raise error.__context__ from None
             raise error
         finally:
@@ -450,7 +452,7 @@ class Runtime:
                     if root_state.count == 0:
                         own.restart()
                     own.settle(device_of(own.module, self.device))
-        wrapper = distributed.active_ddp()
+        wrapper = torch_internals.active_ddp()
         former = None if self._synchronized is None else self._synchronized()
         if training and wrapper is not None and wrapper is not former:
             distributed.synchronize(wrapper, root_state, self.weights)

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4graph import torch_internals
 from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
-from fp4graph.model import hooks, torch_internals
+from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
-from fp4graph.model.current import CurrentForward, Parts, checkpointed_region, has_backward_hooks
+from fp4graph.model.current import CurrentForward, Parts, has_backward_hooks
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan, add_host
 
@@ -78,7 +79,7 @@ class Uncompiled:
                 "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
             )
         current, former = self._current, self._current.step
-        region = checkpointed_region()
+        region = torch_internals.checkpointed_region()
         # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
         follows = running is not None and (region is not None or torch.is_grad_enabled())
         before = running.occurrences() if running is not None and follows else None
@@ -168,13 +169,13 @@ class Uncompiled:
 def cause(*, full: bool) -> str:
     """Return why Dynamo has not compiled the call that is running; ``full`` says whether it has made as many graphs of
     the call as it may."""
-    if (stance := torch._dynamo.eval_frame._stance.stance) != "default":
+    if (stance := torch_internals.stance()) != "default":
         return f"torch.compiler.set_stance({stance!r}) is in force"
-    if torch._dynamo.config.disable:
+    if torch_internals.dynamo_setting("disable"):
         return "torch._dynamo.config.disable (TORCHDYNAMO_DISABLE=1) switches torch.compile off"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch_internals.is_functorch_active():
         return "a transform of torch.func is at work, which Dynamo does not compile"
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+    if torch_internals.has_dispatch_mode():
         return "a TorchDispatchMode such as FlopCounterMode is at work, which Dynamo does not compile"
     if full:
         return (
@@ -182,6 +183,6 @@ def cause(*, full: bool) -> str:
             "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
             "recompile_limit="
         )
-    if torch._dynamo.config.suppress_errors:
+    if torch_internals.dynamo_setting("suppress_errors"):
         return "torch.compile failed, and torch._dynamo.config.suppress_errors hides its error; set it to False"
     return "torch.compile skipped it without an error; the environment variable TORCH_LOGS=dynamo shows why"
