@@ -17,6 +17,7 @@ from fp4graph import torch_internals
 from fp4graph.errors import Error
 from fp4graph.graph.backend import with_own_code
 from fp4graph.graph.direct import Direct
+from fp4graph.model.forward import Kind
 from fp4graph.torch_internals import frame_hook
 
 #: Key of a deepcopy's memo: the copy is not to be applied.
@@ -33,7 +34,7 @@ class CurrentForward:
         compiled: whether the compiled call is running.
         direct: the pass that is running uncompiled, or None. thread: the one that runs it, or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
-        whole: whether the last forward with gradients was a call of the model, which counts by itself.
+        last: the kind of the last forward with gradients that has begun, or None.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
         uncaptured: runs a module that the compiled call calls outside of its graphs, and is told whether Dynamo is
@@ -47,7 +48,7 @@ class CurrentForward:
     direct: Direct | None = None
     thread: int | None = None
     ran: set[int] = field(default_factory=set)
-    whole: bool = False
+    last: Kind | None = None
     regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -84,7 +85,7 @@ class CurrentForward:
         """Note that ``module`` begins to run in the pass."""
         assert self.direct is not None
         again = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
-        if torch.is_grad_enabled() and not (again and self.whole):
+        if torch.is_grad_enabled() and not (again and self.last in (Kind.CALL, Kind.METHOD)):
             self.ran.add(id(module))
         region = torch_internals.checkpointed_region()
         if region is not None and region not in self.regions:

@@ -229,12 +229,9 @@ def _captured(
     device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
     _leave_meta(twin, fake_mode, device)
     counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
-
-    def fake(x: torch.Tensor) -> torch.Tensor:
-        is_fake = isinstance(x, torch_internals.FakeTensor)
-        return _placed(x if is_fake else fake_mode.from_tensor(x), fake_mode, device)
-
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: _placed(t, fake_mode, device), (args, dict(kwargs))
+    )
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
@@ -297,7 +294,8 @@ def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[Removable
 
 
 def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return the fake tensor ``x``, or one like it on ``device`` where ``x`` is on the meta device."""
+    """Return ``x`` as a fake tensor, or one like it on ``device`` where ``x`` is on the meta device."""
+    x = x if isinstance(x, torch_internals.FakeTensor) else fake_mode.from_tensor(x)
     if x.device.type != "meta":
         return x
     with fake_mode:

@@ -179,26 +179,10 @@ class PackedWeight:
         own = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
         return own._refuse()
 
-    def __getitem__(self, key: Any) -> Any:
+    def _refuse_other(self, other: Any) -> Any:
         return self._refuse()
 
-    def __matmul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __mul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __add__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __sub__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._refuse()
+    __getitem__ = __matmul__ = __mul__ = __rmul__ = __add__ = __sub__ = __truediv__ = _refuse_other
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("_module", "_unpacking"):

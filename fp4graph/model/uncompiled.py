@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -24,6 +23,7 @@ from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
 from fp4graph.model.current import CurrentForward, Parts, has_backward_hooks
+from fp4graph.model.forward import Forward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan, add_host
 
@@ -54,24 +54,14 @@ class Uncompiled:
         self.parts.hide()
         self.show(self._modules, ())
 
-    def run(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        capture: Capture,
-        *,
-        checked: bool,
-        running: Capture | None = None,
-    ) -> Any:
-        """Run ``call``, the call of ``module``, and tell ``capture`` what the forward came to.
+    def run(self, forward: Forward, capture: Capture, *, checked: bool, running: Capture | None = None) -> Any:
+        """Run ``forward``, and tell ``capture`` what it came to.
 
         ``checked`` says whether the model's coverage was checked: only a later forward is recorded. ``running`` is the
-        capture whose forward calls the module outside of its graphs, or None.
+        capture whose forward calls an uncaptured module, or None.
         """
         if self._inspection.watching:
-            name = self._plan.names.name(module)
+            name = self._plan.names.name(forward.module)
             raise Error(
                 "detect_nonfinite() watches compiled forwards only, and "
                 + (f"module {name!r}" if name else "this one")
@@ -81,10 +71,10 @@ class Uncompiled:
         current, former = self._current, self._current.step
         region = torch_internals.checkpointed_region()
         # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
-        follows = running is not None and (region is not None or torch.is_grad_enabled())
-        before = running.occurrences() if running is not None and follows else None
+        follows = running is not None and (region is not None or forward.training)
+        before = running.ran.occurrences() if running is not None and follows else None
         current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
-        whole, compiled = module is self._plan.root, current.compiled
+        whole, compiled = forward.module is self._plan.root, current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
@@ -93,19 +83,19 @@ class Uncompiled:
             idle=self._idle,
             carries=self._carries,
             lists=not checked,
-            recording=self._inspection.shown(training=torch.is_grad_enabled(), checked=checked),
+            recording=self._inspection.shown(training=forward.training, checked=checked),
             first_occurrence=occurrences,
         )
         current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
         try:
-            current.enter(module)
-            with direct, direct.inside(module):
-                result = call(*args, **kwargs)
+            current.enter(forward.module)
+            with direct, direct.inside(forward.module):
+                result = forward.run()
         finally:
             current.direct, current.compiled, current.step = None, compiled, former
         direct.finish(result)
         if running is not None:
-            running.note(direct.planner)
+            running.ran.note(direct.planner, self._plan.root)
             capture.take_uncaptured(direct.planner, checked=checked)
         else:
             capture.take(direct.planner, direct.marked, whole=whole and not checked)
