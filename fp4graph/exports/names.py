@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4graph.exports.weights import Fp4Weight, refusal
+from fp4graph.torch_internals import Convolution
 
 
 def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,7 +62,7 @@ def kept_modules(model: nn.Module, names: Mapping[str, Tensor]) -> list[str]:
         names: the tensors that stay in high precision, by their names in the model.
     """
     owners = dict(model.named_modules(remove_duplicate=False))
-    outside = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+    outside = (nn.Embedding, nn.EmbeddingBag, Convolution)
     matrices = {
         name: tensor
         for name, tensor in names.items()

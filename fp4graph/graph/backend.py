@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
+from fp4graph import torch_internals
 from fp4graph.kernels.inductor import compiler_errors, patches, require_compiler
 from fp4graph.ops.first_order import refuse_create_graph
 
@@ -30,8 +31,8 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
     if name == "eager":
-        return torch._dynamo.lookup_backend(name)  # runs the backward of each product, which refuses by itself
-    compiler = partial(_inductor, options or {}) if name == "inductor" else torch._dynamo.lookup_backend(name)
+        return torch_internals.backend_named(name)  # runs the backward of each product, which refuses by itself
+    compiler = partial(_inductor, options or {}) if name == "inductor" else torch_internals.backend_named(name)
     return partial(_first_order, compiler)
 
 
@@ -57,48 +58,23 @@ def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) 
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compiled(*inputs)
-        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        first = torch_internals.next_sequence_number()
         results = compiled(*inputs)
         tensors = [*(x for x in results if isinstance(x, Tensor)), *(inputs[i] for i in writable)]
-        for node in _compiled_backwards([*tensors, *(x._base for x in tensors if x._base is not None)], first):
+        for node in torch_internals.compiled_backwards(tensors, first):
             node.register_prehook(refuse)
         return results
 
     return run
 
 
-def _compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
-    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on."""
-    nodes = [x.grad_fn for x in tensors]
-    seen: set[Any] = set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen or node._sequence_nr() < first:
-            continue
-        seen.add(node)
-        if node.name() != "CompiledFunctionBackward":
-            nodes.extend(before for before, _ in node.next_functions)
-    return {node for node in seen if node.name() == "CompiledFunctionBackward"}
-
-
 def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile with Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
-    from torch._inductor.compile_fx import compile_fx
-
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
     if not on_gpu:
         require_compiler()
     with compiler_errors():
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, on_gpu=on_gpu) or None)
-    return compiled  # type: ignore[no-any-return]
-
-
-def split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
-    """Return ``backend`` behind torch's own cut along DDP's buckets, so that gradients are reduced in the backward."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
-    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
+        return torch_internals.compile_with_inductor(gm, example_inputs, patches(options, on_gpu=on_gpu))
 
 
 def with_own_code(function: Any, of: type) -> Callable[..., Any]:

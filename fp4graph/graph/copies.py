@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph import torch_internals
 from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
 from fp4graph.ops.gathered import Gathering
 
@@ -231,14 +232,10 @@ def writes(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target: Any = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator) or node.kwargs.get("out") is not None:
+    if node.kwargs.get("out") is not None or _WRITES.fullmatch(name_of(node)) is not None:
         return True
-    if _WRITES.fullmatch(name_of(node)) is not None:
-        return True
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())  # type: ignore[no-untyped-call]
+    if (known := torch_internals.operator_writes(target)) is not None:
+        return known
     if not inspect.isfunction(target):
         return False
     if target.__module__.partition(".")[0] not in _KNOWN:
@@ -318,7 +315,7 @@ def experts_picked(node: Node) -> tuple[Node, ...]:
     parameter = value_of(first)
     if value is None or parameter is None or value.dim() != 3:
         return ()
-    shared = value is parameter or torch._C._is_alias_of(value, parameter)  # type: ignore[attr-defined]
+    shared = value is parameter or torch_internals.is_alias(value, parameter)
     return (pick.stack, pick.ids) if shared else ()
 
 

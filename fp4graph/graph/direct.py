@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError
 from fp4graph.graph import copies, products, roles
 from fp4graph.graph.find import Finder
@@ -40,6 +40,7 @@ from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
+from fp4graph.torch_internals import pytree
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
@@ -96,7 +97,7 @@ class Direct(TorchFunctionMode):
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
         self._writes = copies.Writes()
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
 
     @contextmanager
@@ -133,7 +134,7 @@ class Direct(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__":
             self._writes.count += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
-        if op is None or torch._C._current_graph_task_id() != self._backward:
+        if op is None or torch_internals.backward_id() != self._backward:
             return func(*args, **kwargs)
         given: dict[Node, Tensor] = {}
 

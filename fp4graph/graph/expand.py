@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from fp4graph import torch_internals
+from fp4graph.torch_internals import pytree
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:
@@ -29,10 +29,10 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
         args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in flat], spec)
         return function(*args, **kwargs)
 
-    fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    fake_mode = next(value.fake_mode for value in values if isinstance(value, torch_internals.FakeTensor))
     # Trace before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes.
     # The caller may itself run on fake tensors (explain), in another mode than Dynamo's.
-    with _disable_current_modes(), fake_mode:
+    with torch_internals.without_dispatch_modes(), fake_mode:
         traced = make_fx(on_tensors, pre_dispatch=True)(*values)
     _replace(node, _splice(gm, node, traced, inputs, tag))
     gm.graph.lint()

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fp4graph import torch_internals
 from fp4graph.graph import copies, flops, operations, products
 from fp4graph.graph.expand import inline
 from fp4graph.graph.found import Formula, Found, FoundProduct, FoundWork, Markers
-from fp4graph.graph.marker import Marker, is_another_each_time
+from fp4graph.graph.marker import Marker
 from fp4graph.graph.names import Names
 from fp4graph.graph.operations import NoProduct, Sizes, Verdict, operation_of, read_product, tag_of
 from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
@@ -85,10 +86,12 @@ class Finder:
                 if marker.module is not None:
                     self.found.keys[key] = marker.module
                 self.found.steps.add(step)
-                is_another_each_time(step)
+                # Another tensor in each forward, because the backward of one may come after the next forward. A CUDA
+                # graph that took it for static would be recorded at every step; this one copies the five numbers.
+                torch_internals.unmark_static(step)
                 self.found.marked.add(marker.module)
                 gm.graph.erase_node(node)
-            elif isinstance(node.target, torch._ops.HigherOrderOperator) and operation_of(node) is None:
+            elif isinstance(node.target, torch_internals.HigherOrderOperator) and operation_of(node) is None:
                 self._higher_order(node, gm, markers)
             elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
+from fp4graph import torch_internals
 from fp4graph.graph.products import Product, operation
+from fp4graph.torch_internals import pytree
 
 
 def of_product(product: Product) -> int | None:
@@ -50,16 +48,12 @@ def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
     """
     grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # the counter of torch 2.15 does not know it either
     counter = FlopCounterMode(display=False, custom_mapping=grouped)
-    log = logging.getLogger(fake_tensor.__name__)
-    former, log.disabled = log.disabled, True  # it writes the traceback of a call that fails
     try:
         # torch 2.14 does not count the fused attention of a CPU.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        with torch_internals.fake_tensors_silent(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
             call()
     except Exception:  # noqa: BLE001  # whatever the model raises
         return None
-    finally:
-        log.disabled = former
     counts = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     return {name.partition(".")[2]: flops for name, flops in counts.items() if "." in name} | {
         "": counts.get("Global", 0)
@@ -114,7 +108,7 @@ def of_node(node: Node, formula: Callable[..., int] | None = None) -> int | None
         if formula is not None:
             return formula(*args, **kwargs)
         counter = FlopCounterMode(display=False)
-        with _disable_current_modes(), torch.no_grad(), counter:
+        with torch_internals.without_dispatch_modes(), torch.no_grad(), counter:
             operation(node)(*args, **kwargs)
     except Exception:  # noqa: BLE001  # an operation that needs data is not counted
         return None
@@ -125,7 +119,7 @@ def _empty(node: Node) -> Any:
     """Return the value of ``node``: tensors without data, symbolic numbers as they were at the capture."""
     value = node.meta.get("example_value", node.meta.get("val"))
     value = pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda number: number.node.hint, value)
-    with _disable_current_modes():
+    with torch_internals.without_dispatch_modes():
         return pytree.tree_map_only(Tensor, lambda t: torch.empty(_sizes(t), dtype=t.dtype, device="meta"), value)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fp4graph import torch_internals
 from fp4graph.kernels import switches
 from fp4graph.kernels.switches import Switches
 from fp4graph.numerics import noise
@@ -30,8 +31,8 @@ from fp4graph.ops.matmul import quantized_matmul
 
 _PREFIX = "fp4graph_site_"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: The packages whose code computes; the others may change without changing a graph.
-_COMPUTING = ("numerics", "ops", "kernels", "graph", "technique")
+#: The folders and files of the package whose code computes; the others may change without changing a graph.
+_COMPUTING = ("numerics", "ops", "kernels", "graph", "technique", "torch_internals.py")
 
 
 def site_function(
@@ -101,12 +102,11 @@ def _site_function(
 @contextmanager
 def cacheable(gm: GraphModule) -> Iterator[None]:
     """Let torch take a graph with our functions from its caches, and put it there, in this context."""
-    marked = torch._inductor.config.unsafe_marked_cacheable_functions
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
     names = {str(getattr(target, "__name__", "")) for target in targets}
     ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(names) if name.startswith(_PREFIX)}
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={**marked, **ours}):
+    with torch_internals.functions_cached(ours):
         yield
 
 

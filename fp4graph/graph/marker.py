@@ -99,16 +99,6 @@ class Marker:
         return Marker(Tag.decode(tag), key, step, weights, state, training, innermost)
 
 
-def is_another_each_time(step: torch.fx.Node) -> None:
-    """Tell AOTAutograd that ``step``, an input of a graph, is another tensor in each forward.
-
-    Dynamo takes what it finds at a module for static: at the address that it has now. The step is a tensor for each
-    forward, because the backward of one may come after the next forward. A CUDA graph that held it for static would be
-    recorded again at every step; one that does not copies the five numbers into memory of its own.
-    """
-    step.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)
-
-
 class Caller(NamedTuple):
     """A module that a node was called in: its id, Dynamo's source text for it, and its class."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.fx import Node
 
+from fp4graph import torch_internals
 from fp4graph.graph.blocks import ModuleInfo, block_of, describe_modules, find_blocks
 from fp4graph.graph.marker import module_stack
 from fp4graph.graph.roles import find_heads, role_of
@@ -175,11 +176,7 @@ def _example(node: Node) -> object:
 
 def _source(node: Node) -> Owner | None:
     """Return the place that the source of a placeholder names, or None where it names no parameter."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return None
-    text = source.name if isinstance(source.name, str) else source.name()
-    steps = _SOURCE_STEP.findall(text)
+    steps = _SOURCE_STEP.findall(torch_internals.source_of(node) or "")
     parameters = [name for _, kind, name in steps if kind == "parameters"]
     return Owner(".".join(module for module, _, _ in steps if module), parameters[-1]) if parameters else None
 

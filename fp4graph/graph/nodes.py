@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.graph import copies
 from fp4graph.graph.names import Names
 from fp4graph.graph.products import PRODUCER, producer_of
+from fp4graph.torch_internals import pytree
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
+from fp4graph import torch_internals
 from fp4graph.ops.observe import OperandObserver, observed
 
 
@@ -82,7 +82,7 @@ class Observation:
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
         """Put the recording around every site of a captured graph: the torch.compile backend."""
-        frame = getattr(CompileContext.current_compile_id(), "frame_id", None)
+        frame = torch_internals.compiled_frame()
         before = sum((names for _, names in self._named.values()), Counter[str]())
         before = self._named.get(frame, (before,))[0]  # a graph captured again for other shapes has the same names
         own: Counter[str] = Counter()

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from fp4graph import torch_internals
 from fp4graph.errors import PluginError
 from fp4graph.graph import attention, contractions, flops, products
 from fp4graph.graph.products import Product, name_of
@@ -98,25 +99,14 @@ def operation_of(node: Node) -> Operation | None:
     """Return the entry of the operation that ``node`` calls, or None."""
     if node.op not in ("call_function", "call_method"):
         return None
-    name = _qualified_name(node)
+    name = torch_internals.qualified_name(node.target)
     if name is None:
         return TABLE.get(node.target)
     taught = default_registry().products.get(name)
     if taught is not None:
         return _of_plugin(taught)
-    return TABLE.get(_packet(node)) or TABLE.get(name) or LIBRARIES.get(name.partition("::")[0])
-
-
-def _packet(node: Node) -> Any:
-    """Return the operator that ``node`` calls, without its overload, or the target that is none."""
-    target: Any = node.target
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-
-
-def _qualified_name(node: Node) -> str | None:
-    """Return the name and library of the operator that ``node`` calls; None for Python functions and methods."""
-    packet = _packet(node)
-    return packet._qualified_op_name if isinstance(packet, torch._ops.OpOverloadPacket) else None
+    packet = torch_internals.packet_of(node.target)
+    return TABLE.get(packet) or TABLE.get(name) or LIBRARIES.get(name.partition("::")[0])
 
 
 @functools.cache
@@ -146,13 +136,13 @@ def _of_plugin(taught: ProductOperation) -> Operation:
 
 def is_foreign(node: Node) -> bool:
     """Return whether ``node`` calls an operator of a library that nothing is known of."""
-    name = _qualified_name(node)
+    name = torch_internals.qualified_name(node.target)
     return name is not None and name.partition("::")[0] not in LIBRARIES
 
 
 def is_collective(node: Node) -> bool:
     """Return whether ``node`` calls an operator that moves tensors between processes."""
-    return (_qualified_name(node) or "").partition("::")[0] in _COLLECTIVE
+    return (torch_internals.qualified_name(node.target) or "").partition("::")[0] in _COLLECTIVE
 
 
 def read_product(node: Node) -> Product | NoProduct | None:
@@ -201,7 +191,7 @@ def tag_of(node: Node) -> str | None:
 def _spelled(*names: str) -> Iterator[Any]:
     """Yield the targets that call torch's operation of each name: functions, operators, methods."""
     for name in names:
-        for library in (torch, torch._C._nn, F, torch.linalg, aten):
+        for library in (torch, torch_internals.BUILTIN_NN, F, torch.linalg, aten):
             if hasattr(library, name):
                 yield getattr(library, name)
         if hasattr(Tensor, name):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp4graph import torch_internals
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gathered import Gathering
 
@@ -127,7 +127,7 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
 
 def is_quantized_elsewhere(x: object) -> bool:
     """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
-    return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
+    return isinstance(x, torch.Tensor) and not is_sharded(x) and torch_internals.is_traceable_wrapper_subclass(x)
 
 
 def operation(node: Node) -> Callable[..., Any]:
@@ -202,9 +202,5 @@ def producer_of(node: Node) -> str | None:
 
 def name_of(node: Node) -> str:
     """Return the name of the operation, without its library and overload."""
-    target: Any = node.target
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
+    target = torch_internals.packet_of(node.target)
     return str(getattr(target, "__name__", target))

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import NonFiniteError
 from fp4graph.graph.names import Names
+from fp4graph.torch_internals import pytree
 
 
 class Watch:

@@ -17,7 +17,6 @@ import torch
 import yaml
 from rich.table import Table
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fp4graph.errors import Error
 from fp4graph.files import write
@@ -31,6 +30,7 @@ from fp4graph.lab.sensitivity import Score, sensitivity
 from fp4graph.lab.siblings import Loss
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy, load_policy
+from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8-block", EXACT)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.blocks import upwards
@@ -32,6 +31,7 @@ from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.rule import DEFAULT, Rule
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.text import suggest
+from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
 
 __all__ = ["Score", "Sensitivity", "sensitivity"]
@@ -107,7 +107,7 @@ def sensitivity(
         raise Error("there are no batches to measure the loss on; give at least one")
     if not kinds or not loaded:
         raise Error("nothing to measure: by and policies need at least one entry each")
-    terms = terms or next((len(x) for x in tree_leaves(batches[0]) if isinstance(x, Tensor) and x.dim()), 1)
+    terms = terms or next((len(x) for x in pytree.tree_leaves(batches[0]) if isinstance(x, Tensor) and x.dim()), 1)
     site_of = {module: f"{g[0]} and {len(g) - 1} more" for g in together if len(g) > 1 for module in g}
     scores = {(score.policy, score.unit): score for score in known}
     wanted: list[tuple[str, str]] = []

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 
-from fp4graph.errors import Error, PolicyWarning
-from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
+from fp4graph import torch_internals
+from fp4graph.errors import Error
+from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
-from fp4graph.graph.rewrite import Rewritten, rewrite
+from fp4graph.graph.rewrite import rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import distributed, hooks, state, torch_internals
+from fp4graph.model import hooks, state
+from fp4graph.model.forward import CALL
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.numerics import noise
+from fp4graph.model.ran import Drawing, Frame, Ran
+from fp4graph.model.recompilations import Recompilations
 
-#: The name under which the model's own call is compiled, beside those of its methods.
-CALL = "__call__"
-#: Dynamo's setting that allows Python side effects in the body of activation checkpointing.
-_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-#: Dynamo's setting that leaves hooks out of guards.
-_SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 #: Calls that may fail one after the other, each of which Dynamo traces anew, as long as no limit of its own is lower.
 _FAILURES = 8
-#: Recompilations for one cause, after which the cause is told.
-_REPEATS = 3
-#: The name of a call, and the number that Dynamo has for a frame of it.
-_Frame = tuple[str, Any]
-#: A site's module as another module sees it, its operation and its occurrence.
-_Place = tuple[str, str, int]
-#: The id of a noise key, and a site that draws under it.
-_Drawing = tuple[int, _Place]
 
 
 class Capture:
@@ -62,6 +49,7 @@ class Capture:
         read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
         has_run: whether the call that failed had run other graphs before.
+        ran: what the forward in progress has run.
     """
 
     def __init__(
@@ -81,9 +69,7 @@ class Capture:
         self._compiled: list[Callable[..., Any]] = []
         self._running = CALL
         self._failures = 0  # calls that have failed since one succeeded
-        self._told: set[str] = set()  # causes of recompilations
-        self._failed_before = torch_internals.failed_guards()
-        self._untold: list[str] = []  # warnings of the call in progress
+        self._recompilations = Recompilations()
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.of_parts: list[Site] = []
@@ -94,15 +80,8 @@ class Capture:
         self.error: Error | None = None
         self.has_run = False
         #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
-        self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
-        #: Sites of the graphs that the call in progress has run, by frame.
-        self._ran: dict[_Frame, list[Site]] = {}
-        #: How many sites of each module the call in progress has run outside of its graphs.
-        self._uncaptured: dict[str, int] = {}
-        #: The sites that have drawn noise in the call in progress, each under the id of its key; None where runs may
-        #: draw the same.
-        self._drawn: set[_Drawing] | None = None
-        self._repeats = 0  # runs of graphs in the call in progress that would have drawn the same again
+        self._frames: dict[Frame, tuple[dict[str, int], list[Site]]] = {}
+        self.ran = Ran()
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
     @property
@@ -122,7 +101,7 @@ class Capture:
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled call ``name``: :data:`CALL`, or a method."""
         if name not in self._entries:
-            entry = self._entry(name)
+            entry = _entry(self._plan.root, name, self._uncompiled)
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
             forgetting: Any = weakref.finalize(self, torch_internals.forget_code, entry.__code__)
             forgetting.atexit = False
@@ -144,44 +123,22 @@ class Capture:
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
         """Count what graphs run in this context as one forward; ``apart``: in which no two draw the same."""
-        outer = self._ran, self._drawn, self._repeats, self._uncaptured
-        self._ran, self._drawn, self._repeats, self._uncaptured = {}, set() if apart else None, 0, {}
+        outer, self.ran = self.ran, Ran(apart=apart)
         try:
             yield
         finally:
-            self._ran, self._drawn, self._repeats, self._uncaptured = outer
+            self.ran = outer
 
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
         for entry, _ in self._entries.values():
             torch_internals.forget_code(entry.__code__)
 
-    def _entry(self, name: str) -> Callable[..., Any]:
-        """Return the function that is compiled for the call ``name``."""
-        root, uncompiled = self._plan.root, self._uncompiled
-
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        # Behind a graph break Dynamo compiles this function by itself, for every model of the process.
-        call = with_own_code(whole, type(root)) if name == CALL else hooks.marked_method(root, name)
-
-        def entry(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or uncompiled is None:
-                return call(*args, **kwargs)
-            return uncompiled(name, call, args, kwargs)
-
-        # Module._call_impl has one code object for all models of the process, and one recompile limit.
-        return with_own_code(entry, type(root))
-
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite a graph, record its sites, hand it on, and return what runs it."""
         frame = self._running, torch_internals.compiled_frame()
-        for cause, guards in torch_internals.repeated_guards(_REPEATS, self._failed_before).items():
-            if cause not in self._told:
-                self._untold.append(_repeated(cause, guards))
-            self._told.add(cause)
-        first = self._frames.get(frame, (self.occurrences(), []))[0]
+        self._recompilations.look(frame[1])
+        first = self._frames.get(frame, (self.ran.occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.states(self._plan.root) if own.has_sites}
             rewritten = rewrite(gm, self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
@@ -192,11 +149,11 @@ class Capture:
             self.learn(rewritten.uses)
             self.read |= rewritten.read
             bucket = self._bucket_bytes
-            inner = self._inner if bucket is None else split_for_ddp(self._inner, bucket)
+            inner = self._inner if bucket is None else torch_internals.split_by_buckets(self._inner, bucket)
             with cacheable(gm):
                 compiled = inner(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
-            self.error, self.has_run = error, bool(self._ran)
+            self.error, self.has_run = error, bool(self.ran.sites)
             raise
         self._frames[frame] = (first, rewritten.sites)
         others = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]
@@ -204,40 +161,16 @@ class Capture:
         self.sites.extend(site for site in rewritten.sites if _identity(site) not in known)
         self.marked |= rewritten.marked
 
-        drawing, place, capture = _drawing(rewritten), len(self._compiled), weakref.ref(self)
-        sites, steps = rewritten.sites, rewritten.steps
+        drawing, place, capture = Drawing.of(rewritten), len(self._compiled), weakref.ref(self)
+        sites = rewritten.sites
         self._compiled.append(compiled)
 
         def run(*inputs: Any) -> Any:  # which Dynamo keeps, in globals
             alive = _alive(capture)
-            alive._ran[frame] = sites
-            if drawing and alive._drawn is not None and not _recomputable():
-                inputs = alive._apart(alive._drawn, steps, drawing, inputs)
-            return alive._compiled[place](*inputs)
+            alive.ran.sites[frame] = sites
+            return alive._compiled[place](*alive.ran.drawing(drawing, inputs))
 
         return run
-
-    def _apart(
-        self,
-        before: set[_Drawing],
-        steps: Collection[int],
-        drawing: Mapping[int, frozenset[_Place]],
-        inputs: tuple[Any, ...],
-    ) -> tuple[Any, ...]:
-        """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
-
-        The occurrence of a site is in its graph, counted when the graph was captured. It was counted too low where
-        that forward left out an earlier graph of this one, and where one graph runs several times in a forward. What
-        a checkpoint recomputes keeps the step: its backward cannot tell which of the runs it repeats.
-        """
-        drawn = {(id(inputs[place]), site) for place, sites in drawing.items() for site in sites}
-        if before.isdisjoint(drawn):
-            before |= drawn
-            return inputs
-        self._repeats += 1
-        step = inputs[min(steps)].clone()
-        step[:2] = noise.derive(step[:2], self._repeats)  # the rest is what is drawn once and kept, and the count
-        return tuple(step if place in steps else each for place, each in enumerate(inputs))
 
     def learn(self, uses: Iterable[WeightUse]) -> None:
         """Tell the planned weights what a captured graph decided about them."""
@@ -267,18 +200,6 @@ class Capture:
             known = set(map(_identity, self.sites))
             self.sites.extend(site for site in planner.sites if _identity(site) not in known)
 
-    def note(self, planner: Planner) -> None:
-        """Count the sites that the call in progress has run outside of its graphs, and what they have drawn."""
-        for name, count in planner.occurrences.items():
-            self._uncaptured[name] = max(count, self._uncaptured.get(name, 0))
-        if self._drawn is None or _recomputable():
-            return
-        for site in planner.sites:
-            if site.quantized and site.module is not None:
-                own = state.State.of(self._plan.root.get_submodule(site.module))
-                if own is not None and own.has_sites:
-                    self._drawn.add((id(own.key), ("", site.op, site.occurrence)))
-
     @contextmanager
     def configured(self) -> Iterator[None]:
         """Have Dynamo allow as many graphs as are asked for, and cut none along DDP's buckets before the graph pass.
@@ -287,54 +208,40 @@ class Capture:
         that, a graph of a kept module without a mark hook, captured behind a graph break, would run for an alike module
         that has one, in high precision.
         """
-        config, wrapper = torch._dynamo.config, distributed.active_ddp()
-        limit = self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)
-        total = max(limit, config.accumulated_recompile_limit)
+        setting, wrapper = torch_internals.dynamo_setting, torch_internals.active_ddp()
+        limit = self._limit or max(RECOMPILE_LIMIT, setting("recompile_limit"))
+        total = max(limit, setting("accumulated_recompile_limit"))
         changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": total}
-        if hasattr(config, _SKIPS_HOOKS):
-            changes[_SKIPS_HOOKS] = False
-        if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
+        changes["skip_nnmodule_hook_guards"] = False
+        if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.packed and hasattr(config, _SIDE_EFFECTS):
-            changes[_SIDE_EFFECTS] = True  # the hooks set a weight and take it away again, which leaves no effect
+        if self._plan.packed:  # the hooks set a weight and take it away again, which leaves no effect
+            changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
-            with config.patch(**changes):
+            with torch_internals.dynamo_settings(**changes):
                 yield
         finally:
             self._bucket_bytes = None
-        untold, self._untold = self._untold, []
-        for text in untold:
-            warnings.warn(text, PolicyWarning, stacklevel=3)
-
-    def occurrences(self) -> dict[str, int]:
-        """Count the sites of each module over what the call in progress has run so far.
-
-        Graphs of other calls do not count: a forward that Dynamo breaks has the noise of one that it does not break,
-        such as a training step after a generation.
-        """
-        counts = dict(self._uncaptured)
-        for site in chain.from_iterable(self._ran.values()):
-            counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
-        return counts
+        self._recompilations.warn()
 
 
-def _repeated(cause: str, guards: Sequence[str]) -> str:
-    """Return the warning that ``guards``, which all ask for ``cause``, fail again and again."""
-    if cause.startswith("tensor"):
-        remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
-    elif cause.startswith(("args", "kwargs", "len(")):
-        remedy = "Pass a tensor instead; torch.compile takes most other arguments for constants"
-    else:
-        remedy = (
-            "Hold the value in a tensor, such as a buffer that is changed in place, or change it rarely; for an int, "
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True is a remedy too"
-        )
-    return (
-        f"this forward compiles again and again: {len(guards) + 1} times so far, because a guard fails with another "
-        f"value each time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward "
-        f"runs uncompiled. {remedy}"
-    )
+def _entry(root: torch.nn.Module, name: str, uncompiled: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the function that is compiled for the call ``name`` of ``root``."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Behind a graph break Dynamo compiles this function by itself, for every model of the process.
+    call = with_own_code(whole, type(root)) if name == CALL else hooks.marked_method(root, name)
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or uncompiled is None:
+            return call(*args, **kwargs)
+        return uncompiled(name, call, args, kwargs)
+
+    # Module._call_impl has one code object for all models of the process, and one recompile limit.
+    return with_own_code(entry, type(root))
 
 
 def _backend(capture: Capture) -> Backend:
@@ -349,32 +256,6 @@ def _alive(reference: weakref.ref[Capture]) -> Capture:
     capture = reference()
     assert capture is not None
     return capture
-
-
-def _recomputable() -> bool:
-    """Return whether a checkpoint recomputes what runs now, or will: in a backward, without gradients (a reentrant one
-    runs its forward so), or under hooks for saved tensors (one that is not)."""
-    if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _drawing(rewritten: Rewritten) -> dict[int, frozenset[_Place]]:
-    """Return the sites of a graph whose module each key belongs to, or a module in it, by the key's input.
-
-    They are named as seen from that module, because alike modules may share the graph, each with its own key.
-    """
-    if not rewritten.draws:
-        return {}
-    quantized = [(site.module or "", site.op, site.occurrence) for site in rewritten.sites if site.quantized]
-    return {
-        place: frozenset(
-            (module.removeprefix(of), op, occurrence)
-            for module, op, occurrence in quantized
-            if f"{module}.".startswith(f"{of}.") or not of
-        )
-        for place, of in rewritten.keys.items()
-    }
 
 
 def _identity(site: Site) -> tuple[object, ...]:

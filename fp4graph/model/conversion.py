@@ -51,7 +51,7 @@ def refuse_other_models(model: object, caller: str) -> None:
 def refuse_conversion(*, quantizes: bool) -> None:
     """Raise an Error where the call that is running is traced or transformed; ``quantizes`` says whether any module of
     the model has quantized sites."""
-    if torch._C._is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         refuse("torch.jit.trace")
     if torch.compiler.is_exporting():
         refuse("torch.export")

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _CheckpointFrame
 
+from fp4graph import torch_internals
 from fp4graph.errors import Error
 from fp4graph.graph.backend import with_own_code
 from fp4graph.graph.direct import Direct
-
-#: Returns what compiles frames now. It is not callable where Dynamo is disabled, or past a limit. Call it directly: a
-#: Python function around it would be a frame for Dynamo.
-_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+from fp4graph.model.forward import Kind
+from fp4graph.torch_internals import frame_hook
 
 #: Key of a deepcopy's memo: the copy is not to be applied.
 PLAIN: Any = "fp4graph_plain"
@@ -36,7 +34,7 @@ class CurrentForward:
         compiled: whether the compiled call is running.
         direct: the pass that is running uncompiled, or None. thread: the one that runs it, or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
-        whole: whether the last forward with gradients was a call of the model, which counts by itself.
+        last: the kind of the last forward with gradients that has begun, or None.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
         uncaptured: runs a module that the compiled call calls outside of its graphs, and is told whether Dynamo is
@@ -50,7 +48,7 @@ class CurrentForward:
     direct: Direct | None = None
     thread: int | None = None
     ran: set[int] = field(default_factory=set)
-    whole: bool = False
+    last: Kind | None = None
     regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -86,10 +84,10 @@ class CurrentForward:
     def enter(self, module: nn.Module) -> None:
         """Note that ``module`` begins to run in the pass."""
         assert self.direct is not None
-        again = torch._C._current_graph_task_id() != -1  # a checkpoint runs its region again in the backward
-        if torch.is_grad_enabled() and not (again and self.whole):
+        again = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
+        if torch.is_grad_enabled() and not (again and self.last in (Kind.CALL, Kind.METHOD)):
             self.ran.add(id(module))
-        region = checkpointed_region()
+        region = torch_internals.checkpointed_region()
         if region is not None and region not in self.regions:
             self.regions[region] = self.step, self.direct.planner.occurrences
 
@@ -140,7 +138,7 @@ class Parts:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if current.compiled:
-                if torch.compiler.is_compiling() or not holds or current.uncaptured is None or callable(_callback()):
+                if torch.compiler.is_compiling() or not holds or current.uncaptured is None or callable(frame_hook()):
                     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
                 return current.uncaptured(module, args, kwargs, disabled=True)
             return run(holds, module, args, kwargs)
@@ -162,7 +160,7 @@ class Parts:
                     for _ in (None,):
                         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
                     return result
-                return current.uncaptured(module, args, kwargs, disabled=not callable(_callback()))
+                return current.uncaptured(module, args, kwargs, disabled=not callable(frame_hook()))
             return run(True, module, args, kwargs)
 
         return call
@@ -184,16 +182,3 @@ class Parts:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether ``module`` has a hook on its backward, which Dynamo does not compile."""
     return len(module._backward_hooks) > 0 or len(module._backward_pre_hooks) > 0
-
-
-def checkpointed_region() -> Any:
-    """Return torch's object for the region of activation checkpointing around this call, in its forward and when it is
-    computed again; None outside of one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
-    for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
-        content = cell.cell_contents
-        content = content() if isinstance(content, weakref.ref) else content
-        if isinstance(content, _CheckpointFrame):
-            return content
-    return None

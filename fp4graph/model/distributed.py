@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.model import hooks, state
@@ -33,15 +34,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     so that names and noise are the same with the wrapper and without."""
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        return unwrapped(model._orig_mod)
-    return model
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """Return the DDP whose forward is running, or None."""
-    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    return active
+    inside = torch_internals.compiled_module(model)
+    return model if inside is None else unwrapped(inside)
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def _require_dtype_of_packed(root: nn.Module, module: Any) -> None:
 
     The bytes of a weight were made of its values before the cast, which FSDP does not give them.
     """
-    dtype = module._get_fsdp_state()._mp_policy.param_dtype
+    dtype = torch_internals.fsdp_dtype(module)
     for inner, unpacking in packed_below(module):
         if dtype is not None and dtype is not unpacking.layout.dtype:
             name = next(name for name, each in root.named_modules() if each is inner)

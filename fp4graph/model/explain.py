@@ -15,11 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.site import Site
@@ -33,6 +32,7 @@ from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
+from fp4graph.torch_internals import pytree
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ def _captured(
     ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names, and
     ``counts`` with the FLOPs that torch counts in the forward where nothing is captured (:func:`flops.of_call`).
     """
-    fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
-    with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
+    with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
     detach(twin)
     twin._compiled_call_impl = None
@@ -253,9 +253,7 @@ def _captured(
     _leave_meta(twin, fake_mode, device)
     counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
-        (args, dict(kwargs)),
+        torch.Tensor, lambda t: _placed(t, fake_mode, device), (args, dict(kwargs))
     )
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
@@ -267,7 +265,7 @@ def _captured(
             outputs = [leaf for leaf in leaves if backward and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+    except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
             "example_inputs do not have; leave example_inputs out, and errors show at the first call. A loop over "
@@ -291,7 +289,7 @@ def _captured(
     return runtime, problem
 
 
-def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> None:
+def _leave_meta(model: nn.Module, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> None:
     """Put the fake tensors of ``model`` that are on the meta device on ``device``, where its inputs are."""
     placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
@@ -318,8 +316,9 @@ def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[Removable
     return [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers]
 
 
-def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return the fake tensor ``x``, or one like it on ``device`` where ``x`` is on the meta device."""
+def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """Return ``x`` as a fake tensor, or one like it on ``device`` where ``x`` is on the meta device."""
+    x = x if isinstance(x, torch_internals.FakeTensor) else fake_mode.from_tensor(x)
     if x.device.type != "meta":
         return x
     with fake_mode:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.torch_internals import pytree
 
 
 class Bytes(NamedTuple):
@@ -176,29 +176,13 @@ class PackedWeight:
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse what torch would compute with the weight."""
-        own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
+        own = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
         return own._refuse()
 
-    def __getitem__(self, key: Any) -> Any:
+    def _refuse_other(self, other: Any) -> Any:
         return self._refuse()
 
-    def __matmul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __mul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __add__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __sub__(self, other: Any) -> Any:
-        return self._refuse()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._refuse()
+    __getitem__ = __matmul__ = __mul__ = __rmul__ = __add__ = __sub__ = __truediv__ = _refuse_other
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("_module", "_unpacking"):

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4graph import torch_internals
 from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
-from fp4graph.model import hooks, torch_internals
+from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
-from fp4graph.model.current import CurrentForward, Parts, checkpointed_region, has_backward_hooks
+from fp4graph.model.current import CurrentForward, Parts, has_backward_hooks
+from fp4graph.model.forward import Forward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan, add_host
 
@@ -53,24 +54,14 @@ class Uncompiled:
         self.parts.hide()
         self.show(self._modules, ())
 
-    def run(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        capture: Capture,
-        *,
-        checked: bool,
-        running: Capture | None = None,
-    ) -> Any:
-        """Run ``call``, the call of ``module``, and tell ``capture`` what the forward came to.
+    def run(self, forward: Forward, capture: Capture, *, checked: bool, running: Capture | None = None) -> Any:
+        """Run ``forward``, and tell ``capture`` what it came to.
 
         ``checked`` says whether the model's coverage was checked: only a later forward is recorded. ``running`` is the
-        capture whose forward calls the module outside of its graphs, or None.
+        capture whose forward calls an uncaptured module, or None.
         """
         if self._inspection.watching:
-            name = self._plan.names.name(module)
+            name = self._plan.names.name(forward.module)
             raise Error(
                 "detect_nonfinite() watches compiled forwards only, and "
                 + (f"module {name!r}" if name else "this one")
@@ -78,12 +69,12 @@ class Uncompiled:
                 "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
             )
         current, former = self._current, self._current.step
-        region = checkpointed_region()
+        region = torch_internals.checkpointed_region()
         # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
-        follows = running is not None and (region is not None or torch.is_grad_enabled())
-        before = running.occurrences() if running is not None and follows else None
+        follows = running is not None and (region is not None or forward.training)
+        before = running.ran.occurrences() if running is not None and follows else None
         current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
-        whole, compiled = module is self._plan.root, current.compiled
+        whole, compiled = forward.module is self._plan.root, current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
@@ -92,19 +83,19 @@ class Uncompiled:
             idle=self._idle,
             carries=self._carries,
             lists=not checked,
-            recording=self._inspection.shown(training=torch.is_grad_enabled(), checked=checked),
+            recording=self._inspection.shown(training=forward.training, checked=checked),
             first_occurrence=occurrences,
         )
         current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
         try:
-            current.enter(module)
-            with direct, direct.inside(module):
-                result = call(*args, **kwargs)
+            current.enter(forward.module)
+            with direct, direct.inside(forward.module):
+                result = forward.run()
         finally:
             current.direct, current.compiled, current.step = None, compiled, former
         direct.finish(result)
         if running is not None:
-            running.note(direct.planner)
+            running.ran.note(direct.planner, self._plan.root)
             capture.take_uncaptured(direct.planner, checked=checked)
         else:
             capture.take(direct.planner, direct.marked, whole=whole and not checked)
@@ -168,13 +159,13 @@ class Uncompiled:
 def cause(*, full: bool) -> str:
     """Return why Dynamo has not compiled the call that is running; ``full`` says whether it has made as many graphs of
     the call as it may."""
-    if (stance := torch._dynamo.eval_frame._stance.stance) != "default":
+    if (stance := torch_internals.stance()) != "default":
         return f"torch.compiler.set_stance({stance!r}) is in force"
-    if torch._dynamo.config.disable:
+    if torch_internals.dynamo_setting("disable"):
         return "torch._dynamo.config.disable (TORCHDYNAMO_DISABLE=1) switches torch.compile off"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch_internals.is_functorch_active():
         return "a transform of torch.func is at work, which Dynamo does not compile"
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+    if torch_internals.has_dispatch_mode():
         return "a TorchDispatchMode such as FlopCounterMode is at work, which Dynamo does not compile"
     if full:
         return (
@@ -182,6 +173,6 @@ def cause(*, full: bool) -> str:
             "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
             "recompile_limit="
         )
-    if torch._dynamo.config.suppress_errors:
+    if torch_internals.dynamo_setting("suppress_errors"):
         return "torch.compile failed, and torch._dynamo.config.suppress_errors hides its error; set it to False"
     return "torch.compile skipped it without an error; the environment variable TORCH_LOGS=dynamo shows why"

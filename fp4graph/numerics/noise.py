@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fp4graph import torch_internals
 from fp4graph.numerics import target
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.declare import operator
@@ -106,7 +106,7 @@ def _readable(key: Tensor) -> bool:
         type(key) is Tensor
         and target.kind(key.device) == "cpu"
         and not torch.compiler.is_compiling()
-        and _get_current_dispatch_mode() is None
+        and not torch_internals.has_dispatch_mode()
     )
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp4graph import torch_internals
 from fp4graph.errors import Error, PluginError
 from fp4graph.numerics.blocking import Blocking, Groups, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -47,7 +47,7 @@ def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
     return ((technique, context) for technique, context in acting if overrides(technique, stage))
 
 
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that bring values of tensors to Python, or whose shapes depend on values.
 
     Nothing compiled can run them. Without this a technique would train under ``eager`` and fail under Inductor.

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -46,7 +46,7 @@ def first_order(backward: _Backward) -> _Backward:
 
 def is_transformed() -> bool:
     """Return whether a transform of torch.func, or forward-mode differentiation, is at work."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return torch_internals.is_functorch_active() or torch_internals.is_forward_mode_active()
 
 
 def refuse_transforms(site: str | None) -> None:

@@ -25,6 +25,7 @@ from operator import add, mul
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fp4graph.kernels.cpu_product import product_into
@@ -193,7 +194,7 @@ def _on_cuda(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: 
     """Multiply by torch's grouped GEMM, which rounds to the operands' dtype before ``scale`` multiplies."""
     by_rows = right.dim() == 3
     ends = torch.cat([starts[1:], starts[-1:] + sizes[-1:]])
-    y = torch._grouped_mm(left, right.mT, offs=ends)
+    y = F.grouped_mm(left, right.mT, offs=ends)
     if not by_rows:
         y = y if scale is None else (y * scale[:, None, None]).to(y.dtype)
         return torch.where((sizes > 0)[:, None, None], y, 0)

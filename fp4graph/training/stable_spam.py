@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp4graph import torch_internals
 from fp4graph.training import conditioning
 
 
@@ -209,7 +210,7 @@ def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group:
     if conditioning.on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
         # One pass for all that follows; it reads memory in order, whatever the strides.
         adam = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-        torch._fused_adamw_(params, grads, m, v, [], steps, weight_decay=decay, amsgrad=False, maximize=False, **adam)
+        torch_internals.fused_adamw(params, grads, m, v, steps, weight_decay=decay, **adam)
         return
     counts = [step.item() for step in steps]  # on the CPU: nothing to wait for
     dtype = conditioning.precision(params[0])

@@ -1,0 +1,104 @@
+"""One forward of an applied model as a value, and the table of what is done around the forwards of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+#: The name under which the model's own call is compiled, beside those of its methods.
+CALL = "__call__"
+
+
+class Kind(Enum):
+    """Who runs what of an applied model.
+
+    ``CALL``: the caller calls the model. ``METHOD``: the caller calls one of ``apply(methods=...)``. ``PART``: the
+    caller calls a module of the model by itself. ``RECOMPUTED``: activation checkpointing calls such a module again, in
+    the backward. ``UNCAPTURED``: the compiled call calls a module outside of its graphs.
+    """
+
+    CALL = "call"
+    METHOD = "method"
+    PART = "part"
+    RECOMPUTED = "recomputed"
+    UNCAPTURED = "uncaptured"
+
+
+class Duties(NamedTuple):
+    """What is done around the forwards of one kind.
+
+    Attributes:
+        compiled: it runs in graphs, unless Dynamo gives it up. The others run operation by operation. A search for NaN
+            watches graphs only; a recording is shown both.
+        begins: it enters the phase that is due, checks optimizers, packed weights and the loaded count, and takes a
+            snapshot of the step. The others belong to a forward that has begun.
+        counts: the training forwards that advance the count: ``each``, those ``with gradients`` in their result, or
+            those that call a module ``again`` which has run since the count last changed.
+        covers: the rules that must match in the first forward: ``all``, those about what was ``captured``, or none. Of
+            rules that only later calls may meet, a forward warns when it runs for the second time.
+        listed: training forwards after which sites are listed no more, though the model's call was not checked yet.
+        warns: it warns, once for alike modules, that it runs uncompiled.
+    """
+
+    compiled: bool
+    begins: bool
+    counts: Literal["each", "with gradients", "again", "never"]
+    covers: Literal["all", "captured", "none"]
+    listed: float
+    warns: bool
+
+
+_ALWAYS = float("inf")
+DUTIES: Mapping[Kind, Duties] = {
+    #                        compiled begins counts            covers      listed   warns
+    Kind.CALL: Duties(           True, True, "each",           "all",      _ALWAYS, False),
+    Kind.METHOD: Duties(         True, True, "with gradients", "captured", 1,       False),
+    Kind.PART: Duties(          False, True, "again",          "none",     2,       True),
+    Kind.RECOMPUTED: Duties(   False, False, "never",          "none",     2,       False),
+    Kind.UNCAPTURED: Duties(   False, False, "never",          "none",     _ALWAYS, True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward.
+
+    Attributes:
+        module: that runs: the model, or a module of it.
+        call: runs it without a compiler, on ``args`` and ``kwargs``.
+        name: of the method that is called, :data:`CALL` for others.
+        training: whether gradients are recorded.
+    """
+
+    kind: Kind
+    module: nn.Module
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = CALL
+    training: bool = field(default_factory=torch.is_grad_enabled)
+
+    @staticmethod
+    def of(root: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any = None) -> Forward:
+        """Return the forward of ``root``'s call or method ``name``."""
+        own: Any = root._call_impl if name == CALL else getattr(type(root), name).__get__(root)
+        return Forward(Kind.CALL if name == CALL else Kind.METHOD, root, call or own, args, kwargs, name)
+
+    @property
+    def duties(self) -> Duties:
+        """The row of the table."""
+        return DUTIES[self.kind]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments that are tensors."""
+        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+
+    def run(self) -> Any:
+        """Run it without a compiler."""
+        return self.call(*self.args, **self.kwargs)

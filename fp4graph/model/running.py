@@ -1,0 +1,223 @@
+"""Runs the forwards of an applied model: in its compiled graphs, or operation by operation where there is no graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph import torch_internals
+from fp4graph.errors import CaptureError, Error
+from fp4graph.graph.backend import inner_backend
+from fp4graph.graph.replace import UnmarkedWeight
+from fp4graph.model import coverage, distributed, hooks
+from fp4graph.model.apply_options import ApplyOptions
+from fp4graph.model.capture import Capture
+from fp4graph.model.conversion import opaque, refuse_nested
+from fp4graph.model.current import CurrentForward
+from fp4graph.model.forward import CALL, Forward, Kind
+from fp4graph.model.inspection import Inspection
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.steps import Steps
+from fp4graph.model.uncompiled import Uncompiled, cause
+from fp4graph.numerics.sharding import fsdp_modules
+from fp4graph.torch_internals import pytree
+from fp4graph.versions import refused_grouped_product
+
+
+class Runner:
+    """Runs the forwards of one phase, whatever their kind.
+
+    Args:
+        explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
+
+    Attributes:
+        capture: the model's compiled forward, and what its graphs came to.
+        inspection: what observes the forwards.
+        uncompiled: runs what no compiler captured, and warns of it.
+        checked: whether the coverage of the model's call was checked.
+        failure: of the first forward or of packing; every later forward raises it again.
+    """
+
+    def __init__(
+        self, plan: PhasePlan, settings: ApplyOptions, current: CurrentForward, steps: Steps, *, explains: bool
+    ) -> None:
+        self._plan, self._dynamic, self._current, self._steps = plan, settings.dynamic, current, steps
+        self.capture = Capture(
+            plan,
+            inner_backend(settings.backend, settings.compiler),
+            settings.dynamic,
+            recompile_limit=settings.recompile_limit,
+            explains=explains,
+            uncompiled=None if settings.strict else self._run_refused,
+        )
+        current.uncaptured = None if settings.strict else self._run_uncaptured
+        self.inspection = Inspection(plan, settings.dynamic)
+        self.uncompiled = Uncompiled(plan, current, self.inspection)
+        self.checked, self._explains = explains, explains
+        self.failure: Error | None = None
+        self._running = self.capture  # of the compiled call in progress
+        self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
+
+    @property
+    def _listed(self) -> bool:
+        """Whether all sites of the model's call are listed."""
+        return self.checked and not self._explains
+
+    def open(self, forward: Forward) -> None:
+        """Raise an Error where the forward cannot run or an earlier one has failed; count the forward of parts before
+        it, where it shows that that one is over."""
+        if forward.duties.compiled:
+            refuse_nested(forward.tensors)
+        if forward.kind is Kind.METHOD and fsdp_modules(self._plan.root):
+            raise Error(
+                "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
+            )
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        ran, steps, repeated = self._current.ran, self._steps, False
+        if forward.duties.counts == "again":
+            if repeated := id(forward.module) in ran:
+                steps.advance()
+                steps.trained = max(1, steps.trained)
+        elif forward.duties.compiled and forward.training:
+            repeated = forward.kind is Kind.METHOD and self.capture.captured(forward.name)
+            if ran:
+                steps.advance()
+        if repeated and not self.checked:
+            self.uncompiled.check(self.capture)  # of rules that a whole step has not met
+
+    def begin(self, forward: Forward, *, training: bool) -> None:
+        """Make modules, state and the step tensor ready; ``training``: for the first training forward of this count."""
+        if self._steps.root_state is not None and not self._steps.trained:
+            self._compile_sharded()
+        self._steps.begin(training=training)
+        self._steps.trained += training and forward.duties.counts == "again"
+        if forward.training:
+            self._current.last = forward.kind
+
+    def run(self, forward: Forward) -> Any:
+        """Run a forward, check the coverage of a first one, and count a training's."""
+        result = self._run(forward)
+        duties = forward.duties
+        if duties.covers != "none" and not self.checked and not self.inspection.watching:
+            try:
+                if duties.covers == "all":
+                    self.check_coverage()
+                else:  # rules may be about what others call
+                    coverage.check_captured(self._plan, self.capture)
+            except Error as error:
+                self.failure = error
+                raise
+            self.checked = duties.covers == "all"
+        counted = duties.counts == "each" or (
+            duties.counts == "with gradients"
+            and any(getattr(leaf, "requires_grad", False) for leaf in pytree.tree_leaves(result))
+        )
+        if forward.training and counted:
+            self._steps.trained += 1
+            self._steps.advance()
+        return result
+
+    def check_coverage(self) -> None:
+        """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
+        self.capture.learn(coverage.check(self._plan, self.capture))
+
+    def _run(self, forward: Forward) -> Any:
+        listed = self._listed or self._steps.trained >= forward.duties.listed
+        if forward.duties.compiled:
+            return self._run_compiled(forward, listed)
+        if forward.duties.warns:
+            place = self._plan.names.name(forward.module)
+            self.uncompiled.warn(
+                f"module {place}",
+                f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and "
+                "slower. Only calling the applied model runs the compiled graph",
+            )
+        return self.uncompiled.run(forward, self.capture, checked=listed)
+
+    def _compile_sharded(self) -> None:
+        """Give modules of ``fully_shard`` graphs of their own, between its hooks."""
+        root, current = self._plan.root, self._current
+        distributed.compile_sharded(root, self._plan.weights, self.capture.backend, self._dynamic)
+        if current.uncaptured is not None and hooks.has_sharded_forward(root):
+            current.uncaptured = None
+            self.uncompiled.show_without_owners()
+
+    def _run_compiled(self, forward: Forward, listed: bool) -> Any:
+        """Run the compiled call, or the observed one."""
+        current, root = self._current, self._plan.root
+        sharded = isinstance(root.__dict__.get("forward"), hooks.ShardedForward)
+        if sharded and (self.inspection.watching or self.inspection.recording is not None):
+            raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
+        observed = None if sharded else self.inspection.capture(training=forward.training, checked=listed)
+        capture = observed or self.capture
+        if forward.training and current.compiled:
+            current.require_thread()
+        current.compiled, current.thread, self._running = True, threading.get_ident(), capture
+        try:
+            with capture.configured(), nullcontext() if forward.kind is Kind.CALL else hooks.uncalled(root):
+                if sharded:
+                    with capture.forward():
+                        return forward.run()
+                if self._refused is not None and all(p.dtype is not torch.float32 for p in root.parameters()):
+                    self._refused = None  # the remedy that the warning names
+                if self._refused is not None:
+                    return self._run_refused(forward.name, forward.call, forward.args, forward.kwargs)
+                return capture.run(forward.name, forward.args, forward.kwargs)
+        except Exception as error:
+            ours, capture.error = capture.error, None
+            if self._refuses_product(error, strict=capture.strict or sharded) or self._carried(ours, capture):
+                return self._run_compiled(forward, listed)  # what ran before a graph break runs again, this once
+            if ours is not None:
+                self.failure = None if self.checked or self._steps.trained else ours
+                raise ours from ours.__cause__  # without the compiler's own errors around it
+            if torch_internals.is_internal_error(error) and isinstance(error.__context__, Error):
+                raise error.__context__ from None
+            raise error
+        finally:
+            current.compiled = False
+
+    def _refuses_product(self, error: Exception, *, strict: bool) -> bool:
+        """Return whether ``error`` is torch's refusal of a grouped product, which runs uncompiled from now on."""
+        why = refused_grouped_product(error)
+        if why is not None and strict:
+            raise CaptureError(why) from error
+        self._refused = why or self._refused
+        return why is not None
+
+    def _carried(self, error: Error | None, capture: Capture) -> bool:
+        """Return whether the weights without a mark, for which the call's first graph was refused, have one now."""
+        unmarked = error.all if isinstance(error, UnmarkedWeight) and not capture.has_run else []
+        carried = [self.uncompiled.carry(each) for each in unmarked]
+        return any(carried)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_refused(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the model that Dynamo does not compile."""
+        forward = Forward.of(self._plan.root, name, args, kwargs, call)
+        result = self.uncompiled.run(forward, self.capture, checked=self._listed)
+        # Dynamo leaves a forward that raises an error to Python, so the error says more than this does.
+        why = self._refused or cause(full=self.capture.is_full(name))
+        what = "this forward" if name == CALL else f"{name}()"
+        self.uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
+        return result
+
+    @opaque
+    def _run_uncaptured(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, disabled: bool
+    ) -> Any:
+        """Run a module that the compiled call calls outside of its graphs. The compiled call counts the forward."""
+        current = self._current
+        current.require_thread()
+        self.uncompiled.warn_uncaptured(module, self._plan.names.name(module), disabled=disabled)
+        forward = Forward(Kind.UNCAPTURED, module, module._call_impl, args, kwargs)
+        ran, current.ran = current.ran, set()
+        try:
+            return self.uncompiled.run(forward, self.capture, checked=self._listed, running=self._running)
+        finally:
+            current.ran = ran

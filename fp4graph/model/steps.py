@@ -1,0 +1,76 @@
+"""The count of an applied model's training forwards, and the state and step tensor that each forward begins with."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fp4graph import torch_internals
+from fp4graph.model import distributed, state
+from fp4graph.model.current import CurrentForward
+from fp4graph.model.prepare import PhasePlan, device_of
+from fp4graph.numerics import noise
+
+
+class Steps:
+    """Counts the training forwards of a model, and makes state and the step tensor for each forward.
+
+    Attributes:
+        root_state: the count; None where no phase quantizes anything, and until the model is prepared.
+        trained: training forwards in this phase, as far as they are over; those of parts from their beginning.
+    """
+
+    def __init__(self, plan: PhasePlan, seed: int, current: CurrentForward) -> None:
+        self._plan, self._seed, self._current = plan, seed, current
+        self.root_state: state.RootState | None = None
+        self.trained = 0
+        self._synchronized: weakref.ref[DistributedDataParallel] | None = None
+
+    @property
+    def count(self) -> int | None:
+        """The number of forwards with gradients that have begun; None where no phase quantizes anything."""
+        return None if self.root_state is None else self.root_state.count + bool(self._current.ran)
+
+    def count_from(self, count: int) -> None:
+        """Set the count of forwards, as a resumed training has it."""
+        self._current.ran.clear()
+        if self.root_state is not None:
+            self.root_state.count_from(count)
+
+    def advance(self) -> None:
+        """Count one more forward with gradients."""
+        self._current.ran.clear()
+        if self.root_state is not None:
+            self.root_state.advance()
+
+    def begin(self, *, training: bool) -> None:
+        """Make state and the step tensor ready for a forward.
+
+        State starts before the first forwards at the weights as they are now (initialized after apply(), sharded, or
+        received from another rank), and is made the same on all ranks of a DDP.
+        """
+        if self.root_state is None:
+            return
+        if not self.trained:
+            with torch.inference_mode(False):  # tensors made in it could not be trained with
+                for own in state.states(self._plan.root):
+                    if self.root_state.count == 0:
+                        own.restart()
+                    own.settle(device_of(own.module, device_of(self._plan.root)))
+        wrapper = torch_internals.active_ddp()
+        if training and wrapper is not None and wrapper is not self._wrapper:
+            distributed.synchronize(wrapper, self.root_state, self._plan.weights)
+            self._synchronized = weakref.ref(wrapper)
+        rank, device = distributed.rank(), self.root_state.forwards.device
+        self._current.step = noise.make_step(self._seed, rank, self.root_state.count, device=device)
+
+    @property
+    def _wrapper(self) -> DistributedDataParallel | None:
+        return None if self._synchronized is None else self._synchronized()
+
+    def over_ranks(self, x: Tensor, parameter: Tensor) -> Tensor:
+        """Return the sum of ``x`` over the ranks that train ``parameter``."""
+        return distributed.over_ranks(x, parameter, self._wrapper)

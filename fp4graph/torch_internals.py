@@ -1,0 +1,400 @@
+"""Every use of torch that its public interface does not cover, one function for each.
+
+No other file names a private module or attribute of torch; tests/test_torch_internals.py reads them all, and has a test
+for each function. A docstring says why there is no public way, and the versions of torch that the function was checked
+on: by its test on 2.13 and 2.14.1, by the whole suite on 2.15. Dynamo and Inductor are slow to import; functions that
+need them import them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext
+
+# Names that torch's documentation uses, and that only private modules have.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeCopyMode as FakeCopyMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx import GraphModule, Node
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils.checkpoint import _CheckpointFrame
+
+#: Maps and flattens nested lists, tuples and dicts as torch does.
+pytree = _pytree
+#: The class of all convolutions, transposed ones too.
+Convolution = _ConvNd
+#: The built-in functions behind torch.nn.functional, which graphs call by themselves.
+BUILTIN_NN: Any = torch._C._nn
+#: Returns the function that compiles frames now. The result is not callable where Dynamo is disabled, or past a limit.
+#: A Python function around this one would be a frame for Dynamo. Checked on torch 2.13 to 2.15.
+frame_hook = eval_frame.get_eval_frame_callback
+
+
+def dynamo_setting(name: str) -> Any:
+    """Return Dynamo's setting ``name``; None where this torch has no such setting.
+
+    The public torch.compiler.config has few of them. Checked on torch 2.13 to 2.15.
+    """
+    return getattr(torch._dynamo.config, name, None)
+
+
+@contextmanager
+def dynamo_settings(**changes: Any) -> Iterator[None]:
+    """Change settings of Dynamo in this context, those that this torch has.
+
+    torch.compile has no argument for its limits and for the splits of DDP. Checked on torch 2.13 to 2.15.
+    """
+    config: Any = torch._dynamo.config
+    with config.patch(**{name: value for name, value in changes.items() if hasattr(config, name)}):
+        yield
+
+
+def stance() -> str:
+    """Return the stance of torch.compiler.set_stance, which has no getter. Checked on torch 2.13 to 2.15."""
+    return str(torch._dynamo.eval_frame._stance.stance)
+
+
+def compiled_frame() -> int | None:
+    """Return the number that Dynamo has for the function that it compiles, or None.
+
+    Two graphs around a graph break have two numbers; a graph compiled again keeps its number. No argument of a backend
+    says so. Checked on torch 2.13 to 2.15.
+    """
+    return getattr(CompileContext.current_compile_id(), "frame_id", None)
+
+
+def retry_skipped_code() -> None:
+    """Have Dynamo compile again what it has given up.
+
+    A code object on which a capture failed is skipped for good, whoever runs it: another model of the class would run
+    that code, and what it calls, outside of its graph. torch.compiler.reset would drop all graphs of the process.
+    Checked on torch 2.13 to 2.15.
+    """
+    from torch._dynamo import convert_frame
+
+    default = eval_frame._FrameAction.DEFAULT
+    fresh = eval_frame._FrameExecStrategy(default, default)
+    for reference in convert_frame.input_codes.seen:
+        if (code := reference()) is not None:
+            eval_frame.set_code_exec_strategy(code, fresh)
+
+
+def forget_code(code: CodeType) -> None:
+    """Drop what Dynamo has compiled of ``code`` and the record of its recompilations, which would keep it for good.
+
+    torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15.
+    """
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
+    torch._dynamo.utils.guard_failures.pop(code, None)
+
+
+def is_full(function: object) -> bool:
+    """Return whether Dynamo has made as many graphs of ``function``'s code as its recompile limit allows.
+
+    Past the limit Dynamo runs the code uncompiled, and says so in its log only. Checked on torch 2.13 to 2.15.
+    """
+    code, limit = getattr(function, "__code__", None), torch._dynamo.config.recompile_limit
+    return code is not None and len(eval_frame._debug_get_cache_entry_list(code)) >= limit
+
+
+def guard_failures() -> Mapping[CodeType, list[str]]:
+    """Return the guards that have failed of each code object that Dynamo has compiled, as texts; do not change it.
+
+    Guards that fail are in Dynamo's log only. Checked on torch 2.13 to 2.15.
+    """
+    return torch._dynamo.utils.guard_failures
+
+
+def is_internal_error(error: BaseException) -> bool:
+    """Return whether Dynamo failed with an error of its own, whose context is the error of what it traced.
+
+    Dynamo's errors have no public names. Checked on torch 2.13 to 2.15.
+    """
+    return isinstance(error, torch._dynamo.exc.InternalTorchDynamoError)
+
+
+def is_runtime_error(error: BaseException) -> bool:
+    """Return whether an operation failed on the fake tensors that Dynamo traces with.
+
+    Dynamo's errors have no public names. Checked on torch 2.13 to 2.15.
+    """
+    return isinstance(error, torch._dynamo.exc.TorchRuntimeError)
+
+
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """Return the module inside a result of ``torch.compile(module)``; None for any other module.
+
+    The class of that result has no public name. Checked on torch 2.13 to 2.15.
+    """
+    return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else None
+
+
+def source_of(placeholder: Node) -> str | None:
+    """Return Dynamo's text for the object behind a placeholder, such as ``L['self'].fc1.weight``, or None.
+
+    No public part of the graph says which parameter a placeholder is. Checked on torch 2.13 to 2.15.
+    """
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return None
+    return source.name if isinstance(source.name, str) else str(source.name())
+
+
+def unmark_static(placeholder: Node) -> None:
+    """Tell AOTAutograd that a placeholder is another tensor at each call.
+
+    Dynamo marks what it finds at a module as static: at the address that it has now. torch has a public function for
+    the mark, and none against it. Checked on torch 2.13 to 2.15.
+    """
+    placeholder.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)
+
+
+def backend_named(name: str) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
+    """Return the torch.compile backend ``name``, to be called by another backend.
+
+    torch.compile takes names; a backend that hands its graph on needs the function. Checked on torch 2.13 to 2.15.
+    """
+    return torch._dynamo.lookup_backend(name)
+
+
+def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile a graph with Inductor under ``options``, settings of Inductor by name.
+
+    The backend by name takes no options. Checked on torch 2.13 to 2.15.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(options) or None)
+    return compiled  # type: ignore[no-any-return]
+
+
+def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable[..., Any]:
+    """Return ``backend`` behind torch's own cut along DDP's buckets, so that gradients are reduced in the backward.
+
+    torch cuts before it calls a backend; this cut comes after a rewrite. Checked on torch 2.13 to 2.15.
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
+
+
+@contextmanager
+def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
+    """Let torch keep graphs in its caches that call the functions named in ``versions``, in this context.
+
+    ``versions`` maps the qualified name of a function to a text that changes whenever the function does. torch does not
+    cache graphs that call Python functions, but for those named in this setting. Checked on torch 2.13 to 2.15.
+    """
+    config: Any = torch._inductor.config
+    marked = config.unsafe_marked_cacheable_functions
+    with config.patch(unsafe_marked_cacheable_functions={**marked, **versions}):
+        yield
+
+
+def backward_id() -> int:
+    """Return the number of the backward that runs in this thread; -1 where none runs.
+
+    Autograd shows no public sign of it. Checked on torch 2.13 to 2.15.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def next_sequence_number() -> int:
+    """Return the number of the next node that autograd makes in this thread.
+
+    :func:`compiled_backwards` tells new nodes from old ones by it. Checked on torch 2.13 to 2.15.
+    """
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
+    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on.
+
+    A node has no public number, and a compiled backward no public class. Checked on torch 2.13 to 2.15.
+    """
+    nodes = [x.grad_fn for x in (*tensors, *(x._base for x in tensors if x._base is not None))]
+    seen: set[Any] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        if node.name() != "CompiledFunctionBackward":
+            nodes.extend(before for before, _ in node.next_functions)
+    return {node for node in seen if node.name() == "CompiledFunctionBackward"}
+
+
+@contextmanager
+def saved_tensor_hooks_kept() -> Iterator[None]:
+    """Keep hooks for saved tensors allowed, or not, where a trace in this context fails.
+
+    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func, and then
+    every checkpoint of the process fails. Checked on torch 2.13 to 2.15.
+    """
+    hooks = torch._C._autograd
+    before = hooks._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            hooks._saved_tensors_hooks_enable()
+        else:
+            hooks._saved_tensors_hooks_disable(before)
+        raise
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether hooks for saved tensors are in force here, as under a checkpoint that is not reentrant.
+
+    torch has a public context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def checkpointed_region() -> Any:
+    """Return torch's object for the region of activation checkpointing around this call, in its forward and when it is
+    computed again; None outside of one.
+
+    The object is in a closure of the region's hooks for saved tensors, and nowhere else. Checked on torch 2.13 to 2.15.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = None if hooks is None else hooks[0]
+    for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
+        content = cell.cell_contents
+        content = content() if isinstance(content, weakref.ref) else content
+        if isinstance(content, _CheckpointFrame):
+            return content
+    return None
+
+
+def is_functorch_active() -> bool:
+    """Return whether a transform of torch.func is at work, of which torch.func says nothing.
+
+    Checked on torch 2.13 to 2.15.
+    """
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_forward_mode_active() -> bool:
+    """Return whether forward-mode differentiation is at work, of which torch.autograd.forward_ad says nothing.
+
+    Checked on torch 2.13 to 2.15.
+    """
+    return forward_ad._current_level >= 0
+
+
+def has_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode, such as fake tensors or a counter of FLOPs, is at work.
+
+    torch has no public getter of modes. Checked on torch 2.13 to 2.15.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no TorchDispatchMode is at work; a mode can be left, but not from the inside.
+
+    Checked on torch 2.13 to 2.15.
+    """
+    return _disable_current_modes()
+
+
+@contextmanager
+def fake_tensors_silent() -> Iterator[None]:
+    """Keep fake tensors from writing the traceback of a call that fails to the log, in this context.
+
+    No setting of torch does. Checked on torch 2.13 to 2.15.
+    """
+    log = logging.getLogger(FakeTensor.__module__)
+    former, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = former
+
+
+def packet_of(target: Any) -> Any:
+    """Return the operator that a node calls by ``target``, without its overload; any other target as it is.
+
+    The classes of operators have no public names. Checked on torch 2.13 to 2.15.
+    """
+    return target.overloadpacket if isinstance(target, OpOverload) else target
+
+
+def qualified_name(target: Any) -> str | None:
+    """Return the library and name of an operator, such as ``aten::mm``; None for any other target.
+
+    An operator has no public name with its library. Checked on torch 2.13 to 2.15.
+    """
+    packet = packet_of(target)
+    return packet._qualified_op_name if isinstance(packet, OpOverloadPacket) else None
+
+
+def operator_writes(target: Any) -> bool | None:
+    """Return whether an operator writes into an argument, or may do so; None for any other target.
+
+    An operator has no public schema. Checked on torch 2.13 to 2.15.
+    """
+    if isinstance(target, HigherOrderOperator):
+        return True
+    if isinstance(target, OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, OpOverloadPacket):
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())  # type: ignore[no-untyped-call]
+    return None
+
+
+def is_alias(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors share storage, fake tensors too, whose addresses say nothing.
+
+    Checked on torch 2.13 to 2.15.
+    """
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def fused_adamw(
+    parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], steps: list[Tensor],
+    *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """Run the fused kernel of AdamW, in place, on gradients that are not those of the parameters.
+
+    torch.optim.AdamW(fused=True) reads ``.grad`` and keeps state of its own. Checked on torch 2.13 to 2.15.
+    """
+    fused: Any = torch._fused_adamw_
+    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    fused(parameters, gradients, m, v, [], steps, amsgrad=False, maximize=False, **options)
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP whose forward is running, or None. DDP tells nobody else. Checked on torch 2.13 to 2.15."""
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return active
+
+
+def fsdp_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype that a module of ``fully_shard`` computes in; None where FSDP casts nothing.
+
+    fully_shard takes the policy and does not show it. Checked on torch 2.13 to 2.15.
+    """
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+    return dtype

@@ -1,0 +1,582 @@
+"""The private parts of torch that the package uses: each does what its function says, and one file alone names them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp4graph import torch_internals as internals
+
+ROOT = Path(__file__).parents[1]
+FILE = "fp4graph/torch_internals.py"
+#: Files that name private parts of torch themselves, each with the reason.
+ALLOWED = {
+    "fp4graph/kernels/inductor.py": "reads and checks the settings of Inductor and the errors of its C++ compiler",
+    "fp4graph/kernels/build.py": "compiles and caches kernels the way Inductor compiles and caches its own",
+    "fp4graph/kernels/triton_trial.py": "leaves the modes of a trace to run a kernel once on real tensors",
+}
+#: Names with an underscore that torch documents, and names of operators, which graphs hold.
+DOCUMENTED = re.compile(r"torch\._foreach_\w+|torch\.ops\..*|.*\.__\w+__")
+CHECKED = re.compile(r"Checked\s+on\s+torch\s+2\.13\s+to\s+2\.15\.")
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private modules and attributes of torch that a file names, as dotted names, and the texts that name
+    a private attribute of Dynamo.
+
+    Attributes of objects that torch makes, such as ``module._parameters``, are not seen: only a name that begins with
+    an import of torch is known to be torch's.
+    """
+    tree, aliases, found = ast.parse(source), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    found.add(alias.name)
+                    aliases[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                found.add(f"{node.module}.{alias.name}")
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"_(torch)?dynamo\w*", str(node.value)):
+            found.add(str(node.value))
+        steps, place = [], node
+        while isinstance(place, ast.Attribute):
+            steps.append(place.attr)
+            place = place.value
+        if steps and isinstance(place, ast.Name) and place.id in aliases:
+            found.add(".".join([aliases[place.id], *reversed(steps)]))
+    return {name for name in found if re.search(r"(^|\.)_", name) and not DOCUMENTED.fullmatch(name)}
+
+
+def test_no_other_file_names_private_parts_of_torch() -> None:
+    found = {}
+    for folder in ("fp4graph", "plugins"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            place = file.relative_to(ROOT).as_posix()
+            if place != FILE and (names := private_names(file.read_text("utf-8"))):
+                found[place] = names
+    assert {place: names for place, names in found.items() if place not in ALLOWED} == {}
+    assert set(ALLOWED) <= set(found), "an allowed file names nothing private any more"
+    assert len(private_names((ROOT / FILE).read_text("utf-8"))) > 20, "the names were not read"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "import torch._inductor.config as c",
+        "from torch._guards import CompileContext",
+        "from torch.utils import _pytree",
+        "from torch.utils.checkpoint import _CheckpointFrame",
+        "import torch\ndef f():\n    return torch._C._is_tracing()",
+        "import torch\nx = torch._dynamo.config.disable",
+        "import torch as t\nx = t.autograd._get_sequence_nr()",
+        "from torch.autograd import forward_ad\nx = forward_ad._current_level",
+        "getattr(node, '_dynamo_source', None)",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert private_names(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\nx = torch.__version__",
+        "import torch\ntorch._foreach_add_(a, b)",
+        "import torch\nx = torch.ops.aten._grouped_mm",
+        "from fp4graph import _private\n_private._x",
+        "import torch.nn.functional as F\nF.linear(x, w)",
+    ],
+)
+def test_other_names_are_not_found(source: str) -> None:
+    assert private_names(source) == set()
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    tree = ast.parse((ROOT / FILE).read_text("utf-8"))
+    return {node.name: getattr(internals, node.name) for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", _functions(), ids=str)
+def test_every_function_has_a_test_and_says_where_it_was_checked(name: str) -> None:
+    assert f"test_{name}" in globals()
+    assert CHECKED.search(str(_functions()[name].__doc__))
+
+
+def compiled(function: Callable[..., Any], backend: Any = "eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, **options)
+
+
+class Kept:
+    """A backend that keeps the graphs that it is given, and what ``look`` returns for each."""
+
+    def __init__(self, look: Callable[[GraphModule], Any] = lambda gm: None) -> None:
+        self.graphs: list[GraphModule] = []
+        self.seen: list[Any] = []
+        self._look = look
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        self.graphs.append(gm)
+        self.seen.append(self._look(gm))
+        return gm.forward
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+# Dynamo
+
+
+def test_dynamo_setting() -> None:
+    assert isinstance(internals.dynamo_setting("recompile_limit"), int)
+    assert internals.dynamo_setting("no_such_setting") is None
+
+
+def test_dynamo_settings() -> None:
+    before = internals.dynamo_setting("recompile_limit")
+    with internals.dynamo_settings(recompile_limit=before + 1, no_such_setting=1):
+        assert internals.dynamo_setting("recompile_limit") == before + 1
+        assert internals.dynamo_setting("no_such_setting") is None
+    assert internals.dynamo_setting("recompile_limit") == before
+
+
+def test_stance() -> None:
+    assert internals.stance() == "default"
+    with torch.compiler.set_stance("force_eager"):
+        assert internals.stance() == "force_eager"
+
+
+def test_frame_hook() -> None:
+    seen = []
+
+    @torch.compiler.disable
+    def outside() -> None:
+        seen.append(callable(internals.frame_hook()))
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(1):
+            torch._dynamo.graph_break()  # Dynamo does not compile this frame, and goes on with what the frame calls
+        seen.append(callable(internals.frame_hook()))
+        outside()
+        return x + 1
+
+    compiled(function)(torch.ones(1))
+    assert seen == [True, False]
+    assert not callable(internals.frame_hook())
+
+
+def test_compiled_frame() -> None:
+    backend = Kept(lambda gm: internals.compiled_frame())
+
+    def function(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    run = compiled(function, backend, dynamic=False)
+    run(torch.ones(2))
+    assert len(set(backend.seen)) == 2, "two graphs around a break"
+    run(torch.ones(3))
+    assert set(backend.seen[2:]) <= set(backend.seen[:2]), "the same frames again"
+    assert None not in backend.seen
+    assert internals.compiled_frame() is None
+
+
+def test_retry_skipped_code() -> None:
+    def fail(gm: GraphModule) -> None:
+        raise RuntimeError("this backend fails")
+
+    backend = Kept(fail)
+    run = compiled(lambda x: x + 1, backend)
+    calls = []
+    with internals.dynamo_settings(suppress_errors=True):
+        for retry in (False, False, True):
+            if retry:
+                internals.retry_skipped_code()
+            run(torch.ones(1))
+            calls.append(len(backend.graphs))
+    assert calls == [1, 1, 2], "skipped for good, until tried again"
+
+
+def test_forget_code() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    backend = Kept()
+    run = compiled(function, backend, dynamic=False)
+    run(torch.ones(1))
+    run(torch.ones(2))
+    assert function.__code__ in internals.guard_failures()
+    run(torch.ones(2))
+    assert len(backend.graphs) == 2
+    internals.forget_code(function.__code__)
+    assert function.__code__ not in internals.guard_failures()
+    run(torch.ones(2))
+    assert len(backend.graphs) == 3
+
+
+def test_is_full() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    run = compiled(function, dynamic=False)
+    full = []
+    with internals.dynamo_settings(recompile_limit=2):
+        for size in (1, 2):
+            full.append(internals.is_full(function))
+            run(torch.ones(size))
+        full.append(internals.is_full(function))
+    assert full == [False, False, True]
+    assert not internals.is_full(object())
+
+
+def test_guard_failures() -> None:
+    def function(x: Tensor, n: int) -> Tensor:
+        return x + n
+
+    run = compiled(function, dynamic=False)
+    for n in range(3):
+        run(torch.ones(1), n)
+    texts = internals.guard_failures()[function.__code__]
+    assert len([text for text in texts if "n == " in text]) >= 2
+    assert all(re.match(r"\d+/\d+: ", text) for text in texts), "frame/compilation: guard"
+
+
+def test_is_internal_error() -> None:
+    error = torch._dynamo.exc.InternalTorchDynamoError("a defect")
+    assert internals.is_internal_error(error)
+    assert not internals.is_internal_error(RuntimeError())
+
+
+def test_is_runtime_error() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x @ x
+
+    with pytest.raises(Exception, match="reduction dim") as caught:
+        compiled(function, fullgraph=True)(torch.ones(2, 3))
+    assert internals.is_runtime_error(caught.value)
+    assert not internals.is_runtime_error(RuntimeError())
+
+
+def test_compiled_module() -> None:
+    module = nn.Linear(2, 2)
+    assert internals.compiled_module(torch.compile(module)) is module  # type: ignore[arg-type]
+    assert internals.compiled_module(module) is None
+
+
+# Graphs and backends
+
+
+def test_source_of() -> None:
+    backend = Kept(lambda gm: [internals.source_of(node) for node in placeholders(gm)])
+    module = nn.Sequential(nn.Linear(2, 2, bias=False))
+    torch.compile(module, backend=backend)(torch.ones(1, 2))
+    assert any("parameters" in text and "weight" in text for text in backend.seen[0])
+    node = torch.fx.Graph().placeholder("x")
+    assert internals.source_of(node) is None
+
+
+def test_unmark_static() -> None:
+    module = nn.Module()
+    module.register_buffer("step", torch.ones(1))
+
+    def mark(gm: GraphModule) -> list[bool]:
+        def marked() -> list[bool]:
+            return [any("static" in key for key in node.meta.get("tensor_dict", {})) for node in placeholders(gm)]
+
+        before = marked()
+        for node in placeholders(gm):
+            internals.unmark_static(node)
+        return [*before, *marked()]
+
+    backend = Kept(mark)
+    compiled(lambda: module.step + 1, backend)()
+    assert backend.seen == [[True, False]]
+
+
+def test_backend_named() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    result = internals.backend_named("eager")(gm, [torch.ones(1)])(torch.ones(1))
+    assert float(result if isinstance(result, Tensor) else result[0]) == 2
+    with pytest.raises(Exception, match="no_such"):
+        internals.backend_named("no_such")
+
+
+@pytest.mark.inductor
+@pytest.mark.compiler
+def test_compile_with_inductor() -> None:
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return internals.compile_with_inductor(gm, example_inputs, {"post_grad_custom_post_pass": None})
+
+    x = torch.randn(8)
+    ran = compiled(lambda x: x.sin() + 1, backend)(x)
+    torch.testing.assert_close(ran, x.sin() + 1)
+    with pytest.raises(Exception, match="no_such_option"):
+        internals.compile_with_inductor(torch.fx.symbolic_trace(lambda x: (x,)), [x], {"no_such_option": 1})
+
+
+def test_split_by_buckets() -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    backend = Kept()
+    one = torch.compile(copy.deepcopy(module), backend=backend)
+    one(torch.ones(1, 64))
+    assert len(backend.graphs) == 1
+    split = Kept()
+    several = torch.compile(module, backend=internals.split_by_buckets(split, 64 * 64 * 4))
+    torch.testing.assert_close(several(torch.ones(1, 64)), module(torch.ones(1, 64)))
+    assert len(split.graphs) > 1
+
+
+def test_functions_cached() -> None:
+    setting = "unsafe_marked_cacheable_functions"
+    before = dict(getattr(torch._inductor.config, setting))
+    with internals.functions_cached({"module.function": "1"}):
+        assert getattr(torch._inductor.config, setting) == {**before, "module.function": "1"}
+    assert getattr(torch._inductor.config, setting) == before
+
+
+# Autograd
+
+
+def test_backward_id() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(internals.backward_id()))
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert internals.backward_id() == -1
+    assert min(seen) >= 0
+    assert len(set(seen)) == 2, "each backward has a number of its own"
+
+
+def test_next_sequence_number() -> None:
+    x = torch.ones(1, requires_grad=True)
+    first = internals.next_sequence_number()
+    y: Any = x * 2
+    assert y.grad_fn._sequence_nr() == first
+    assert internals.next_sequence_number() == first + 1
+
+
+def test_compiled_backwards() -> None:
+    x = torch.ones(2, requires_grad=True)
+    run = compiled(lambda x: (x.sin(), x.cos()), "aot_eager")
+    earlier = run(x)[0]
+    first = internals.next_sequence_number()
+    y, z = run(x)
+    nodes = internals.compiled_backwards([(y + z + earlier)], first)
+    assert [node.name() for node in nodes] == ["CompiledFunctionBackward"]
+    assert nodes == {y.grad_fn}
+    assert internals.compiled_backwards([x * 2], first) == set()
+
+
+def test_saved_tensor_hooks_kept() -> None:
+    def fail(change: Callable[[], None]) -> None:
+        with internals.saved_tensor_hooks_kept():
+            change()
+            raise ZeroDivisionError
+
+    hooks = torch._C._autograd
+    with pytest.raises(ZeroDivisionError):
+        fail(lambda: hooks._saved_tensors_hooks_disable("for good"))
+    with torch.autograd.graph.save_on_cpu():
+        pass
+    with torch.autograd.graph.disable_saved_tensors_hooks("by the user"):
+        with pytest.raises(ZeroDivisionError):
+            fail(hooks._saved_tensors_hooks_enable)
+        with pytest.raises(RuntimeError, match="by the user"):
+            torch.autograd.graph.save_on_cpu().__enter__()
+
+
+def test_has_saved_tensor_hooks() -> None:
+    assert not internals.has_saved_tensor_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert internals.has_saved_tensor_hooks()
+
+
+def test_checkpointed_region() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(internals.checkpointed_region())
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    y = checkpoint(function, x, use_reentrant=False)
+    checkpoint(function, x, use_reentrant=False)
+    y.backward()
+    first, second, again = seen
+    assert first is not None
+    assert again is first
+    assert second is not first
+    assert internals.checkpointed_region() is None
+
+
+# Transforms and modes
+
+
+def test_is_functorch_active() -> None:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(internals.is_functorch_active())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2, 2))
+    assert seen == [True, True]
+    assert not internals.is_functorch_active()
+
+
+def test_is_forward_mode_active() -> None:
+    assert not internals.is_forward_mode_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert internals.is_forward_mode_active()
+    assert not internals.is_forward_mode_active()
+
+
+def test_has_dispatch_mode() -> None:
+    assert not internals.has_dispatch_mode()
+    with FlopCounterMode(display=False):
+        assert internals.has_dispatch_mode()
+
+
+def test_without_dispatch_modes() -> None:
+    with FlopCounterMode(display=False) as counter:
+        with internals.without_dispatch_modes():
+            assert not internals.has_dispatch_mode()
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert internals.has_dispatch_mode()
+    assert counter.get_total_flops() == 0
+
+
+def test_fake_tensors_silent() -> None:
+    records: list[logging.LogRecord] = []
+    log = logging.getLogger(internals.FakeTensor.__module__)
+    log.addHandler(handler := logging.Handler())
+    handler.emit = records.append  # type: ignore[method-assign]
+
+    def fail() -> None:
+        with internals.FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+
+    try:
+        with internals.fake_tensors_silent():
+            fail()
+        assert records == []
+        fail()
+        assert records != []
+    finally:
+        log.removeHandler(handler)
+
+
+# Operators and tensors
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("target", "packet", "name"),
+    [
+        (aten.mm.default, aten.mm, "aten::mm"),
+        (aten.mm, aten.mm, "aten::mm"),
+        (torch.mm, torch.mm, None),
+        ("relu", "relu", None),
+    ],
+    ids=str,
+)
+def test_packet_of(target: Any, packet: Any, name: str | None) -> None:
+    assert internals.packet_of(target) is packet
+    assert internals.qualified_name(target) == name
+
+
+test_qualified_name = test_packet_of
+
+
+@pytest.mark.parametrize(
+    ("target", "writes"),
+    [
+        (aten.add_.Tensor, True),
+        (aten.add_, True),
+        (aten.mm.default, False),
+        (aten.view, False),
+        (torch.ops.higher_order.cond, True),
+        (torch.add, None),
+    ],
+    ids=str,
+)
+def test_operator_writes(target: Any, writes: bool | None) -> None:
+    assert internals.operator_writes(target) is writes
+
+
+def test_is_alias() -> None:
+    with internals.FakeTensorMode():
+        x = torch.ones(2, 2)
+        assert internals.is_alias(x, x[0])
+        assert not internals.is_alias(x, x.clone())
+
+
+def test_fused_adamw() -> None:
+    p, g = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.25])
+    m, v, step = torch.tensor([0.1, 0.0]), torch.tensor([0.2, 0.3]), torch.tensor(3.0)
+    lr, beta1, beta2, eps, decay = 0.1, 0.9, 0.99, 1e-8, 0.01
+    m_next, v_next = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    hats = m_next / (1 - beta1**3), v_next / (1 - beta2**3)
+    expected = p * (1 - lr * decay) - lr * hats[0] / (hats[1].sqrt() + eps)
+    internals.fused_adamw([p], [g], [m], [v], [step], lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
+    torch.testing.assert_close(p, expected)
+    torch.testing.assert_close((m, v), (m_next, v_next))
+
+
+# Several processes
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_active_ddp() -> None:
+    seen = []
+
+    class Module(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(internals.active_ddp())
+            return super().forward(x)
+
+    wrapper = DistributedDataParallel(Module(2, 2))
+    wrapper(torch.ones(1, 2))
+    assert seen == [wrapper]
+    assert internals.active_ddp() is None
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp_dtype() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    cast = fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert internals.fsdp_dtype(cast) is torch.bfloat16
+    assert internals.fsdp_dtype(fully_shard(nn.Linear(2, 2), mesh=mesh)) is None
