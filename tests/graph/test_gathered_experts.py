@@ -238,7 +238,7 @@ def test_no_matrix_is_copied():
     assert operator.getitem in kept
     assert torch.matmul in kept
     (site,) = targets(rewritten(model, one_rule(op="grouped"), x, IDS))
-    assert site.__name__.startswith("fp4graph_site_gathered_")
+    assert site.__name__.startswith("fp4graph_site_grouped_")
 
 
 def test_copies_that_something_else_reads_stay():
@@ -250,7 +250,7 @@ def test_copies_that_something_else_reads_stay():
     found = targets(rewritten(model, one_rule(op="grouped"), x, IDS))
     assert found.count(operator.getitem) == 1
     assert torch.bmm not in found
-    assert sum(getattr(target, "__name__", "").startswith("fp4graph_site_gathered_") for target in found) == 2
+    assert sum(getattr(target, "__name__", "").startswith("fp4graph_site_grouped_") for target in found) == 2
 
 
 class Block(nn.Module):
