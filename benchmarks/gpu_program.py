@@ -35,9 +35,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4graph
 from benchmarks.absent_gpu import Gpu, install
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
+from fp4graph.kernels import product
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.target import traced_for
-from fp4graph.ops import product
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, int] = {

@@ -500,7 +500,7 @@ aten = torch.ops.aten
         (torch.mm, torch.mm, None),
         ("relu", "relu", None),
     ],
-    ids=str,
+    ids=lambda x: str(x).partition(" at 0x")[0],
 )
 def test_packet_of(target: Any, packet: Any, name: str | None) -> None:
     assert internals.packet_of(target) is packet
@@ -520,7 +520,7 @@ test_qualified_name = test_packet_of
         (torch.ops.higher_order.cond, True),
         (torch.add, None),
     ],
-    ids=str,
+    ids=lambda x: str(x).partition(" at 0x")[0],
 )
 def test_operator_writes(target: Any, writes: bool | None) -> None:
     assert internals.operator_writes(target) is writes

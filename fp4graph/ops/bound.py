@@ -24,7 +24,7 @@ from fp4graph.ops.grouped import Experts, Layout
 from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply, total
-from fp4graph.ops.schedule import Keeps, Schedule, Setting, Way
+from fp4graph.ops.schedule import GemmSchedule, Keeps, Multiply, Schedule, Setting, Way
 from fp4graph.ops.state import OperandState
 from fp4graph.technique.operands import Gemm, Operand
 
@@ -134,10 +134,10 @@ class BoundMatmul:
         if (layout := self._layout(gemm)) is not None:
             period = lcm(*(transform.period for transform in gemm.transforms)) if gemm.gemm is Gemm.WGRAD else 1
             return self._taken_back(gemm, layout.multiply(left, right, period))
-        exact = gemm.is_exact(left, right)
+        narrows = self._of(gemm).multiply is Multiply.NARROW and gemm.is_exact(left, right)
         if gemm.gemm is not Gemm.FPROP:
-            return multiply(left, right, exact=exact)
-        return multiply(left, right, addend, self._options.alpha, self._options.beta, exact=exact)
+            return multiply(left, right, narrows=narrows)
+        return multiply(left, right, addend, self._options.alpha, self._options.beta, narrows=narrows)
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
         """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.
@@ -159,8 +159,7 @@ class BoundMatmul:
         Args:
             quantized: what :meth:`gradients` made of ``left``, or None.
         """
-        own = self._schedule.dgrad if gemm.gemm is Gemm.DGRAD else self._schedule.wgrad
-        assert own is not None
+        own = self._of(gemm)
         way = own.right.way
         if way is Way.PRODUCT:
             return self._product_of_experts(gemm, left, source, turns=own.turns)
@@ -178,6 +177,12 @@ class BoundMatmul:
         y = self.multiply(gemm, *terms)
         self.observe(*operands)
         return y
+
+    def _of(self, gemm: GemmProgram) -> GemmSchedule:
+        """Return the schedule of one GEMM, which is needed."""
+        own: GemmSchedule | None = getattr(self._schedule, gemm.gemm)
+        assert own is not None
+        return own
 
     def _by_expert(self, gemm: GemmProgram) -> ByExpert:
         """Return the operators for the experts of ``gemm``, a grouped product."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import gpu, operators
 from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import QUANTIZER_STAGES, Technique, overrides
@@ -56,15 +56,17 @@ class Machine:
     Attributes:
         kind: of device: "cpu", "cuda".
         kernels: whether its kernels are there and switched on.
+        narrows: whether exact products of fp32 operands multiply as bf16.
     """
 
     kind: str
     kernels: bool
+    narrows: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         """Return the machine that code on ``device`` runs on, or is traced for."""
-        return cls(target.kind(device), operators.usable(device))
+        return cls(target.kind(device), operators.usable(device), gpu.multiplies_bfloat16(device))
 
     @property
     def reads_whole(self) -> bool:

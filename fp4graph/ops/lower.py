@@ -10,7 +10,7 @@ from fp4graph.kernels import experts, operators
 from fp4graph.ops.code import Code, Quantizing
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Side
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.ops.schedule import GemmSchedule, Keeps, Schedule, Setting, Step, Way
+from fp4graph.ops.schedule import GemmSchedule, Keeps, Multiply, Schedule, Setting, Step, Way
 from fp4graph.technique.operands import Gemm
 
 _WAYS = {Code.KERNEL: Way.KERNEL, Code.GIVEN: Way.GIVEN, Code.TENSOR: Way.TENSOR}
@@ -57,7 +57,7 @@ class _Lowering:
         if self.setting.experts and self._outside_product(fprop, dtype, packs=rereads) is None:
             keeps = right.keeps - {Keeps.VALUES, Keeps.BYTES} | ({Keeps.BYTES} if rereads else set())
             right = Step(Way.PRODUCT, "", keeps)
-        return GemmSchedule(left, right, not rereads and self._turns(fprop, dtype))
+        return GemmSchedule(left, right, self._multiply(fprop), not rereads and self._turns(fprop, dtype))
 
     def _kept(self, program: OperandProgram, side: Side, reader: GemmProgram, needed: bool) -> Step:
         """Return how an operand of fprop is quantized that ``reader`` reads again where the gradient is ``needed``."""
@@ -119,22 +119,23 @@ class _Lowering:
 
     def _backward(self, gemm: GemmProgram, kept: frozenset[Keeps]) -> GemmSchedule:
         """Return how a GEMM of the backward is computed whose right operand was ``kept``."""
-        left = self._gradient(gemm)
+        left, multiply = self._gradient(gemm), self._multiply(gemm)
         packed = Keeps.BYTES in kept and not (self.setting.part and gemm.gemm is Gemm.DGRAD)
         if self.setting.experts:
             if gemm.gemm is Gemm.WGRAD and self._unplaced(gemm, packed=packed) is None:
                 right = Step(Way.PLACES, "from bytes" if packed else "")
-                return GemmSchedule(Step(Way.PLACES), right, bool(gemm.transforms))
+                return GemmSchedule(Step(Way.PLACES), right, multiply, bool(gemm.transforms))
             dtype = self.setting.dtype if packed else self._given(gemm, "right")
             if gemm.gemm is Gemm.DGRAD and self._outside_product(gemm, dtype, packed=packed) is None:
                 turns = not packed and self._turns(gemm, dtype)
-                return GemmSchedule(left, Step(Way.PRODUCT, "from bytes" if packed else ""), turns)
+                return GemmSchedule(left, Step(Way.PRODUCT, "from bytes" if packed else ""), multiply, turns)
         if Keeps.READY in kept:
-            return GemmSchedule(left, Step(Way.READY))
+            return GemmSchedule(left, Step(Way.READY), multiply)
         if not packed:
-            return GemmSchedule(left, self._by_program(gemm.right))
+            return GemmSchedule(left, self._by_program(gemm.right), multiply)
         refused = self._unread_bytes(gemm)
-        return GemmSchedule(left, Step(Way.BYTES) if refused is None else self._by_program(gemm.right, why=refused))
+        right = Step(Way.BYTES) if refused is None else self._by_program(gemm.right, why=refused)
+        return GemmSchedule(left, right, multiply)
 
     def _gradient(self, gemm: GemmProgram) -> Step:
         """Return how dY is quantized for a GEMM of the backward."""
@@ -229,6 +230,13 @@ class _Lowering:
         return None if choice[0] is Code.KERNEL else choice[1]
 
     # ------------------------------------------------------------------ operands
+
+    def _multiply(self, gemm: GemmProgram) -> Multiply:
+        """Return how the quantized operands are multiplied, where group scales wait for the accumulator."""
+        if self.setting.experts:
+            return Multiply.EXPERTS
+        narrows = self.setting.machine.narrows and self.setting.dtype is torch.float32
+        return Multiply.NARROW if narrows and gemm.is_exact() else Multiply.DTYPE
 
     def _by_program(self, program: OperandProgram, keeps: frozenset[Keeps] = frozenset(), why: str = "") -> Step:
         choice = self._code(program)

@@ -2,13 +2,9 @@
 
 Hardware multiplies the accumulator of a GEMM, fp32, by alpha = γ_a·γ_b and adds the addend before the result is
 rounded. torch's own products return the rounded result, and their alpha is a Python number.
-
-On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and short GEMMs are a kernel of this
-project, which saves writing it. There fp32 operands that are bf16 numbers by construction, as FP4 codes times block
-scales are, multiply as bf16: their products are the same and exact in fp32, and tensor cores sum them at many times
-the rate. Elsewhere the operands are cast to fp32, in which their product has the same sum. On a CPU that takes many
-times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and ``baddbmm``, whose
-kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and round once.
+:mod:`fp4graph.kernels.product` multiplies as hardware does. On CUDA fp32 operands that are bf16 numbers by
+construction, as FP4 codes times block scales are, multiply as bf16: their products are the same and exact in fp32, and
+tensor cores sum them at many times the rate.
 """
 
 from __future__ import annotations
@@ -16,14 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu_product, gpu, operators
-from fp4graph.numerics import target
-from fp4graph.numerics.declare import operator
+from fp4graph.kernels.product import accumulated, scaled_product, with_addend
 from fp4graph.numerics.segments import Segments
 
 
@@ -67,7 +60,7 @@ def multiply(
     alpha: float = 1,
     beta: float = 1,
     *,
-    exact: bool = False,
+    narrows: bool = False,
 ) -> Tensor:
     """Return ``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, every pair of terms in a GEMM of its own.
 
@@ -77,13 +70,14 @@ def multiply(
 
     Args:
         addend: broadcastable to the product.
-        exact: whether the values of the first term of each operand are bf16 numbers; later terms are residuals.
+        narrows: multiply the first terms of fp32 operands, whose values are bf16 numbers, as bf16; later terms are
+            residuals.
     """
-    dtype = left[0].values.dtype
-    if exact and dtype is torch.float32 and gpu.multiplies_bfloat16(left[0].values.device):
+    if narrows:
         return _narrowed(left, right, addend, alpha, beta)
     if all(term.multiplier is None for term in (*left, *right)):
         return _unscaled(left, right, addend, alpha, beta)
+    dtype = left[0].values.dtype
     addend = None if addend is None else addend.to(dtype)
     scaled = [(a.values, b.values, scale_of(a, b, alpha)) for a in left for b in right]
     a, b, scale = scaled[0]
@@ -127,57 +121,3 @@ def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, be
     y = reduce(add, [a @ b.mT for a, b in pairs])
     y = y if alpha == 1 else y * alpha
     return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
-
-
-def accumulated(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
-    wide = torch.promote_types(left.dtype, torch.float32)
-    if target.kind(left.device) != "cuda" or left.dtype is wide:
-        return left.to(wide) @ right.to(wide).mT
-    if left.dim() == 2:
-        return torch.mm(left, right.mT, out_dtype=wide)
-    batches = torch.bmm(left.flatten(0, -3), right.flatten(0, -3).mT, out_dtype=wide)
-    return batches.reshape(*left.shape[:-1], right.shape[-2])
-
-
-def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    """Return ``scale · left [..., I, K] @ right [..., J, K]ᵀ + beta · addend``, rounded once to the operands' dtype.
-
-    Args:
-        scale: fp32, 0-d.
-        addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
-    """
-    if target.kind(left.device) == "cpu" or operators.multiplies(left, right, addend):
-        result: Tensor = torch.ops.fp4graph.scaled_product(left, right, scale, addend, beta)
-        return result
-    return with_addend(accumulated(left, right) * scale, addend, beta).to(left.dtype)
-
-
-def with_addend(x: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    """Return ``x + beta · addend``, computed in the dtype of ``x``."""
-    if addend is None:
-        return x
-    return x + (addend.to(x.dtype) if beta == 1 else beta * addend.to(x.dtype))
-
-
-def _fake(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    return left.new_empty((*left.shape[:-1], right.shape[-2]))
-
-
-def _on_gpu(*arguments: Any) -> Tensor:
-    from fp4graph.kernels.triton_product import scaled_product  # imports Triton, which may be missing
-
-    return scaled_product(*arguments)
-
-
-def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
-    return 2 * out_shape.numel() * left[-1]
-
-
-OPERATOR = operator(
-    "scaled_product(Tensor left, Tensor right, Tensor scale, Tensor? addend, float beta) -> Tensor",
-    _fake,
-    flops=_flops,
-    CPU=cpu_product.scaled_product,
-    CUDA=_on_gpu,
-)

@@ -40,6 +40,14 @@ class Keeps(StrEnum):
     READY = "bytes for the backward"
 
 
+class Multiply(StrEnum):
+    """How the quantized operands of a GEMM are multiplied."""
+
+    DTYPE = "in the dtype of the model"
+    NARROW = "as bf16, which the operands are exactly, into fp32"
+    EXPERTS = "expert by expert"
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the code of a site depends on beside the program.
@@ -101,6 +109,7 @@ class GemmSchedule:
 
     left: Step
     right: Step
+    multiply: Multiply
     turns: bool = False
 
 

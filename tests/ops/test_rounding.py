@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
+from fp4graph.kernels import product
 from fp4graph.numerics import noise
-from fp4graph.ops import product
 from fp4graph.ops.observe import observed
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
