@@ -169,10 +169,10 @@ def test_a_schedule_is_made_once_and_prints_its_reasons() -> None:
 
 
 #: The package's functions that say what kernels can do. Whoever asks them decides about kernels.
-ASKS = (
-    "usable unserved unrounded unpacked unread_both serves supports unsupported runs packs available on_cpu "
-    "multiplies multiplies_bfloat16"
-).split()
+ASKS = {
+    *("usable", "unserved", "unrounded", "unpacked", "unread_both", "serves", "supports", "unsupported", "runs"),
+    *("packs", "available", "on_cpu", "multiplies", "multiplies_bfloat16"),
+}
 
 
 def test_only_lowering_asks_what_kernels_can_do() -> None:
