@@ -1,9 +1,8 @@
 """Every use of torch that its public interface does not cover, one function for each.
 
 No other file names a private module or attribute of torch; tests/test_torch_internals.py reads them all, and has a test
-for each function. A docstring says why there is no public way, and the versions of torch that the function was checked
-on: by its test on 2.13 and 2.14.1, by the whole suite on 2.15. Dynamo and Inductor are slow to import; functions that
-need them import them.
+for each function. A docstring says why there is no public way, and on which versions of torch that test has passed.
+Dynamo and Inductor are slow to import; functions that need them import them.
 """
 
 from __future__ import annotations

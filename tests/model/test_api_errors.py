@@ -191,9 +191,9 @@ def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, polic
 def uncompiled_runs(monkeypatch):
     runs, run = [], Uncompiled.run
 
-    def counted(self, module, *args, **kwargs):
-        runs.append(module)
-        return run(self, module, *args, **kwargs)
+    def counted(self, forward, *args, **kwargs):
+        runs.append(forward.module)
+        return run(self, forward, *args, **kwargs)
 
     monkeypatch.setattr(Uncompiled, "run", counted)
     return runs
