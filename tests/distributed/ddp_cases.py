@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fp4graph
-from fp4graph.model import runtime
+from fp4graph.model import running, runtime
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
@@ -154,7 +154,7 @@ def case_graphs_are_cut_along_buckets_after_the_pass() -> None:
             parts.append(gm)
             return gm.forward
 
-        with mock.patch.object(runtime, "inner_backend", return_value=eager):
+        with mock.patch.object(running, "inner_backend", return_value=eager):
             model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
             runs[bucket] = train(DDP(model, bucket_cap_mb=bucket), model, image_loss, steps=3)
         assert (len(parts) > 2) is (bucket < 1), len(parts)

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import fp4graph
-from fp4graph.model import runtime
+from fp4graph.model import running
 
 pytest.importorskip("peft", reason="needs fp4graph[clients]")
 
@@ -52,7 +52,7 @@ def quantized(make: Callable[[dict[str, Any]], torch.nn.Module]) -> tuple[int, i
 
     model = make(runpy.run_path(str(EXAMPLE)))
     base = getattr(model, "get_base_model", lambda: model)()
-    with mock.patch.object(runtime, "inner_backend", return_value=aot_autograd(fw_compiler=count, bw_compiler=count)):
+    with mock.patch.object(running, "inner_backend", return_value=aot_autograd(fw_compiler=count, bw_compiler=count)):
         fp4graph.apply(base, "nvfp4", backend="aot_eager")
         tokens = torch.arange(32).reshape(2, 16)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import fp4graph
 from fp4graph.errors import CaptureError, Error, PolicyError, PolicyWarning
 from fp4graph.graph.names import Names
-from fp4graph.model import runtime
+from fp4graph.model import running
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
@@ -303,7 +303,7 @@ def quantizers(trainable: bool) -> tuple[int, int]:
     for layer in (model[0].base_layer, model[2].base_layer):
         layer.requires_grad_(trainable)
     inner = aot_autograd(fw_compiler=count, bw_compiler=count)
-    with mock.patch.object(runtime, "inner_backend", return_value=inner):
+    with mock.patch.object(running, "inner_backend", return_value=inner):
         fp4graph.apply(model, one_rule(quantize=NVFP4), backend="aot_eager")
         model(torch.randn(32, 64)).sum().backward()
     forward, backward = counts
