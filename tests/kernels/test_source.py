@@ -28,7 +28,8 @@ def test_every_file_is_part_of_the_text_that_names_a_library() -> None:
 
 
 def test_the_wheel_takes_every_file() -> None:
-    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fp4graph.kernels.cpp"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    globs = settings["package-data"]["fp4graph.kernels.cpp"]
     files = [file.name for file in FOLDER.iterdir()]
     assert len(files) > 10
     assert not [file for file in files if not any(fnmatch(file, glob) for glob in globs)]
