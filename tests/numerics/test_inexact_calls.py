@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import fp4graph_plugins
 import pytest
 
 import fp4graph
-import fp4graph_plugins
 
 ROOT = Path(__file__).parents[2]
 #: Where quantizers are made. Python only: the C++ kernels are compiled without contraction and compared bit for bit.

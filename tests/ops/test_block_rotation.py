@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from fp4graph_plugins.hadamard import Hadamard
 from torch import Tensor
 
 import fp4graph
@@ -17,7 +18,6 @@ from fp4graph.numerics import noise
 from fp4graph.technique import Technique
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
-from fp4graph_plugins.hadamard import Hadamard
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from fp4graph_plugins import ms_eden
 
 import fp4graph
 from fp4graph.errors import CaptureError
@@ -18,7 +19,6 @@ from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.site import SiteView
-from fp4graph_plugins import ms_eden
 from tests.helpers.models import grouped_mm
 from tests.helpers.policies import NVFP4, one_rule, quantizer
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fp4graph_policies
 import pytest
 import torch
 
 import fp4graph
-import fp4graph_policies
 from benchmarks.bits import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
 from fp4graph.graph.plan import plan_site
 from fp4graph.ops.code import Machine

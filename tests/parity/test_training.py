@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fp4graph_policies
 import pytest
 import timm.layers
 import torch
 import transformers
+from fp4graph_plugins.smooth_swiglu import SmoothSwiglu
 from torch import nn
 
 import fp4graph
-import fp4graph_policies
-from fp4graph_plugins.smooth_swiglu import SmoothSwiglu
 from tests.helpers.policies import depth_of
 
 pytestmark = pytest.mark.compiler

@@ -7,12 +7,12 @@ import re
 import warnings
 from pathlib import Path
 
+import fp4graph_policies
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-import fp4graph_policies
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.formats import E2M1, E3M0, E4M3, E8M0, E8M3, FP32, INT4, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fp4graph_policies
 import torch
 import yaml
 
 import fp4graph
-import fp4graph_policies
 from tests.recipes.shipped import POLICIES, data_for, differences, expected, forms
 
 _OTHER: dict[str, dict[Any, Any]] = {

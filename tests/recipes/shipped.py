@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fp4graph_policies
 import numpy as np
 
-import fp4graph_policies
 from fp4graph import Policy
 from tests.recipes import mx_references, newest_references, other_references
 from tests.recipes.bits import SiteBits
