@@ -38,6 +38,8 @@ pytestmark = pytest.mark.process
 UNEVEN, EVEN = (75, 90), (64, 96)
 #: 3.7, which torch 2.13 brings, spills a few registers of the kernels for sm_90.
 TRITON = tuple(map(int, version("triton").split(".")[:2]))
+#: Bytes that the compilers of older Tritons may spill: 3.8 spills 8 in three kernels of sm_100, 3.7 more.
+SPILLS = 0 if TRITON >= (3, 9) else 8 if TRITON >= (3, 8) else 10**6
 #: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
 #: Exponentials and logarithms have no bits that every device agrees on.
@@ -77,7 +79,7 @@ def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exac
     for binary in binaries:
         assert f".target sm_{gpu.capability}" in binary.ptx
         assert binary.cubin.startswith(b"\x7fELF")
-        assert binary.spilled == 0 or TRITON < (3, 8)
+        assert binary.spilled <= SPILLS
         assert not exact or not INEXACT.findall(binary.ptx)
 
 
