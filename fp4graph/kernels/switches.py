@@ -69,7 +69,7 @@ def read(environment: Mapping[str, str]) -> Switches:
     Raises:
         Error: the value is not understood, or a variable of a former version is set. The message says what to write.
     """
-    value = environment.get(VARIABLE, "1")
+    value = environment.get(VARIABLE, "").strip() or "1"
     found = _parsed(value)
     former = [name for name in _FORMER if name in environment]
     if former:

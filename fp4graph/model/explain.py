@@ -95,7 +95,12 @@ class Explanation:
             for index, row in enumerate([("as above",)] if rows == former else rows):
                 table.add_row("" if index else name, *row)
             former = rows
-        return _printed(table)
+        nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
+        return _printed(table, *nothing, *self._problem)
+
+    @property
+    def _problem(self) -> list[str]:
+        return [f"problem: {self.problem}"] if self.problem else []
 
     def _lines(
         self, sites: Sequence[Site], *, every: bool, schedules: bool = False
@@ -126,8 +131,9 @@ class Explanation:
             former, what = what, "as above" if what == former else what
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", what)
-        problem = [f"problem: {self.problem}"] if self.problem else []
-        return _printed(table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites), *problem)
+        return _printed(
+            table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites), *self._problem
+        )
 
     def to_json(self, *, schedule: bool = False) -> dict[str, Any]:
         """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand."""

@@ -34,9 +34,10 @@ _DOES = {
 
 
 class Code(StrEnum):
-    """What computes one call of a quantizer."""
+    """What computes a quantizer."""
 
     KERNEL = "one kernel"
+    WITHIN = "one kernel, within what a technique does around it"
     GIVEN = "tensor code for scales, a kernel for the rest"
     TENSOR = "tensor code"
 
@@ -131,7 +132,7 @@ class Quantizing:
         outside = self.acting(OUTSIDE)
         if outside is None or own.code is Code.TENSOR:
             return own
-        return Choice(Code.TENSOR if own.code is Code.KERNEL else own.code, outside)
+        return Choice(Code.WITHIN if own.code is Code.KERNEL else own.code, outside)
 
     def refused_in_one_read(self, machine: Machine, *, stateful: bool) -> str | None:
         """Return why one kernel cannot quantize in one read, given at most what techniques make of the blocks; None

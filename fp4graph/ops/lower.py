@@ -13,7 +13,7 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import GemmSchedule, Keeps, Multiply, Schedule, Setting, Step, Way
 from fp4graph.technique.operands import Gemm
 
-_WAYS = {Code.KERNEL: Way.KERNEL, Code.GIVEN: Way.GIVEN, Code.TENSOR: Way.TENSOR}
+_WAYS = {Code.KERNEL: Way.KERNEL, Code.WITHIN: Way.WITHIN, Code.GIVEN: Way.GIVEN, Code.TENSOR: Way.TENSOR}
 
 
 def lower(program: MatmulProgram, setting: Setting) -> Schedule:

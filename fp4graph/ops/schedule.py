@@ -21,6 +21,7 @@ class Way(StrEnum):
 
     HIGH = "high precision"
     KERNEL = "a kernel"
+    WITHIN = "a kernel, within tensor code"
     GIVEN = "a kernel, scales by tensor code"
     TENSOR = "tensor code"
     PACKS = "a kernel that writes bytes too"

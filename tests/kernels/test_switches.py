@@ -21,6 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ("value", "expected"),
     [
         (None, Switches(True, 4096, True)),
+        ("", Switches(True, 4096, True)),
         ("1", Switches(True, 4096, True)),
         ("0", Switches(False, 0, True)),
         ("none", Switches(False, 0, False)),
@@ -38,7 +39,6 @@ def test_what_a_value_means(value: str | None, expected: Switches) -> None:
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        ("", ""),
         ("yes", "yes"),
         ("2", "2"),
         ("quantizers,1", "1"),

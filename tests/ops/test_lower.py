@@ -21,9 +21,9 @@ from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Keeps, Schedule, Setting, Step, Way
-from fp4graph.technique.operands import Gemm
+from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import BlockPosition, SiteView
-from tests.helpers.policies import long_but_few
+from tests.helpers.policies import NVFP4, long_but_few, one_rule
 
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 #: The stages of techniques that call the quantizer as often as they like.
@@ -44,6 +44,7 @@ def operators_of(call: Callable[[], object]) -> Counter[str]:
 #: The operator that quantizes an operand in each way, once; from bytes another.
 OPERATOR = {
     Way.KERNEL: "quantize",
+    Way.WITHIN: "quantize",
     Way.GIVEN: "quantize",
     Way.PACKS: "quantize_and_pack",
     Way.BYTES: "requantize",
@@ -148,6 +149,28 @@ def test_reasons_name_what_stands_in_the_way() -> None:
     seen = reasons("nvfp4", machine=Machine("cuda", True), observed=True)
     assert seen["fprop.left"].way is not Way.BOTH
     assert seen["fprop.left"].keeps == {Keeps.ORIGINAL}
+
+
+@pytest.mark.compiler
+def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
+    policy = one_rule({"outlier_clamp": {"operands": ["fprop.input"]}}, quantize=NVFP4)
+    model = torch.nn.Linear(64, 64)
+    explained = fp4graph.explain(model, policy, (torch.randn(32, 64, requires_grad=True),))
+    step = explained.sites[0].schedule.steps()[Operand.FPROP_INPUT]  # type: ignore[union-attr]
+    assert (step.way, step.why) == (Way.WITHIN, "outlier_clamp splits the operand")
+    fp4graph.apply(model, policy, backend="eager")
+    x = torch.randn(32, 64, requires_grad=True)
+    model(x)
+    assert operators_of(lambda: model(x).sum().backward())["quantize"] == 6
+
+
+def test_a_schedule_of_nothing_says_so() -> None:
+    explained = fp4graph.explain(torch.nn.Sequential(torch.nn.Linear(8, 8)), "nvfp4-te", (torch.randn(2, 8),))
+    assert explained.quantized == 0
+    assert explained.problem is not None
+    text = explained.schedule()
+    assert "nothing is quantized" in text
+    assert f"problem: {explained.problem}" in text
 
 
 def test_no_gradient_nothing_kept() -> None:
