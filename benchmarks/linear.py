@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -63,6 +63,12 @@ class Linear:
     floor: float | None = None
 
 
+def of_inner_blocks(policy: str) -> fp4graph.Policy:
+    """Return ``policy`` without its rules for the first or last blocks: a linear by itself stands for one between."""
+    whole = fp4graph.load_policy(policy)
+    return replace(whole, rules=tuple(r for r in whole.rules if not (r.match.first_blocks or r.match.last_blocks)))
+
+
 class Case:
     """One shape and dtype: the data, and what is made of one linear."""
 
@@ -110,11 +116,11 @@ class Case:
 
     def applied(self, policy: str, backend: str) -> tuple[nn.Module, Explanation]:
         """A copy of the linear under ``policy``."""
-        module = copy.deepcopy(self.linear)
-        explanation = fp4graph.explain(module, policy, (self.x,))
+        module, inner = copy.deepcopy(self.linear), of_inner_blocks(policy)
+        explanation = fp4graph.explain(module, inner, (self.x,))
         if explanation.problem:
             raise Inapplicable(explanation.problem.partition(";")[0])
-        fp4graph.apply(module, policy, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
+        fp4graph.apply(module, inner, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
         fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))
         return module, explanation
 

@@ -33,7 +33,7 @@ def check_ratio(figures: dict[str, Any]) -> None:
 def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
     pytest.importorskip("torchao.prototype.qat")
     options = ("--shapes=trial", "--dtypes=float32", "--peers=", *QUICK)
-    code, rows, printed = command("linear", *options, "--policies=bf16,tetrajet,nvfp4-te")
+    code, rows, _ = command("linear", *options, "--policies=bf16,tetrajet,nvfp4-te")
     assert code == 0
     measured = {(row["case"]["linear"], row["case"]["to"]): row["figures"] for row in rows}
     assert measured.keys() == {
@@ -43,12 +43,22 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
         ("nvfp4-te", "unquantized"),
         ("bf16", "torchao, compiled"),
         ("tetrajet", "torchao, compiled"),
+        ("nvfp4-te", "torchao, compiled"),
     }
     check_ratio(measured["tetrajet", "unquantized"])
     assert measured["tetrajet", "unquantized"]["quantizes"] == "Q1 to Q6"
     assert measured["tetrajet", "unquantized"]["floor"] > measured["bf16", "unquantized"]["floor"] == 1
-    assert "matches no site" in measured["nvfp4-te", "unquantized"]["inapplicable"]
-    assert "nvfp4-te, unquantized: not measured" in printed
+    check_ratio(measured["nvfp4-te", "unquantized"])  # as in a block that its rules for the first and last leave alone
+    assert measured["nvfp4-te", "unquantized"]["quantizes"] == "Q1 to Q6"
+
+
+@pytest.mark.filterwarnings("ignore::fp4graph.PolicyWarning")
+def test_a_linear_by_itself_stands_for_an_inner_block():
+    from benchmarks.linear import of_inner_blocks
+
+    for policy in ("if4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks"):
+        explanation = fp4graph.explain(nn.Linear(64, 96), of_inner_blocks(policy), (torch.ones(64, 64),))
+        assert any(explanation.sites[0].operands.values()), policy
 
 
 @pytest.mark.slow
