@@ -9,14 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph.numerics import scaling
-from fp4graph.numerics.exact import block_error
+from fp4graph.kernels.measures import block_errors
+from fp4graph.kernels.statistics import block_scale
 from fp4graph.numerics.formats import E2M1
-from fp4graph.numerics.rounding import power_of_two, round_nearest
 from fp4graph.numerics.spec import Selector
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
-
-_SMALLEST_NORMAL = 2.0**-126  # of fp32
 
 
 class FourOverSix(Technique):
@@ -73,14 +70,8 @@ class FourOverSix(Technique):
         """Return S_4 or S_6 for each block."""
         spec = context.spec
         assert spec is not None
-        six, four = (scaling.block_scale(z * stretch, spec.scale, spec.element) for stretch in (1.0, 6 / 4))
-        # Errors are in units of a power of two above Z, so that sums are exact: compiled code adds in another order.
-        above = 2 * power_of_two(z).clamp(min=_SMALLEST_NORMAL).double()
-        errors = []
-        for scale in (six, four):
-            elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
-            error = (scaling.dequantize(elements, scale, spec).double() - values.double()).abs()
-            errors.append(block_error(error / above, self.measure, spec.block, context.axes))
+        six, four = (block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
+        errors = [block_errors(values, scale, z, spec, self.measure, context.blocking) for scale in (six, four)]
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)

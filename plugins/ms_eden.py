@@ -10,9 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph.kernels.measures import block_moments
+from fp4graph.kernels.statistics import block_scale
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
-from fp4graph.numerics.exact import total
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.technique import (
@@ -127,10 +128,10 @@ class MSEden(Technique):
         """Return S, under which elements are rounded."""
         assert context.spec is not None
         spec, sparse = context.spec, self._sparse(context.blocking)
-        chosen = scaling.block_scale(z * self.fill, spec.scale, spec.element)
+        chosen = block_scale(z * self.fill, spec)
         if sparse is None:
             return chosen
-        above = scaling.block_scale(z, replace(spec.scale, rounding="toward_positive"), spec.element)
+        above = block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
         return torch.where(sparse, above, chosen)
 
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
@@ -146,19 +147,17 @@ class MSEden(Technique):
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
-        ratio, elements = quantization.ratio.double(), quantization.elements.double()
-        # Shares of 64 make every sum exact, and the same in compiled code, which adds in another order.
-        groups = Groups(quantization.blocking, self.block)
-        squares, products = (
-            groups.reduce(total(summands / _SQUARE, context.axes, self.block), "sum")
-            for summands in (ratio * ratio, ratio * elements)
+        groups, sparse = Groups(quantization.blocking, self.block), self._sparse(quantization.blocking)
+        # Shares of _SQUARE make every sum exact, and the same in compiled code, which adds in another order.
+        moments = block_moments(
+            quantization.values, quantization.scale, quantization.spec, quantization.blocking, _SQUARE, self.block
         )
+        squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
         number = quantization.spec.scale.format
         corrected = (quantization.scale.double() * factor).to(torch.float32).clamp(max=number.max)
         step, inverse = spacing(corrected, number.min_exponent, number.mantissa_bits)
         scale = stochastic_integer(corrected * inverse, uniform(context.noise.block_bits())) * step
-        sparse = self._sparse(quantization.blocking)
         return scale if sparse is None else torch.where(sparse, quantization.scale, scale)
 
     def _sparse(self, blocking: Blocking) -> Tensor | None:

@@ -138,6 +138,7 @@ class Entry:
 
     code: str
     parameters: tuple[Any, ...] = (_CALL,)
+    file: str = "quantizer.h"
 
 
 QUANTIZE = Entry("void run(const Call& call) {{ quantize<Q, {S}, {T}>(call); }}")
@@ -172,7 +173,7 @@ def function(
     """
     structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
     code = entry.code.format(T=DTYPES[dtype], S=DTYPES[source or dtype])
-    return _named("quantizer.h", f'{structs}extern "C" {code}\n', "run", entry.parameters)
+    return _named(entry.file, f'{structs}extern "C" {code}\n', "run", entry.parameters)
 
 
 @functools.cache

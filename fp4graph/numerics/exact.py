@@ -74,8 +74,12 @@ def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int,
     """
     if measure == "amax":
         return error.amax(axes, keepdim=True)
-    most = _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
-    return total(error * error if measure == "mse" else error, axes, most)
+    return total(error * error if measure == "mse" else error, axes, most_elements(block))
+
+
+def most_elements(block: Block) -> int:
+    """Return a bound of the number of elements of a block."""
+    return _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
 
 
 def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
@@ -97,5 +101,10 @@ def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tens
         shares: float64, from 0 to 1; larger ones count as 1. NaN gives NaN.
         most: the number of summands, or a bound of it.
     """
-    unit = 2.0 ** (53 - max(1, (most - 1).bit_length()))
-    return add(torch.round(shares.clamp(max=1.0) * unit)) * (1 / unit)
+    units = units_of(most)
+    return add(torch.round(shares.clamp(max=1.0) * units)) * (1 / units)
+
+
+def units_of(most: int) -> float:
+    """Return 2^k of :func:`total_by`."""
+    return 2.0 ** (53 - max(1, (most - 1).bit_length()))

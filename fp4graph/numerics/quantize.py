@@ -16,7 +16,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 #: Errors of a block that differ by a smaller share are equal: so far apart fp32 ratios may bring what is equal.
-_EQUAL = 2.0**-20
+EQUAL = 2.0**-20
 
 
 def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
         if chosen is None or least is None:
             chosen, least = rounded, error
         else:
-            better = error < least * (1 - _EQUAL)
+            better = error < least * (1 - EQUAL)
             chosen, least = torch.where(better, rounded, chosen), torch.where(better, error, least)
     assert chosen is not None
     return chosen

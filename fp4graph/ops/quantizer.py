@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators, statistics
+from fp4graph.kernels.measures import round_elements
 from fp4graph.kernels.request import Blocks
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
-from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract

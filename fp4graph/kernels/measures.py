@@ -1,0 +1,201 @@
+"""Operators for what rounding does to blocks: their errors, sums that make up for them, choices between elements.
+
+Techniques choose the scales of blocks by these numbers. Sums are exact (:mod:`fp4graph.numerics.exact`), so the
+operators give the bits of the tensor code, which runs on other devices. On a CPU Inductor makes no vector instructions
+of that code's float64 arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import abi, cpu, operators
+from fp4graph.kernels.abi import Entry
+from fp4graph.numerics import quantize, scaling
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.declare import operator
+from fp4graph.numerics.exact import block_error, most_elements, total, units_of
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.rounding import power_of_two, round_nearest
+from fp4graph.numerics.spec import QuantSpec, Selector
+
+_SMALLEST_NORMAL = 2.0**-126  # of fp32
+
+
+def block_errors(
+    values: Tensor, scale: Tensor, z: Tensor, spec: QuantSpec, measure: Selector, blocking: Blocking
+) -> Tensor:
+    """Return the error of each block that is rounded to nearest under ``scale``: float64, in the shape of ``scale``.
+
+    Args:
+        values: fp32, in the blocked layout.
+        z: the largest magnitude of each block; errors are in units of the power of two above it.
+        measure: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
+    """
+    unit, nearest = power_of_two(z).clamp(min=_SMALLEST_NORMAL), replace(spec, rounding="nearest")
+    if _serves(nearest, values.device):
+        text = operators.by_runs(nearest).to_text()
+        error: Tensor = torch.ops.fp4graph.block_errors(
+            values, scale, unit, _axes(blocking), text, measure, units_of(most_elements(spec.block))
+        )
+        return error
+    elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
+    errors = (scaling.dequantize(elements, scale, spec).double() - values.double()).abs()
+    return block_error(errors / (2 * unit.double()), measure, spec.block, blocking.axes)
+
+
+def block_moments(
+    values: Tensor, scale: Tensor, spec: QuantSpec, blocking: Blocking, largest: float, most: int
+) -> tuple[Tensor, Tensor]:
+    """Return Σ u²/largest and Σ u·q/largest of each block, float64, in the shape of ``scale``.
+
+    u are the ratios of ``values``, fp32 in the blocked layout, to ``scale``, and q the elements nearest to them.
+
+    Args:
+        largest: a power of two above every u² and u·q.
+        most: a bound of the number of elements whose sums are added up.
+    """
+    if _serves(spec, values.device):
+        about = _axes(blocking), operators.by_runs(spec).to_text(), largest, units_of(most)
+        squares, products = torch.ops.fp4graph.block_moments(values, scale, *about)
+        return squares, products
+    ratio = scaling.ratio(values, scale, spec)
+    elements, ratio = round_nearest(ratio, spec.element, spec.ties).double(), ratio.double()
+    squares, products = (total(sums / largest, blocking.axes, most) for sums in (ratio * ratio, ratio * elements))
+    return squares, products
+
+
+def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
+    """Return :func:`fp4graph.numerics.quantize.round_elements`."""
+    singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
+    if len(singles) != 2 or not all(_serves(single, u.device) for single in singles):
+        return quantize.round_elements(u, spec, noise)
+    texts = [operators.by_runs(single).to_text() for single in singles]
+    about = spec.selector, units_of(most_elements(spec.block))
+    elements: Tensor = torch.ops.fp4graph.choose_elements(u, _axes(noise.blocking), *texts, *about)
+    return elements
+
+
+def _serves(spec: QuantSpec, device: torch.device) -> bool:
+    """Return whether the operators round by ``spec`` on ``device``."""
+    return spec.rounding == "nearest" and cpu.supports(operators.by_runs(spec)) and operators.on_cpu(device)
+
+
+def _axes(blocking: Blocking) -> int:
+    """Return how many axes at the end of the blocked layout a block reaches over; 0 for all."""
+    return 0 if blocking.block == "tensor" else 3 if isinstance(blocking.block, tuple) else 1
+
+
+# ------------------------------------------------------------------ operators
+
+
+class _Grid(ctypes.Structure):
+    """BlockGrid of cpp/measures.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("outer", "lines", "middle", "length")]
+
+
+_AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
+_TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
+_PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
+
+
+def _entry(tensors: str, call: str, formats: str) -> Entry:
+    """Return an entry of cpp/measures.h, whose loops are of a known length where the lines of blocks have it."""
+    name, _, arguments = call.partition("(")
+    known = f"(grid.length == Q::BLOCK ? {name}<{formats}, Q::BLOCK> : {name}<{formats}, LANES>)({arguments}"
+    code = f"void run({tensors}, {_PARAMETERS}) {{{{ {known}; }}}}"
+    return Entry(code, (*[_AT] * (tensors.count(",") + 1), *_TAIL), "measures.h")
+
+
+_MOMENTS = _entry(
+    "const {T}* values, const float* scale, double* squares, double* products",
+    "block_moments(values, scale, squares, products, grid, number, units, threads)",
+    "Q",
+)
+_ERRORS = {
+    measure: _entry(
+        "const {T}* values, const float* scale, const float* unit, double* error",
+        "block_errors(values, scale, unit, error, grid, units, threads)",
+        f"Q, {measure.upper()}",
+    )
+    for measure in get_args(Selector)
+}
+_CHOICES = {
+    measure: _entry(
+        "const {T}* ratios, float* elements",
+        "choose_elements(ratios, elements, grid, number, units, threads)",
+        f"P, Q, {measure.upper()}",
+    )
+    for measure in get_args(Selector)
+}
+
+
+def _run(entry: Entry, axes: int, tensors: tuple[Tensor, ...], number: float, units: float, **formats: str) -> None:
+    """Run an entry on contiguous tensors, in the first of which blocks reach over so many axes."""
+    shape = tensors[0].shape
+    lines = (shape[-3:] if axes == 3 else (1, 1, shape[-1])) if axes else (1, 1, tensors[0].numel())
+    grid = _Grid(tensors[0].numel() // max(1, math.prod(lines)), *lines)
+    abi.function(entry, torch.float32, **formats)(*map(abi.at, tensors), grid, number, units, torch.get_num_threads())
+
+
+def _contiguous(values: Tensor) -> Tensor:
+    """Return contiguous values; a transposed matrix cut into blocks is copied as a matrix, which torch does fastest."""
+    if values.is_contiguous() or values.dim() < 3 or values.stride(-2) != values.shape[-1] * values.stride(-1):
+        return values.contiguous()
+    return values.flatten(-2).contiguous().view(values.shape)
+
+
+def _errors(values: Tensor, scale: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float) -> Tensor:
+    error = _fake_errors(values, scale)
+    _run(_ERRORS[measure], axes, (_contiguous(values), scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
+    return error
+
+
+def _fake_errors(values: Tensor, scale: Tensor, *about: object) -> Tensor:
+    return torch.empty_like(scale, dtype=torch.float64, memory_format=torch.contiguous_format)
+
+
+def _moments(
+    values: Tensor, scale: Tensor, axes: int, spec: str, largest: float, units: float
+) -> tuple[Tensor, Tensor]:
+    squares, products = _fake_moments(values, scale)
+    _run(_MOMENTS, axes, (_contiguous(values), scale.contiguous(), squares, products), largest, units, Q=spec)
+    return squares, products
+
+
+def _fake_moments(values: Tensor, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
+    return _fake_errors(values, scale), _fake_errors(values, scale)
+
+
+def _choose(ratios: Tensor, axes: int, first: str, second: str, measure: str, units: float) -> Tensor:
+    elements = _fake_choose(ratios)
+    _run(_CHOICES[measure], axes, (_contiguous(ratios), elements), quantize.EQUAL, units, P=first, Q=second)
+    return elements
+
+
+def _fake_choose(ratios: Tensor, *about: object) -> Tensor:
+    return torch.empty_like(ratios, memory_format=torch.contiguous_format)
+
+
+operator(
+    "block_errors(Tensor values, Tensor scale, Tensor unit, int axes, str spec, str measure, float units) -> Tensor",
+    _fake_errors,
+    CPU=_errors,
+)
+operator(
+    "block_moments(Tensor values, Tensor scale, int axes, str spec, float largest, float units) -> (Tensor, Tensor)",
+    _fake_moments,
+    CPU=_moments,
+)
+operator(
+    "choose_elements(Tensor ratios, int axes, str first, str second, str measure, float units) -> Tensor",
+    _fake_choose,
+    CPU=_choose,
+)

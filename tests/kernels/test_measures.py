@@ -1,0 +1,97 @@
+"""Errors, moments and choices of blocks by the CPU's operators beside the tensor code, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu, measures, operators, switches
+from fp4graph.numerics import scaling
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec, Selector
+from tests.helpers.floats import any_floats, assert_same_bits
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Without them everything here would hold the tensor code against itself."""
+    assert cpu.available()
+    assert switches.current().quantizers
+
+
+def parts(shape: tuple[int, ...], spec: QuantSpec) -> tuple[Blocking, Tensor, Tensor, Tensor]:
+    """Return a blocking, values of every magnitude with NaN and Inf among them, statistics and scales."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
+    if x.numel():
+        x.flatten()[::97] = any_floats((x.flatten()[::97].numel(),))
+        x.flatten()[:200:60] = torch.tensor([torch.inf, torch.nan, -torch.inf, 1e-42])
+    blocking = Blocking(shape, spec.block)
+    values = blocking.split(x)
+    z = scaling.amax(values, blocking.axes)
+    return blocking, values, z, scaling.block_scale(z, spec.scale, spec.element)
+
+
+CASES = [
+    pytest.param(16, "mse", "decode", (40, 100)),
+    pytest.param(16, "mae", "decode", (3, 20, 64)),
+    pytest.param(16, "amax", "encode", (40, 100)),
+    pytest.param((16, 16), "mse", "decode", (2, 40, 50)),
+    pytest.param("row", "mse", "decode", (33, 70)),
+    pytest.param("tensor", "mae", "decode", (33, 70), marks=pytest.mark.long),
+    pytest.param(16, "mse", "decode", (0, 32)),
+]
+
+
+@pytest.mark.parametrize(("block", "measure", "convention", "shape"), CASES)
+def test_errors_of_blocks(block: Block, measure: Selector, convention: str, shape: tuple[int, ...]) -> None:
+    spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
+    blocking, values, z, scale = parts(shape, spec)
+    found = measures.block_errors(values, scale, z, spec, measure, blocking)
+    with operators.tensor_code():
+        expected = measures.block_errors(values, scale, z, spec, measure, blocking)
+    assert_same_bits(found, expected)
+    assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
+
+
+def test_moments_of_blocks() -> None:
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
+    blocking, values, _, scale = parts((64, 100), spec)
+    found = measures.block_moments(values, scale, spec, blocking, 128.0, 128)
+    with operators.tensor_code():
+        expected = measures.block_moments(values, scale, spec, blocking, 128.0, 128)
+    for sums, due in zip(found, expected, strict=True):
+        assert_same_bits(sums, due)
+
+
+@pytest.mark.parametrize(
+    ("elements", "block", "selector", "shape"),
+    [
+        (["e2m1", "int4"], 16, "mse", (40, 100)),
+        (["int4", "e2m1"], 32, "amax", (40, 100)),
+        (["e2m1", "int4"], (16, 16), "mae", (2, 40, 50)),
+    ],
+)
+def test_elements_that_blocks_choose(elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...]):
+    spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector)
+    blocking, values, _, scale = parts(shape, spec)
+    ratios, noise = scaling.ratio(values, scale, spec), Noise(None, blocking, values.device)
+    found = measures.round_elements(ratios, spec, noise)
+    with operators.tensor_code():
+        expected = measures.round_elements(ratios, spec, noise)
+    assert_same_bits(found, expected)
+    alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale), noise) for e in elements]
+    assert all((found != other).any() for other in alone)
+
+
+def test_the_operators_are_declared_right() -> None:
+    values, scale = torch.randn(8, 16), torch.rand(8, 1) + 0.5
+    text = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")).to_text()
+    other = QuantSpec("int4", 16, ScaleSpec("e4m3", "nearest_even")).to_text()
+    ours = torch.ops.fp4graph
+    torch.library.opcheck(ours.block_errors.default, (values, scale, torch.ones(8, 1), 1, text, "mse", 2.0**49))
+    torch.library.opcheck(ours.block_moments.default, (values, scale, 1, text, 128.0, 2.0**49))
+    torch.library.opcheck(ours.choose_elements.default, (values, 1, text, other, "mse", 2.0**49))
