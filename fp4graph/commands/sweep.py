@@ -12,7 +12,7 @@ from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.sweeps.score import Rule
+from fp4graph.lab.sweeps.results import Rule
 
 
 @run_options
@@ -49,7 +49,7 @@ def sweep(
     from fp4graph.lab.runs.run import Run
     from fp4graph.lab.sweeps.database import url_of
     from fp4graph.lab.sweeps.pareto import png
-    from fp4graph.lab.sweeps.results import Results, results, to_csv, to_json
+    from fp4graph.lab.sweeps.results import to_csv, to_json
     from fp4graph.lab.sweeps.space import load_space
     from fp4graph.lab.sweeps.study import Manifest, Study
     from fp4graph.lab.sweeps.workers import Job, Workers, interrupts
@@ -84,7 +84,7 @@ def sweep(
         for now, events in running.watch(lambda: bool(asked)):
             progress.show(now, events)
 
-    found: Results = results(made)
+    found = made.results()
     write(folder / "results.csv", to_csv([found]))
     write(folder / "results.json", to_json([found]))
     console.print(best_table(found, score_rule))

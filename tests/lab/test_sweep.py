@@ -29,7 +29,6 @@ from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps import database
 from fp4graph.lab.sweeps import workers as workers_module
-from fp4graph.lab.sweeps.results import results
 from fp4graph.lab.sweeps.space import Space, load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
 from fp4graph.lab.sweeps.sweep import propose, work
@@ -273,7 +272,7 @@ def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: st
     assert pruned
     assert {trial.kind for trial in pruned} == {"trial"}
     assert all(len(trial.reports) < 4 and trial.loss == trial.reports[-1] for trial in pruned)
-    assert all(s.scores["table"] is None for s in results(study).trials if s.trial.state == "pruned")
+    assert all(s.scores["table"] is None for s in study.results().trials if s.trial.state == "pruned")
     other = Study.create(url, "h", Manifest.of(table10, RUN.to_json(), 60.0), "hyperband")
     work(other, table10, 7, objective=worsening)
     assert len(counted(other)) == 7
@@ -644,7 +643,7 @@ def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table1
     here = re.escape(fp4graph.__version__)
     with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"):
         make(url, table10)
-    assert len(results(Study.open(url, "s")).trials) == 4
+    assert len(Study.open(url, "s").results().trials) == 4
     _rewrite(url, format=99)
     with pytest.raises(Error, match=r"in a form that this version.*does not know; update fp4graph"):
         Study.open(url, "s")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp4graph.files import replacing, write
 from fp4graph.lab.comparison.result import Comparison, shown
-from fp4graph.lab.pages import rendered
 from fp4graph.lab.pictures import panels
 from fp4graph.lab.pictures.style import PALETTE, styled, subplots, svg
+from fp4graph.lab.report import rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,9 +24,9 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps.database import Away
+from fp4graph.lab.sweeps.results import FREE, Trial
 from fp4graph.lab.sweeps.space import Configuration, Parameter, Space
 from fp4graph.lab.sweeps.study import Study, TakenOver, optuna_trial
-from fp4graph.lab.sweeps.trial import FREE, Trial
 
 SAMPLERS = ("random", "tpe")
 #: Trains a run, calling back with (step, validation loss) after each validation.

@@ -19,10 +19,10 @@ import optuna
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.lab.sweeps.results import Trial
 from fp4graph.lab.sweeps.space import parse_space
 from fp4graph.lab.sweeps.study import PRUNERS, Study
 from fp4graph.lab.sweeps.sweep import POLL, REPLACE, SAMPLERS, Objective, train_once, work, worker_name
-from fp4graph.lab.sweeps.trial import Trial
 
 #: Seconds for which the end of a sweep waits for a database that is away.
 HURRIED = 5.0
