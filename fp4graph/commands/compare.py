@@ -73,9 +73,6 @@ def compare(
     if as_json:
         print_json(result.to_json())
     else:
-        wide = wide_console()
-        wide.print(result.table())
-        for line in (*result.verdict.split("\n"), *result.notes, f"page: {result.folder / 'report.html'}"):
-            wide.print(line, soft_wrap=True)
+        result.print(wide_console())
     if failed := sum(run["state"] == "failed" for run in result.runs):
         raise Error(f"{failed} of {len(result.runs)} runs failed; the same command tries them again")

@@ -13,8 +13,8 @@ import itertools
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ import yaml
 
 from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.lab.runs.run import Run
-from fp4graph.lab.sweeps.overlay import overlaid
-from fp4graph.lab.sweeps.space_schema import Fragment, SpaceSection
+from fp4graph.lab.sweeps.space_schema import Fragment, SpaceSection, overlaid
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.document import Node, Place, parse
 from fp4graph.policy.resolve import resolve
@@ -74,6 +73,10 @@ class Parameter:
                 yield {**assignment, self.name: label}
             if not labels:
                 yield assignment
+
+    def only(self, labels: Iterable[str]) -> Parameter:
+        """Return this parameter with some of its choices."""
+        return replace(self, choices={label: self.choices[label] for label in labels})
 
     def shown(self, label: str) -> str:
         """Return a choice's text in a summary; the plain choice has one only if it has a title."""
@@ -226,18 +229,11 @@ class Space:
 
     def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
         """Yield assignments with one of the ``wanted`` labels of each named parameter, the plainest ones first."""
-        ancestors = set(wanted)
-        for parameter in reversed(self.parameters):
-            if parameter.name in ancestors:
-                ancestors.update(parameter.when)
-                for label in wanted.get(parameter.name, parameter.choices):
-                    ancestors.update(parameter.choices[label].fragment.when)
-        choices = {parameter.name: parameter.choices for parameter in self.parameters if parameter.name in ancestors}
-        combined = (dict(zip(choices, labels, strict=True)) for labels in itertools.product(*choices.values()))
+        limited = replace(self, parameters=tuple(p.only(wanted.get(p.name, p.choices)) for p in self.parameters))
         generator = random.Random(0)
-        drawn = (self.draw(generator) for _ in range(100 * TRIED))
+        drawn = (limited.draw(generator) for _ in range(100 * TRIED))
         seen: set[tuple[tuple[str, str], ...]] = set()
-        for assignment in itertools.chain(map(self._plain, combined), drawn):
+        for assignment in itertools.chain(itertools.islice(limited.assignments(), TRIED // 2), drawn):
             found = tuple(assignment.items())
             if found not in seen and _holds(wanted, assignment):
                 seen.add(found)
