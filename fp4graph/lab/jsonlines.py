@@ -45,6 +45,6 @@ def read(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     content = json.loads(text)
                 except ValueError:
-                    damaged = "is not JSON; it was damaged, or something else wrote it; delete this line to read the rest"
-                    raise Error(f"{file}:{number} {damaged}") from None
+                    remedy = "it was damaged, or something else wrote it; delete this line to read the rest"
+                    raise Error(f"{file}:{number} is not JSON; {remedy}") from None
                 yield number, content

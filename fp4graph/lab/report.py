@@ -18,7 +18,7 @@ from fp4graph.lab.pictures import plots
 from fp4graph.lab.pictures.style import LABELS, svg
 from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run
 from fp4graph.lab.statistics import storage
-from fp4graph.lab.statistics.storage import Measurement, Recorded
+from fp4graph.lab.statistics.storage import Recorded
 
 #: The pictures of the page, in its order. Their docstrings are its titles.
 PICTURES = (
@@ -69,15 +69,15 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     curves = {"losses": plots.losses(metrics), "metrics": plots.other_metrics(metrics)}
     asked, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
     policy = (recorded.header.get("policy") if recorded else None) or asked.get("policy")
-    shown = {name.replace("_", " "): value for name in _SETTINGS if (value := settings.get(name)) is not None}
     page = rendered(
         "report.html.jinja",
         task=asked.get("task") or directory.resolve().name,
         policy=Path(policy).stem if isinstance(policy, str) else "a policy of its own",
         run=run,
-        settings={name: f"{value:g}" if isinstance(value, float) else value for name, value in shown.items()},
+        settings={name: value for name in _SETTINGS if (value := settings.get(name)) is not None},
         outcome=outcome,
-        cards=_cards(outcome, metrics, recorded),
+        losses=[row for row in metrics if row.get("validation_loss") is not None],
+        names=LABELS,
         curves=[svg(picture, name) for name, picture in curves.items() if picture is not None],
         pictures=[(draw.__name__, inspect.getdoc(draw), svg(made, draw.__name__)) for draw, made in drawn.items()],
         table=_table(recorded) if recorded and recorded.rows else None,
@@ -87,34 +87,6 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     path = Path(output) if output is not None else directory / "report.html"
     write(path, page)
     return path
-
-
-def _cards(
-    outcome: Measurement | None, metrics: Sequence[Measurement], recorded: Recorded | None
-) -> list[tuple[str, str, str]]:
-    """Return the values that stand out, each with its meaning and its place."""
-    cards: list[tuple[str, str, str]] = []
-    losses = [row for row in metrics if row.get("validation_loss") is not None]
-    if outcome is not None and outcome.get("diverged"):
-        cards.append(("diverged", "the loss became NaN or infinite", f"at step {outcome.get('steps'):,}"))
-    elif losses:
-        best, last = min(losses, key=lambda row: row["validation_loss"]), losses[-1]
-        where = "which is the best" if best is last else f"best {best['validation_loss']:.4g} at step {best['step']:,}"
-        when = "at the end" if outcome is not None else f"at step {last['step']:,}"
-        cards.append((f"{last['validation_loss']:.4g}", f"validation loss {when}", where))
-    if outcome is not None and outcome.get("complexity") is not None:
-        quantized = f"{outcome.get('quantized')} of {outcome.get('sites')} matrix products quantized"
-        cards.append((f"Ω {outcome['complexity']:g}", "complexity of the recipe", quantized))
-    for column, what, form in (
-        ("snr_db", "lowest mean signal-to-noise ratio", "{:.1f} dB"),
-        ("underflowed", "largest mean share rounded to zero", "{:.0%}"),
-        ("oscillating", "largest mean share of oscillating weights", "{:.2%}"),
-    ):
-        if recorded is not None and recorded.having(column):
-            (row,) = recorded.worst(column, 1)
-            tensor, worst = LABELS.get(row["tensor"], row["tensor"]), form.format(row["worst"])
-            cards.append((form.format(row[column]), what, f"{row['site']}, {tensor}; {worst} at step {row['step']:,}"))
-    return cards
 
 
 def _table(recorded: Recorded) -> tuple[str, str]:

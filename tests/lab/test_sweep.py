@@ -24,7 +24,7 @@ import pytest
 from optuna.storages import RDBStorage
 
 import fp4graph
-from fp4graph.commands.sweep import sweep
+from fp4graph.commands.sweep import interrupts, sweep
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps import database
@@ -32,7 +32,7 @@ from fp4graph.lab.sweeps import workers as workers_module
 from fp4graph.lab.sweeps.space import Space, load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
 from fp4graph.lab.sweeps.sweep import propose, work
-from fp4graph.lab.sweeps.workers import Job, Workers, interrupts
+from fp4graph.lab.sweeps.workers import Job, Workers
 from tests.helpers.processes import IMPORTS, PATIENCE
 from tests.helpers.processes import run as run_process
 from tests.lab import toy

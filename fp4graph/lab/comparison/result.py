@@ -70,6 +70,11 @@ class Comparison:
         return [run["loss"] - losses[run["seed"]] for run in self.of(policy) if run["seed"] in losses]
 
     @property
+    def others(self) -> list[str]:
+        """The names of the policies beside the baseline."""
+        return [policy.name for policy in self.policies if policy.name != self.baseline]
+
+    @property
     def metrics(self) -> list[str]:
         """The names of the metrics beside the loss."""
         return list(dict.fromkeys(name for run in self.runs for name in run["metrics"]))
@@ -150,10 +155,12 @@ class Comparison:
             elif abs(mean) > half:
                 sentences += [f"its loss is {'higher' if mean > 0 else 'lower'} by {middle[1:]} ({interval})."]
             else:
-                few = f"{pairs} seeds are too few to tell it from {self.baseline}: the difference is {middle} ({interval})."
-                sentences += [few, f"A difference of less than {half:.2g} takes more seeds to see."]
+                few = f"{pairs} seeds are too few to tell it from {self.baseline}"
+                sentences += [f"{few}: the difference is {middle} ({interval})."]
+                sentences += [f"A difference of less than {half:.2g} takes more seeds to see."]
         elif mean is not None:
-            sentences += [f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three."]
+            chance = "one seed cannot tell whether that is chance; use three"
+            sentences += [f"the difference is {_signed(mean)}, and {chance}."]
         elif not row["diverged"] and not row["failed"]:
             sentences += ["no seed has been finished by it and the baseline."]
         if row["diverged"]:

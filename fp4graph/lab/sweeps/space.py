@@ -170,25 +170,25 @@ class Space:
         chosen.sort(key=lambda item: item[0].name != self.family)
         summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
         family = assignment[self.family] if self.family else "all"
-        document = self.base
-        run: dict[str, Any] = {}
-        for part in parts:
-            document, run = overlaid(document, part.node), {**run, **part.fragment.run}
-        document = document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))})
+        policy, error = None, None
+        document, run = self._laid(self.base, summary, parts)
         try:
-            policy, refusal = self._resolved(document), None
-        except PolicyError as error:
-            policy, refusal = None, error
-        return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, refusal, run)
+            policy = self._resolved(document)
+        except PolicyError as impossible:
+            error = impossible
+        return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, error, run)
 
     def _baseline(self, name: str, part: Part) -> Configuration:
         here = part.node.place
-        own = {"version": Node(1, here), "name": Node(f"{self.name}: {name}", here), "default": Node("keep", here)}
-        if part.fragment.techniques:
-            own["techniques"] = part.node.value["techniques"]
-        document = Node(own, here)
-        policy = self._resolved(document)
-        return Configuration("baseline", name, name, {}, document.plain(), policy, None, part.fragment.run)
+        document, run = self._laid(Node({"version": Node(1, here), "default": Node("keep", here)}, here), name, [part])
+        return Configuration("baseline", name, name, {}, document.plain(), self._resolved(document), None, run)
+
+    def _laid(self, document: Node, summary: str, parts: Iterable[Part]) -> tuple[Node, dict[str, Any]]:
+        """Return a document with fragments laid over it, and the settings of their runs."""
+        run: dict[str, Any] = {}
+        for part in parts:
+            document, run = overlaid(document, part.node), {**run, **part.fragment.run}
+        return document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))}), run
 
     def _resolved(self, document: Node) -> Policy:
         """Resolve the policy. Configurations that only warn are rejected, unless the space takes them."""
@@ -201,16 +201,18 @@ class Space:
 
     def check(self) -> None:
         """Raise a PolicyError at the first choice or condition that no policy can be made with."""
+        choices = [(p, label, part) for p in self.parameters for label, part in p.choices.items()]
+        for part in (*self.baselines.values(), *(part for *_, part in choices), *self.also):
+            try:
+                Run("digits", **part.fragment.run)
+            except Error as error:
+                raise part.node.where("run").error(str(error)) from None
         for part in self.baselines.values():
             self._baseline("baseline", part)
-            _check_run(part)
-        for parameter in self.parameters:
-            for label, part in parameter.choices.items():
-                _check_run(part)
-                what = f"choice {label!r} of {parameter.name!r}"
-                self._check_possible({parameter.name: (label,)}, parameter.node.where("choices", label), what)
+        for parameter, label, _ in choices:
+            what = f"choice {label!r} of {parameter.name!r}"
+            self._check_possible({parameter.name: (label,)}, parameter.node.where("choices", label), what)
         for part in self.also:
-            _check_run(part)
             self._check_possible(part.fragment.when, part.node.place, "this entry of also")
 
     def _check_possible(self, wanted: Mapping[str, tuple[str, ...]], place: Place, what: str) -> None:
@@ -332,14 +334,6 @@ def _check_condition(when: Mapping[str, tuple[str, ...]], node: Node, earlier: M
         for label in labels:
             if label not in (known := earlier[parameter].choices):
                 raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, known)}")
-
-
-def _check_run(part: Part) -> None:
-    """Check the values of ``run`` by making a run of them."""
-    try:
-        Run("digits", **part.fragment.run)
-    except Error as error:
-        raise part.node.where("run").error(str(error)) from None
 
 
 def _digest(data: object) -> str:

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -122,7 +122,7 @@ class Workers:
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), _progress(self._study.trials()))
+        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), self._progress())
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
@@ -148,49 +148,25 @@ class Workers:
         with contextlib.suppress(EOFError):
             if worker.pipe.poll():
                 raise Error(worker.pipe.recv())
-        code = worker.process.exitcode
-        if code == 0:
+        if (code := worker.process.exitcode) == 0:
             return
         for number in self._trials_of(worker):
             self._study.lose(number)
         how = "its device was of no more use" if code == REPLACE else f"exit status {code}"
         event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else how}); its trial is free again"
-        if _progress(self._study.trials()) == worker.progress:
+        if self._progress() == worker.progress:
             raise Error(f"{event}; {self._job.log_of(index)} may say why")
         self._start(index)
         yield event
+
+    def _progress(self) -> int:
+        """Return a number that grows as long as workers make progress, and is bounded."""
+        return sum(trial.finished or trial.state in ("lost", "refused") for trial in self._study.trials())
 
     def _trials_of(self, *workers: _Worker) -> list[int]:
         names = [worker.name for worker in workers]
         trials = self._study.trials() if names else ()
         return [trial.number for trial in trials if trial.state == "running" and trial.worker in names]
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[list[float]]:
-    """Yield a list that is empty until the first Ctrl-C or SIGTERM, which tells the user.
-
-    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would leave a wrong session or list of trials, through which
-    the running trials must still be taken back. A further signal, a second or more later, raises it, for users who do
-    not wait for a database that is away.
-    """
-    asked: list[float] = []
-
-    def note(*_: object) -> None:
-        asked.append(time.monotonic())
-        if len(asked) == 1:
-            with contextlib.suppress(OSError):  # past Python's buffers, which the signal may have interrupted
-                os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
-        elif asked[-1] - asked[0] >= 1:  # one that is pressed twice is meant once
-            raise KeyboardInterrupt
-
-    noted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in noted}  # a shell's background jobs ignore SIGINT
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -201,8 +177,3 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _progress(trials: Sequence[Trial]) -> int:
-    """Return a number that grows as long as workers make progress, and is bounded."""
-    return sum(trial.finished or trial.state in ("lost", "refused") for trial in trials)
