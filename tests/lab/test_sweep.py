@@ -31,8 +31,7 @@ from fp4graph.lab.sweeps import database
 from fp4graph.lab.sweeps import workers as workers_module
 from fp4graph.lab.sweeps.space import Space, load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
-from fp4graph.lab.sweeps.sweep import propose, work
-from fp4graph.lab.sweeps.workers import Job, Workers
+from fp4graph.lab.sweeps.workers import Job, Workers, propose, work
 from tests.helpers.processes import IMPORTS, PATIENCE
 from tests.helpers.processes import run as run_process
 from tests.lab import toy
