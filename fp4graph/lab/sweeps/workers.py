@@ -59,28 +59,25 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
     first = space.first()
     baselines = {configuration.key for configuration in first if configuration.kind == "baseline"}
     has_baseline = any(trial.key in baselines and trial.finished for trial in trials)
-    for configuration in first:
+    lost = [trial for trial in trials if trial.state == "lost" and trial.key not in taken]
+    again = (space.configuration(trial.assignment, trial.kind) for trial in lost)
+    for configuration in itertools.chain(first, again, _drawn(space, trials, seed, sampler)):
         if configuration.kind != "baseline" and not has_baseline:
             return None
         if configuration.key not in taken:
             return configuration
-    for trial in trials:
-        if trial.state == "lost" and trial.key not in taken:
-            return space.configuration(trial.assignment, trial.kind)
-    return _drawn(space, trials, taken, seed, sampler)
+    return None
 
 
-def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: str) -> Configuration | None:
+def _drawn(space: Space, trials: Sequence[Trial], seed: int, sampler: str) -> Iterator[Configuration]:
+    """Yield the sampler's configurations, then all that it has not drawn; none whose choices a trial has."""
+    known = {tuple(trial.assignment.items()) for trial in trials if trial.state not in FREE}
     estimated = _estimated(space, trials, seed) if sampler == "tpe" else ()
     draws = (space.draw(random.Random(f"{seed}:{draw}")) for draw in range(DRAWS + 10 * len(trials)))
-    known = {tuple(trial.assignment.items()) for trial in trials if trial.key in taken}
     for assignment in itertools.chain(estimated, draws, space.assignments()):
-        if tuple(assignment.items()) not in known:
-            configuration = space.configuration(assignment)
-            if configuration.key not in taken:
-                return configuration
-            known.add(tuple(assignment.items()))
-    return None
+        if (choices := tuple(assignment.items())) not in known:
+            known.add(choices)
+            yield space.configuration(assignment)
 
 
 def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Mapping[str, str]]:
