@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from fp4graph.commands.models import imported
 from fp4graph.commands.output import AsJson, print_json, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
+from fp4graph.lab.runs.run import Run
+
+if TYPE_CHECKING:
+    from fp4graph.lab.comparison.training import Log
+    from fp4graph.policy import Policy
+
+#: Settings that say where a run takes place, not what it computes, and those that a comparison chooses.
+NOT_COMPARED = ("device", "backend", "mode", "workers", "policy", "seed")
+
+
+@dataclass(frozen=True, repr=False)
+class TaskTraining:
+    """A built-in task as a training: trains ``run`` under a policy and a seed, with its record in the log's folder."""
+
+    run: Run
+
+    def __str__(self) -> str:
+        return self.run.task
+
+    def __repr__(self) -> str:
+        return str({name: value for name, value in self.run.to_json().items() if name not in NOT_COMPARED})
+
+    def __call__(self, policy: Policy, seed: int, log: Log) -> dict[str, Any]:
+        """Train, going on from a checkpoint if there is one; return the last validation's loss and metrics."""
+        from fp4graph.lab.runs.folder import Ended, read_metrics, read_outcome
+        from fp4graph.lab.runs.train import train
+
+        def tick(step: int, steps: int, loss: float) -> None:
+            if math.isfinite(loss):  # else the training ends by itself, and records that
+                log(step, loss)
+
+        run = replace(self.run, policy=yaml.safe_load(policy.to_yaml()), seed=seed)
+        with suppress(Ended):  # before its line was written
+            train(run, directory=log.folder, resume=True, tick=tick)
+        outcome = read_outcome(log.folder)
+        assert outcome is not None
+        if outcome["diverged"]:
+            log(outcome["steps"], math.nan)
+        training = [line["train_loss"] for line in read_metrics(log.folder) if "validation_loss" in line]
+        metrics = {"train_loss": training[-1]} if training else {}
+        return {"loss": outcome["validation_loss"], **metrics, **outcome["metrics"]}
 
 
 @run_options
@@ -52,8 +97,6 @@ def compare(
     if (task is None) == (train is None):
         raise Error("say what to train: a task, such as digits, or a function of yours, --train mypkg.train:fn")
     from fp4graph.lab import compare as comparing
-    from fp4graph.lab.comparison.task import TaskTraining
-    from fp4graph.lab.runs.run import Run
     from fp4graph.lab.tasks import task_named
 
     first = settings.pop("seed", 0)
@@ -73,9 +116,6 @@ def compare(
     if as_json:
         print_json(result.to_json())
     else:
-        wide = wide_console()
-        wide.print(result.table())
-        for line in (*result.verdict.split("\n"), *result.notes, f"page: {result.folder / 'report.html'}"):
-            wide.print(line, soft_wrap=True)
+        result.print(wide_console())
     if failed := sum(run["state"] == "failed" for run in result.runs):
         raise Error(f"{failed} of {len(result.runs)} runs failed; the same command tries them again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,8 @@ from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.sweeps.score import score as score_of
+from fp4graph.lab.sweeps.results import Results
+from fp4graph.lab.sweeps.results import score as score_of
 
 _SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
@@ -53,14 +54,14 @@ def score(
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
     from fp4graph.lab.runs.progress import best_table, effects_table, trial_table
-    from fp4graph.lab.sweeps.results import effects_json, to_csv, to_json
+    from fp4graph.lab.sweeps.results import to_csv, to_json
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
             raise Error(f"--export {path}: write .csv or .json")
         write(path, to_csv(found) if path.suffix == ".csv" else to_json(found))
     if as_json:
-        say((effects_json(found) if choices else to_json(found)).rstrip("\n"))
+        say(to_json(found, choices=choices).rstrip("\n"))
         return
     console = wide_console()
     for one in found:
@@ -97,14 +98,13 @@ def pareto(
     say(str(output))
 
 
-def read(sources: list[str], only: list[str] | None) -> list[Any]:
+def read(sources: list[str], only: list[str] | None) -> list[Results]:
     """Return the results of all sweeps in ``sources``, or of those named; raise an Error if there is no such sweep."""
     needs("optuna", "sweeps are read by Optuna", "sweep")
     import optuna
 
     import fp4graph
     from fp4graph.lab.sweeps import database
-    from fp4graph.lab.sweeps.results import results
     from fp4graph.lab.sweeps.study import Study
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -123,5 +123,5 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
             made, here = study.manifest.fp4graph, fp4graph.__version__
             if made != here:
                 warn(f"study {name!r} was made by fp4graph {made}; this is {here}")
-            found.append(results(study))
+            found.append(study.results())
     return found

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -12,7 +17,7 @@ from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.sweeps.score import Rule
+from fp4graph.lab.sweeps.results import Rule
 
 
 @run_options
@@ -49,10 +54,10 @@ def sweep(
     from fp4graph.lab.runs.run import Run
     from fp4graph.lab.sweeps.database import url_of
     from fp4graph.lab.sweeps.pareto import png
-    from fp4graph.lab.sweeps.results import Results, results, to_csv, to_json
+    from fp4graph.lab.sweeps.results import to_csv, to_json
     from fp4graph.lab.sweeps.space import load_space
     from fp4graph.lab.sweeps.study import Manifest, Study
-    from fp4graph.lab.sweeps.workers import Job, Workers, interrupts
+    from fp4graph.lab.sweeps.workers import Job, Workers
     from fp4graph.lab.tasks import task_named
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -84,7 +89,7 @@ def sweep(
         for now, events in running.watch(lambda: bool(asked)):
             progress.show(now, events)
 
-    found: Results = results(made)
+    found = made.results()
     write(folder / "results.csv", to_csv([found]))
     write(folder / "results.json", to_json([found]))
     console.print(best_table(found, score_rule))
@@ -102,6 +107,33 @@ def sweep(
         raise typer.Exit(130)
     if done < trials:
         console.print(f"the space has no more configurations: {done} results")
+
+
+@contextmanager
+def interrupts() -> Iterator[list[float]]:
+    """Yield a list that is empty until the first Ctrl-C or SIGTERM, which tells the user.
+
+    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would leave a wrong session or list of trials, through which
+    the running trials must still be taken back. A further signal, a second or more later, raises it, for users who do
+    not wait for a database that is away.
+    """
+    asked: list[float] = []
+
+    def note(*_: object) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            with suppress(OSError):  # past Python's buffers, which the signal may have interrupted
+                os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
+        elif asked[-1] - asked[0] >= 1:  # one that is pressed twice is meant once
+            raise KeyboardInterrupt
+
+    noted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in noted}  # a shell's background jobs ignore SIGINT
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def export(study: Any, number: int, folder: Path) -> Path:

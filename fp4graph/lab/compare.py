@@ -86,15 +86,7 @@ def compare(
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
         needs(package, f"the result is written by means of {package}", "analysis")
     loaded, numbers = _policies(policies, baseline), _seeds(seeds)
-    _require_arguments(train)
-    if type(processes) is not int or processes < 1:
-        raise Error(f"processes is a whole number of at least 1; got {processes!r}")
-    if processes > 1:
-        try:
-            pickle.dumps(train)
-        except Exception as error:
-            what = "processes= needs a train() that other processes can import, at the top of a module"
-            raise Error(f"{what}: {error}") from error
+    _require_fit(train, processes)
     place = Path(folder) if folder is not None else Path("runs") / f"compare-{name_of(train).rpartition(':')[2]}"
     with recording(place.absolute(), train, loaded) as record:
         job = _Job(train, loaded, numbers, record, statistics)
@@ -110,18 +102,23 @@ def compare(
     return job.result()
 
 
-def _require_arguments(train: Train) -> None:
-    """Raise Error where a training cannot be called with a policy, a seed and a log."""
+def _require_fit(train: Train, processes: int) -> None:
+    """Raise an Error where a training cannot be called with a policy, a seed and a log, or not in other processes."""
     if not callable(train):
         raise Error(f"compare calls a function as train(policy, seed, log); got {train!r:.80}")
+    if type(processes) is not int or processes < 1:
+        raise Error(f"processes is a whole number of at least 1; got {processes!r}")
     try:
-        signature = inspect.signature(train, follow_wrapped=False)
+        inspect.signature(train, follow_wrapped=False).bind("policy", 0, print)
     except ValueError:  # nothing is known of its arguments
-        return
-    try:
-        signature.bind("policy", 0, print)
+        pass
     except TypeError as error:
         raise Error(f"compare calls {name_of(train)} as train(policy, seed, log): {error}") from None
+    try:
+        pickle.dumps(train if processes > 1 else None)
+    except Exception as error:
+        what = "processes= needs a train() that other processes can import, at the top of a module"
+        raise Error(f"{what}: {error}") from error
 
 
 class _Job:
@@ -143,8 +140,7 @@ class _Job:
 
     def train(self, processes: int) -> None:
         """Do the runs that have not ended, one after the other or in processes, and show a table and a bar."""
-        pending, written = self.pending, time.monotonic()
-        console = self._console
+        pending, written, console = self.pending, time.monotonic(), self._console
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
         total = len(self._policies) * len(self._seeds)
@@ -231,9 +227,9 @@ class _Job:
 
 def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
     """Return the policies with the baseline first."""
-    given = [name.strip() for name in policies.split(",")] if isinstance(policies, str) else list(policies)
+    named = [name.strip() for name in policies.split(",")] if isinstance(policies, str) else policies
     loaded, faults = [], []
-    for policy in (baseline, *filter(None, given)):
+    for policy in (baseline, *filter(None, named)):
         try:
             loaded.append(load_policy(policy))
         except Error as error:

@@ -38,15 +38,13 @@ def cut_torn_line(file: Path) -> None:
 
 
 def read(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every whole line; raise an Error for one that is not JSON."""
-    with file.open("rb") as lines:
+    """Yield the number and the content of every whole line, if there is a file; raise an Error for one not in JSON."""
+    with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
         for number, text in enumerate(lines, 1):
             if text.endswith(b"\n"):
                 try:
                     content = json.loads(text)
                 except ValueError:
-                    raise Error(
-                        f"{file}:{number} is not JSON; it was damaged, or something else wrote it; delete this line to "
-                        "read the rest"
-                    ) from None
+                    remedy = "it was damaged, or something else wrote it; delete this line to read the rest"
+                    raise Error(f"{file}:{number} is not JSON; {remedy}") from None
                 yield number, content

@@ -1,11 +1,12 @@
-"""One HTML page about one run: its curves, its sites, what quantization does to them. It refers to nothing outside."""
+"""HTML pages that refer to nothing outside: the frame of all pages, and the page about one run."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,13 @@ from typing import Any
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.pages import rendered
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.pictures.style import LABELS, svg
 from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run
 from fp4graph.lab.statistics import storage
-from fp4graph.lab.statistics.storage import Measurement, Recorded
+from fp4graph.lab.statistics.storage import Recorded
 
-#: The pictures of the page, in its order. Their docstrings are its titles and texts.
+#: The pictures of the page, in its order. Their docstrings are its titles.
 PICTURES = (
     plots.snr, plots.decomposition, plots.shares, plots.scales, plots.gradients, plots.oscillation, plots.trajectories,
     plots.confidence, plots.latent, plots.rates_of_change, plots.flips,
@@ -36,12 +36,24 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+def rendered(template: str, **values: Any) -> str:
+    """Return a page of this package, filled with ``values``."""
+    import jinja2
+
+    loader = jinja2.PackageLoader("fp4graph", "lab")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made = f"Written on {date.today():%Y-%m-%d} by fp4graph {version('fp4graph')} with torch {version('torch')}"
+    return environment.get_template(template).render(made=made, **values)
+
+
 def write_report(directory: str | PathLike[str], output: str | PathLike[str] | None = None) -> Path:
     """Write the report of the run or the statistics in ``directory`` to ``report.html`` there, or to ``output``.
 
     Raises:
-        Error: there is no run, its files are damaged, or the report cannot be written.
+        Error: there is no run, its files are damaged, the report cannot be written, or a package is not installed.
     """
+    for package in ("matplotlib", "jinja2", "pandas"):
+        needs(package, f"the report is written by means of {package}", "analysis")
     directory = Path(directory)
     if not directory.exists():
         raise Error(f"{directory}: there is no such folder")
@@ -53,26 +65,22 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
             f"{directory}: no run and no statistics there; fp4graph train writes the one, "
             "fp4graph.lab.Statistics the other"
         )
-    pictures = []
-    for draw in PICTURES:
-        if recorded is not None and (made := draw(recorded)) is not None:
-            title, _, text = inspect.cleandoc(draw.__doc__ or "").partition("\n")
-            pictures.append({"name": draw.__name__, "title": title, "text": text, "svg": svg(made, draw.__name__)})
+    drawn = {draw: picture for draw in PICTURES if recorded and (picture := draw(recorded)) is not None}
     curves = {"losses": plots.losses(metrics), "metrics": plots.other_metrics(metrics)}
     asked, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
-    policy = (recorded.header.get("policy") if recorded is not None else None) or asked.get("policy")
-    shown = {name.replace("_", " "): value for name in _SETTINGS if (value := settings.get(name)) is not None}
+    policy = (recorded.header.get("policy") if recorded else None) or asked.get("policy")
     page = rendered(
         "report.html.jinja",
         task=asked.get("task") or directory.resolve().name,
         policy=Path(policy).stem if isinstance(policy, str) else "a policy of its own",
         run=run,
-        settings={name: f"{value:g}" if isinstance(value, float) else value for name, value in shown.items()},
+        settings={name: value for name in _SETTINGS if (value := settings.get(name)) is not None},
         outcome=outcome,
-        cards=_cards(outcome, metrics, recorded),
-        curves=[svg(made, name) for name, made in curves.items() if made is not None],
-        pictures=pictures,
-        table=_table(recorded) if recorded is not None and recorded.rows else None,
+        losses=[row for row in metrics if row.get("validation_loss") is not None],
+        names=LABELS,
+        curves=[svg(picture, name) for name, picture in curves.items() if picture is not None],
+        pictures=[(draw.__name__, inspect.getdoc(draw), svg(made, draw.__name__)) for draw, made in drawn.items()],
+        table=_table(recorded) if recorded and recorded.rows else None,
         recorded=recorded,
         directory=directory,
     )
@@ -81,59 +89,34 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     return path
 
 
-def _cards(
-    outcome: Measurement | None, metrics: Sequence[Measurement], recorded: Recorded | None
-) -> list[tuple[str, str, str]]:
-    """Return the values that stand out, each with its meaning and its place."""
-    cards: list[tuple[str, str, str]] = []
-    losses = [row for row in metrics if row.get("validation_loss") is not None]
-    if outcome is not None and outcome.get("diverged"):
-        cards.append(("diverged", "the loss became NaN or infinite", f"at step {outcome.get('steps'):,}"))
-    elif losses:
-        best, last = min(losses, key=lambda row: row["validation_loss"]), losses[-1]
-        where = "which is the best" if best is last else f"best {best['validation_loss']:.4g} at step {best['step']:,}"
-        when = "at the end" if outcome is not None else f"at step {last['step']:,}"
-        cards.append((f"{last['validation_loss']:.4g}", f"validation loss {when}", where))
-    if outcome is not None and outcome.get("complexity") is not None:
-        quantized = f"{outcome.get('quantized')} of {outcome.get('sites')} matrix products quantized"
-        cards.append((f"Ω {outcome['complexity']:g}", "complexity of the recipe", quantized))
-    for column, what, form in (
-        ("snr_db", "lowest mean signal-to-noise ratio", "{:.1f} dB"),
-        ("underflowed", "largest mean share rounded to zero", "{:.0%}"),
-        ("oscillating", "largest mean share of oscillating weights", "{:.2%}"),
-    ):
-        if recorded is not None and recorded.having(column):
-            (row,) = recorded.worst(column, 1)
-            tensor, worst = LABELS.get(row["tensor"], row["tensor"]), form.format(row["worst"])
-            cards.append((form.format(row[column]), what, f"{row['site']}, {tensor}; {worst} at step {row['step']:,}"))
-    return cards
-
-
 def _table(recorded: Recorded) -> tuple[str, str]:
     """Return the sites with the values that were last recorded for each as a table, and the key to its colours."""
-    needs("pandas", "tables need pandas", "analysis")
     from pandas import DataFrame, MultiIndex
 
     shapes = {weight["site"]: "×".join(map(str, weight["shape"])) for weight in recorded.header.get("weights", ())}
-    last: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    last: dict[tuple[str, str], dict[str, Any]] = {}
     for row in recorded.rows:
-        last[row["site"]][row["tensor"]].update(row)
-    operands = [operand for operand in LABELS if any(operand in own for own in last.values())]
+        last.setdefault((row["site"], row["tensor"]), {}).update(row)
+    operands = [operand for operand in LABELS if any(tensor == operand for _, tensor in last)]
     ratios = [(f"{operand.partition('.')[0]}, dB", _SYMBOLS[operand]) for operand in operands]
-    lines = {}
-    for site in recorded.sites:
-        own = last[site]
-        quantized = [own[operand] for operand in operands]
-        lines[site] = {
+
+    def largest(site: str, tensors: Sequence[str], column: str, factor: float = 1) -> float | None:
+        values = [last.get((site, tensor), {}).get(column) for tensor in tensors]
+        return max((factor * value for value in values if value is not None), default=None)
+
+    lines = {
+        site: {
             ("", "weight"): shapes.get(site, "–"),
-            **{column: _ratio(row) for column, row in zip(ratios, quantized, strict=True)},
-            ("elements, %", "to zero"): _largest(quantized, "underflowed", 100),
-            ("elements, %", "clipped"): _largest(quantized, "saturated", 100),
-            ("weights", "confidence, %"): _largest([own["fprop.weight"]], "confidence", 100),
-            ("weights", "oscillate, %"): _largest(own.values(), "oscillating", 100),
-            ("gradient bias", "dX"): _largest([own["dgrad"]], "bias"),
-            ("gradient bias", "dW"): _largest([own["wgrad"]], "bias"),
+            **{name: _ratio(last.get((site, operand), {})) for name, operand in zip(ratios, operands, strict=True)},
+            ("elements, %", "to zero"): largest(site, operands, "underflowed", 100),
+            ("elements, %", "clipped"): largest(site, operands, "saturated", 100),
+            ("weights", "confidence, %"): largest(site, ["fprop.weight"], "confidence", 100),
+            ("weights", "oscillate, %"): largest(site, [tensor for _, tensor in last], "oscillating", 100),
+            ("gradient bias", "dX"): largest(site, ["dgrad"], "bias"),
+            ("gradient bias", "dW"): largest(site, ["wgrad"], "bias"),
         }
+        for site in recorded.sites
+    }
     table = DataFrame.from_dict(lines, orient="index")
     table.columns = MultiIndex.from_tuples(table.columns)
     snr = table[ratios].astype(float)
@@ -157,7 +140,3 @@ def _ratio(row: Mapping[str, Any]) -> float | None:
     """Return the signal-to-noise ratio in dB, infinite for a signal without an error."""
     exact = row.get("snr_db") is None and row.get("gain") is not None
     return math.inf if exact else row.get("snr_db")
-
-
-def _largest(rows: Any, column: str, factor: float = 1) -> float | None:
-    return max((factor * row[column] for row in rows if row.get(column) is not None), default=None)

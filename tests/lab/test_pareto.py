@@ -27,16 +27,14 @@ from fp4graph.lab.sweeps.pareto import figure, png
 from fp4graph.lab.sweeps.results import (
     Effect,
     Results,
+    Trial,
     best,
     effects,
-    effects_json,
     frontier,
     reference_loss,
-    scored,
     to_csv,
     to_json,
 )
-from fp4graph.lab.sweeps.trial import Trial
 
 RULES = ("text", "table")
 
@@ -59,8 +57,7 @@ def trial(number: int, loss: float | None, complexity: float, family: str = "e8m
 
 
 def made(trials: Sequence[Trial], name: str = "digits") -> Results:
-    reference = reference_loss(trials)
-    return Results(name, "digits", reference, tuple(scored(t, reference) for t in trials))
+    return Results.of(name, "digits", trials)
 
 
 BASELINES = [trial(0, 2.0, 0, "Adam", kind="baseline", summary="Adam"),
@@ -241,7 +238,7 @@ def test_what_each_choice_came_to() -> None:
         Effect("e8m0", "optimizer", "adam", 2, 0, 2.0, 1.0),
         Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
     ]
-    data = json.loads(effects_json([found]))["choices"]
+    data = json.loads(to_json([found], choices=True))["choices"]
     assert [(one["choice"], one["median"], one["best"]) for one in data][1:] == [
         ("up", 1.5, 1.0),
         ("adam", 2.0, 1.0),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,11 +14,18 @@ import torch
 from typer.testing import CliRunner
 
 from fp4graph.lab import reconstruction_error
-from fp4graph.lab.pictures import figures
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 
-def test_the_error_of_nvfp4_by_hand():
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script behind the figures."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "findings"))
+    monkeypatch.delitem(sys.modules, "figures", raising=False)
+    return importlib.import_module("figures")
+
+
+def test_the_error_of_nvfp4_by_hand(figures):
     """Encode scales: s = 6/max to E4M3, x → Q(s·x)/s."""
     x = figures.gaussian(8, 64, seed=3)
     blocks = x.numpy().reshape(-1, 16)
@@ -25,7 +37,7 @@ def test_the_error_of_nvfp4_by_hand():
     assert normwise == pytest.approx(np.linalg.norm(error) / np.linalg.norm(blocks), rel=1e-6)
 
 
-def test_the_softmax_makes_scales_too_small_to_clip():
+def test_the_softmax_makes_scales_too_small_to_clip(figures):
     """Z = log Σ exp(β·abs(x))/β ≥ max: at β = 1 far above it, at β = 320 nearly it."""
     x = figures.gaussian(16, 64)
     spec = QuantSpec("e2m1", 16, ScaleSpec("fp32", "nearest_even", "encode"))
@@ -46,7 +58,7 @@ def test_zeros_have_no_relative_error():
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_figures_metric(tmp_path, monkeypatch):
+def test_the_figures_metric(figures, tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: x)
@@ -67,7 +79,7 @@ def test_the_figures_metric(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
-def test_the_figures(name, tmp_path, monkeypatch):
+def test_the_figures(figures, name, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))
     result = CliRunner().invoke(figures.app, [name, "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -12,7 +12,7 @@ import pytest
 
 import fp4graph.lab.sweeps
 from fp4graph.graph.plan import plan_site
-from fp4graph.lab.sweeps.space import load_space
+from fp4graph.lab.sweeps.space import Assignment, Space, load_space
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
@@ -68,8 +68,7 @@ def test_printed_rows_are_configurations_of_the_printed_complexity(name: str, ta
                    if parameter in plain}  # fmt: skip
         chosen = {**plain, **spelled, "underflow": row["nan_mode"]}
         assert space.contains(chosen)
-        policy = space.configuration(chosen).policy
-        assert policy is not None
+        policy = policy_of(space, chosen)
         (rule,) = (rule for rule in policy.rules if rule.quantizes)
         assert {spec.scale.zero for spec in rule.specs.values() if spec} == {row["nan_mode"]}
         if "complexity points" not in row["misprint"]:
@@ -79,33 +78,22 @@ def test_printed_rows_are_configurations_of_the_printed_complexity(name: str, ta
 @pytest.mark.parametrize("name", ["e8m3", "ue5m3"])
 def test_the_plain_configuration_is_the_shipped_pure_policy(name: str) -> None:
     space = load_space(name)
-    plain = space.configuration(next(iter(space.assignments()))).policy
-    assert plain is not None
-    assert specs(plain) == specs(load_policy(name))
+    assert specs(policy_of(space, next(iter(space.assignments())))) == specs(load_policy(name))
 
 
 def test_what_is_best_in_table_8_is_the_shipped_recipe() -> None:
     space = load_space("ue5m3")
     plain = next(iter(space.assignments()))
-    best = {
-        "underflow": "to_one",
-        "optimizer": "stablespam",
-        "tensor scaling": "with",
-        "stochastic rounding": "backward",
-    }
-    policy, shipped = space.configuration({**plain, **best}).policy, load_policy("ue5m3-best")
-    assert policy is not None
+    best = {"underflow": "to_one", "optimizer": "stablespam", "tensor scaling": "with"}
+    best["stochastic rounding"] = "backward"
+    policy, shipped = policy_of(space, {**plain, **best}), load_policy("ue5m3-best")
     assert specs(policy) == specs(shipped)
     assert set(policy.techniques) == set(shipped.techniques)
 
 
 def test_the_cells_of_tetrajets_table_5() -> None:
     space = load_space("tetrajet-backward")
-    cells = {}
-    for assignment in space.assignments():
-        policy = space.configuration(assignment).policy
-        assert policy is not None
-        cells[tuple(assignment.values())] = specs(policy)
+    cells = {tuple(chosen.values()): specs(policy_of(space, chosen)) for chosen in space.assignments()}
     switches = [
         ("stochastic", "deterministic"), ("double quantization", "microscaling"), ("truncation-free", "microscaling"),
     ]  # fmt: skip
@@ -126,9 +114,7 @@ def test_the_hyperparameters_of_tetrajets_tables_8_to_10() -> None:
         space, wanted = load_space(name), {"q_ema": ("beta",), "q_ramping": ("k1", "k2")}[technique]
         found: list[tuple[object, ...] | None] = []
         for assignment in space.assignments():
-            policy = space.configuration(assignment).policy
-            assert policy is not None
-            mine = [t for t in policy.techniques if t.name == technique]
+            mine = [t for t in policy_of(space, assignment).techniques if t.name == technique]
             found.append(tuple(getattr(mine[0], option) for option in wanted) if mine else None)
         return found
 
@@ -136,6 +122,12 @@ def test_the_hyperparameters_of_tetrajets_tables_8_to_10() -> None:
     assert options("tetrajet-qema", "q_ema") == [None, *((beta,) for beta in sorted(table8 | table9))]
     table10 = [(16, 3), (16, 4), (16, 5), (16, 6), (16, 7), (16, 8), (8, 5), (12, 5), (20, 5)]
     assert options("tetrajet-qramping", "q_ramping") == [None, *table10]
+
+
+def policy_of(space: Space, assignment: Assignment) -> Policy:
+    policy = space.configuration(assignment).policy
+    assert policy is not None
+    return policy
 
 
 def specs(policy: Policy) -> dict[Operand, QuantSpec]:

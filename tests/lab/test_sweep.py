@@ -24,16 +24,15 @@ import pytest
 from optuna.storages import RDBStorage
 
 import fp4graph
-from fp4graph.commands.sweep import sweep
+from fp4graph.commands.score import read
+from fp4graph.commands.sweep import interrupts, sweep
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps import database
 from fp4graph.lab.sweeps import workers as workers_module
-from fp4graph.lab.sweeps.results import results
 from fp4graph.lab.sweeps.space import Space, load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
-from fp4graph.lab.sweeps.sweep import propose, work
-from fp4graph.lab.sweeps.workers import Job, Workers, interrupts
+from fp4graph.lab.sweeps.workers import Job, Workers, propose, work
 from tests.helpers.processes import IMPORTS, PATIENCE
 from tests.helpers.processes import run as run_process
 from tests.lab import toy
@@ -97,8 +96,15 @@ def url(folder: Path) -> str:
     return f"sqlite:///{folder / 'sweep.db'}"
 
 
-def make(url: str, space: Space, *, run: Run = RUN, patience: float = 60.0, pruner: str = "none") -> Study:
-    return Study.create(url, "s", Manifest.of(space, run.to_json(), patience), pruner)
+def make(
+    url: str, space: Space, *, run: Run = RUN, patience: float = 60.0, pruner: str = "none", name: str = "s"
+) -> Study:
+    return Study.create(url, name, Manifest.of(space, run.to_json(), patience), pruner)
+
+
+def one_worker(url: str, folder: Path, study: Study, target: int, objective: Any) -> Workers:
+    job = Job(url, "s", target, "random", "none", "cpu", str(folder), workers=1, objective=objective)
+    return Workers(job, study)
 
 
 def claimed(study: Study, space: Space) -> optuna.Trial:
@@ -127,10 +133,10 @@ def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url: str, tab
     assert {t.state for t in trials} == {"complete"}
     assert len({t.key for t in trials}) == 8
 
-    other = Study.create(url, "again", Manifest.of(table10, RUN.to_json(), 60.0))
+    other = make(url, table10, name="again")
     work(other, table10, 8, objective=toy.objective)
     assert [t.key for t in other.trials()] == [t.key for t in trials]
-    seeded = Study.create(url, "seeded", Manifest.of(table10, dataclasses.replace(RUN, seed=1).to_json(), 60.0))
+    seeded = make(url, table10, name="seeded", run=dataclasses.replace(RUN, seed=1))
     work(seeded, table10, 8, objective=toy.objective)
     assert len({t.key for t in seeded.trials()} & {t.key for t in trials}) == 4  # baselines and pure ones
 
@@ -197,12 +203,8 @@ def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(
     # Failed ones are run again on request.
     assert study.excuse_failed() == 6
     work(make(url, small), small, 1000, objective=lambda run, report: toy.objective(_healed(run), report))
-    assert Counter(trial.state for trial in study.trials()) == {
-        "complete": 13,
-        "diverged": 6,
-        "refused": 6,
-        "withdrawn": 6,
-    }
+    healed = Counter(trial.state for trial in study.trials())
+    assert healed == {"complete": 13, "diverged": 6, "refused": 6, "withdrawn": 6}
 
 
 @pytest.mark.slow
@@ -273,8 +275,8 @@ def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: st
     assert pruned
     assert {trial.kind for trial in pruned} == {"trial"}
     assert all(len(trial.reports) < 4 and trial.loss == trial.reports[-1] for trial in pruned)
-    assert all(s.scores["table"] is None for s in results(study).trials if s.trial.state == "pruned")
-    other = Study.create(url, "h", Manifest.of(table10, RUN.to_json(), 60.0), "hyperband")
+    assert all(s.scores["table"] is None for s in study.results().trials if s.trial.state == "pruned")
+    other = make(url, table10, name="h", pruner="hyperband")
     work(other, table10, 7, objective=worsening)
     assert len(counted(other)) == 7
 
@@ -358,12 +360,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: 
         assert claim is not None
         study.lose(claim.number)
     work(study, table10, 5, objective=toy.objective)
-    assert [trial.state for trial in study.trials()] == [
-        *["complete"] * 3,
-        *["lost"] * 3,
-        "failed",
-        "complete",
-    ]
+    assert [trial.state for trial in study.trials()] == [*["complete"] * 3, *["lost"] * 3, "failed", "complete"]
     assert study.trials()[6].key == fatal.key
     assert study.trials()[6].result["reason"] == "its worker's process ended 3 times while it ran"
 
@@ -372,23 +369,19 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: 
 @pytest.mark.process
 def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
-    job = Job(url, "s", 10, "random", "none", "cpu", str(tmp_path), workers=1, objective=_not_there)
-    with Workers(job, study) as workers, pytest.raises(Error, match=r"worker 0 ended \(exit status 1\).*worker-0.log"):
-        list(workers.watch())
-    job = Job(url, "s", 10, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.broken_baseline)
-    with (
-        Workers(job, study) as workers,
-        pytest.raises(Error, match=r"the baseline 'Adam' failed.*no data; put it there"),
+    for objective, says in (
+        (_not_there, r"worker 0 ended \(exit status 1\).*worker-0.log"),
+        (toy.broken_baseline, r"the baseline 'Adam' failed.*no data; put it there"),
     ):
-        list(workers.watch())
+        with one_worker(url, tmp_path, study, 10, objective) as workers, pytest.raises(Error, match=says):
+            list(workers.watch())
 
 
 @pytest.mark.long
 @pytest.mark.process
 def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
-    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
-    with Workers(job, study) as workers:
+    with one_worker(url, tmp_path, study, 3, toy.objective) as workers:
         (worker,) = workers._running.values()
         os.kill(worker.process.pid, signal.SIGINT)  # as it begins to import
         events = [event for _, some in workers.watch() for event in some]
@@ -427,8 +420,7 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(
 def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
     """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
     study = make(url, table10)
-    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.slow)
-    with interrupts() as asked, Workers(job, study) as workers:
+    with interrupts() as asked, one_worker(url, tmp_path, study, 3, toy.slow) as workers:
         for trials, events in workers.watch(lambda: bool(asked)):
             assert not events
             if any(trial.state == "running" for trial in trials):
@@ -615,7 +607,7 @@ def _check_export(study: Study, where: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_restarted_in_between_costs_nothing(postgres: Any, table10: Space) -> None:
-    study = Study.create(postgres.url, "restarted", Manifest.of(table10, RUN.to_json(), 60.0))
+    study = make(postgres.url, table10, name="restarted")
 
     def objective(run: Run, report: Callable[[int, float], None]) -> Outcome:
         if len(study.trials()) == 3 and run.steps == 1:
@@ -644,7 +636,7 @@ def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table1
     here = re.escape(fp4graph.__version__)
     with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"):
         make(url, table10)
-    assert len(results(Study.open(url, "s")).trials) == 4
+    assert len(Study.open(url, "s").results().trials) == 4
     _rewrite(url, format=99)
     with pytest.raises(Error, match=r"in a form that this version.*does not know; update fp4graph"):
         Study.open(url, "s")
@@ -681,39 +673,25 @@ BAD_URLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_a_database_that_cannot_be_reached(url: str) -> None:
-    from fp4graph.commands.score import read
-
     with pytest.raises(Error, match=BAD_URLS[url]) as caught:
         read([url], None)
     assert "hunter2" not in str(caught.value)
 
 
-def test_reading_a_database_of_something_else_leaves_it_alone(folder: Path) -> None:
-    from fp4graph.commands.score import read
-
-    path = folder / "other.db"
+@pytest.mark.slow
+def test_a_database_of_something_else_is_left_alone(folder: Path, url: str) -> None:
+    path = folder / "sweep.db"
+    path.write_text("not a database" * 100)
+    with pytest.raises(Error, match=r"sweep\.db cannot be used, .*: file is not a database; see that"):
+        read([str(folder)], None)
+    path.unlink()
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("create table customers (name text)")
     before = path.read_bytes()
-    with pytest.raises(Error, match=r"other\.db holds no sweep"):
-        read([str(path)], None)
-    with pytest.raises(Error, match=r"other\.db holds no sweep"):
-        Study.open(f"sqlite:///{path}", "s")
+    for look in (lambda: read([str(path)], None), lambda: Study.open(url, "s")):
+        with pytest.raises(Error, match=r"sweep\.db holds no sweep"):
+            look()
     assert path.read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_file_that_is_no_database(folder: Path) -> None:
-    from fp4graph.commands.score import read
-
-    (folder / "sweep.db").write_text("not a database" * 100)
-    with pytest.raises(Error, match=r"sweep\.db cannot be used, .*: file is not a database; see that"):
-        read([str(folder)], None)
-
-
-def test_a_database_without_sweeps(url: str) -> None:
-    from fp4graph.commands.score import read
-
     optuna.create_study(storage=url, study_name="mine")
     with pytest.raises(Error, match=r"there is no sweep; name what fp4graph sweep wrote"):
         read([url], None)
@@ -764,8 +742,7 @@ def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
 ) -> None:
     monkeypatch.setattr(workers_module, "HURRIED", 0.5)
     study = make(url, table10)
-    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
-    with Workers(job, study):
+    with one_worker(url, tmp_path, study, 3, toy.objective):
         study.storage.engine.dispose()
         Path(url.removeprefix("sqlite:///")).write_bytes(b"no database any more" * 100)
         started = time.monotonic()

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.model.explain import explain
-from fp4graph.model.listening import listening
+from fp4graph.model.listening import Silent, listening
 from fp4graph.model.runtime import require_runtime
 from fp4graph.policy import Policy, load_policy
 
@@ -55,13 +54,10 @@ class _Unchecked(BaseException):
 
 
 class _Called(BaseException):
-    """Ends the first call of a model; no Exception, so that no training catches it."""
-
-    def __init__(self, problem: Error | None) -> None:
-        self.problem = problem
+    """Ends the first call of a model, with a problem or None; no Exception, so that no training catches it."""
 
 
-class _Probe:
+class _Probe(Silent):
     """Looks at the first call of an applied model, in the place of that call."""
 
     heard = False
@@ -72,15 +68,9 @@ class _Probe:
 
         def intercept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             runtime.intercept = None  # the captures copy the model
-            try:
-                _require_fit(runtime.root, runtime.policy, args, kwargs)
-            except Error as error:
-                raise _Called(error) from None
-            raise _Called(None)
+            raise _Called(_problem(runtime.root, runtime.policy, args, kwargs))
 
         runtime.intercept = intercept
-
-    def prepared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 def _first_call(train: Train, policy: Policy, seed: int) -> None:
@@ -97,8 +87,9 @@ def _first_call(train: Train, policy: Policy, seed: int) -> None:
             call(train, policy, seed, Log(Path(folder), stop))
             ended = "train() returned without a call of the applied model"
         except _Called as first:
-            if first.problem is not None:
-                raise first.problem from None
+            (problem,) = first.args
+            if problem is not None:
+                raise Error(problem) from None
             return
         except Stop:
             pass
@@ -111,12 +102,13 @@ def _first_call(train: Train, policy: Policy, seed: int) -> None:
     raise _Unchecked(ended)
 
 
-def _require_fit(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _problem(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     for phase in (policy, *(phase.policy for phase in policy.phases)):
         if phase.quantizes and (problem := _fault(model, phase, args, kwargs)) is not None:
             if _fault(model, load_policy("bf16"), args, kwargs) is not None:
                 raise _Unchecked("the model cannot be captured on tensors without data, whatever the policy")
-            raise Error(problem)
+            return problem
+    return None
 
 
 def _fault(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp4graph.files import replacing, write
 from fp4graph.lab.comparison.result import Comparison, shown
-from fp4graph.lab.pages import rendered
 from fp4graph.lab.pictures import panels
 from fp4graph.lab.pictures.style import PALETTE, styled, subplots, svg
+from fp4graph.lab.report import rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,7 @@ def write_all(result: Comparison) -> None:
     Raises:
         Error: a file cannot be written.
     """
+    import matplotlib as mpl
     import pandas as pd
 
     frame = pd.DataFrame(result.rows, dtype=object)  # in which a count beside None stays whole
@@ -30,23 +31,16 @@ def write_all(result: Comparison) -> None:
     write(result.folder / "table.csv", frame.to_csv(index=False))
     write(result.folder / "table.tex", as_tex(cells))
     picture = losses(result)
-    if picture is not None:
-        import matplotlib as mpl
-
-        for kind in ("svg", "pdf"):
-            with mpl.rc_context({"pdf.fonttype": 42}), replacing(result.folder / f"loss.{kind}") as file:  # TrueType
-                picture.savefig(file, format=kind)
-    others = [policy.name for policy in result.policies if policy.name != result.baseline]
+    for kind in ("svg", "pdf") if picture is not None else ():
+        with mpl.rc_context({"pdf.fonttype": 42}), replacing(result.folder / f"loss.{kind}") as file:  # TrueType
+            picture.savefig(file, format=kind)  # type: ignore[union-attr]
     page = rendered(
         "compare.html.jinja",
         result=result,
         rows=cells,
-        verdict=result.verdict.split("\n"),
         curves=None if picture is None else svg(picture, "losses"),
         subtracted=picture is not None and len(picture.axes) > 1,
-        worst=[(name, rows) for name in others if (rows := result.worst(name))],
-        failed=[run for run in result.runs if run["state"] != "finished"],
-        planned=len(result.policies) * len(result.seeds),
+        worst=[(name, rows) for name in result.others if (rows := result.worst(name))],
     )
     write(result.folder / "report.html", page)
 
@@ -57,37 +51,31 @@ def losses(result: Comparison) -> Figure | None:
 
     Lines are means over seeds, bands reach from the lowest to the highest. None where no loss was logged.
     """
-    curves = {name: panels.gathered(_points(result, name)) for name in (policy.name for policy in result.policies)}
-    curves = {name: curve for name, curve in curves.items() if curve}
+    colors = dict(zip(result.others, PALETTE * len(result.others), strict=False)) | {result.baseline: "#333333"}
+    points: dict[str, list[tuple[int, float | None]]] = {name: [] for name in (result.baseline, *result.others)}
+    for run in result.runs:
+        points[run["policy"]] += run["curve"]
+    curves = {name: curve for name in points if (curve := panels.gathered(points[name]))}
+    differences = {name: curve for name in result.others if (curve := panels.gathered(_differences(result, name)))}
     if not curves:
         return None
-    others = [policy.name for policy in result.policies if policy.name != result.baseline]
-    colors = {result.baseline: "#333333"} | {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
-    differences = {name: panels.gathered(_differences(result, name)) for name in others}
-    differences = {name: curve for name, curve in differences.items() if curve}
     rows, height = (2, 5.0) if differences else (1, 3.2)
     shape: dict[str, Any] = {"squeeze": False, "sharex": True, "height_ratios": (3, 2)[:rows]}
     picture, panes = subplots(height, rows, width=4.6, **shape)  # inches, two thirds of a text's width
+    above, below = panes[0][0], panes[-1][0]
     for name, curve in curves.items():
-        panels.band(panes[0][0], curve, colors[name], name, dashed=name == result.baseline)
-    panels.loss_scale(panes[0][0], [loss for curve in curves.values() for values in curve.values() for loss in values])
+        panels.band(above, curve, colors[name], name, dashed=name == result.baseline)
+    panels.loss_scale(above, [loss for curve in curves.values() for values in curve.values() for loss in values])
     for name, curve in differences.items():
-        panels.band(panes[-1][0], curve, colors[name], name)
+        panels.band(below, curve, colors[name], name)
     if differences:
-        panes[-1][0].axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
-        panes[-1][0].set_ylabel(f"minus {result.baseline}")
-    panes[0][0].set_xlabel("")
-    panes[-1][0].set_xlabel("step")
+        below.axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
+        below.set_ylabel(f"minus {result.baseline}")
+    above.set_xlabel("")
+    below.set_xlabel("step")
     seeds = len(result.seeds)
-    panes[0][0].legend(title=f"mean of {seeds} seeds, shaded: range" if seeds > 1 else None, title_fontsize=8.5)
+    above.legend(title=f"mean of {seeds} seeds, shaded: range" if seeds > 1 else None, title_fontsize=8.5)
     return picture
-
-
-def _points(result: Comparison, policy: str) -> Iterator[tuple[int, float | None]]:
-    """Yield the points of the curves of a policy's runs."""
-    for run in result.runs:
-        if run["policy"] == policy:
-            yield from run["curve"]
 
 
 def _differences(result: Comparison, policy: str) -> Iterator[tuple[int, float | None]]:

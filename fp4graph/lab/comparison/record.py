@@ -77,7 +77,7 @@ class Record:
         self.runs: dict[tuple[str, int], Line] = {}
         self.timings: dict[str, Line] = {}
         self.header: Line = {}
-        for number, line in jsonlines.read(self._file) if self._file.exists() else ():
+        for number, line in jsonlines.read(self._file):
             if line.get("format") == FORMAT and line.get("version") == VERSION:
                 self.header = line
             elif not self.header or not {"policy", "kind"} <= line.keys():
@@ -90,11 +90,7 @@ class Record:
         return self.runs.get((policy.name, seed), {}).get("state") in ("finished", "diverged")
 
     def add(self, line: Line) -> None:
-        """Write a run or a timing.
-
-        Raises:
-            Error: the disk is full, say; the former lines are as they were.
-        """
+        """Write a run or a timing; raise an Error, with the former lines as they were, where the disk is full, say."""
         try:
             jsonlines.append(self._file, [finite(line)])
         except OSError as error:
@@ -140,9 +136,11 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
         record = Record(folder)
         name, source = name_of(train), _source_of(train)
         record.require_same(name, source, policies)
-        here = f"process {os.getpid()} on {socket.gethostname()}"
-        versions = {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()}
-        machine = {"processor": platform.machine(), "threads": torch.get_num_threads()}
-        about = {"format": FORMAT, "version": VERSION, "train": name, "source": source}
-        jsonlines.append(folder / RUNS, [about | {"process": here, "versions": versions, "machine": machine}])
+        about = {
+            "format": FORMAT, "version": VERSION, "train": name, "source": source,
+            "process": f"process {os.getpid()} on {socket.gethostname()}",
+            "versions": {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()},
+            "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        }  # fmt: skip
+        jsonlines.append(folder / RUNS, [about])
         yield record

@@ -70,6 +70,11 @@ class Comparison:
         return [run["loss"] - losses[run["seed"]] for run in self.of(policy) if run["seed"] in losses]
 
     @property
+    def others(self) -> list[str]:
+        """The names of the policies beside the baseline."""
+        return [policy.name for policy in self.policies if policy.name != self.baseline]
+
+    @property
     def metrics(self) -> list[str]:
         """The names of the metrics beside the loss."""
         return list(dict.fromkeys(name for run in self.runs for name in run["metrics"]))
@@ -89,18 +94,17 @@ class Comparison:
         losses = [run["loss"] for run in finished]
         differences = [] if policy.name == self.baseline else self.differences(policy.name, self.baseline)
         mean, half = paired(differences) if differences else (None, None)
-        known = half is not None and mean is not None
-        runs = [run for run in self.runs if run["policy"] == policy.name]
-        model: Row = next((run["model"] for run in runs if run["model"]), {})
+        low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
+        model: Row = next((run["model"] for run in self.runs if run["policy"] == policy.name and run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
         beside = [timing["baseline_ms_per_step"] for timing in self.timings.values()]  # times of the baseline
         return {
             "policy": policy.name,
-            "loss": fmean(losses) if losses else None,
+            "loss": _mean(losses),
             "deviation": stdev(losses) if len(losses) > 1 else None,
             "difference": mean,
-            "low": mean - half if known else None,  # type: ignore[operator]
-            "high": mean + half if known else None,  # type: ignore[operator]
+            "low": low,
+            "high": high,
             **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
             "complexity": policy.complexity,
             "ms_per_step": None if ratio is None else ratio * median(beside),
@@ -128,45 +132,44 @@ class Comparison:
             return ""
         best, *others = sorted(rows, key=lambda row: row["difference"])
         alike = []
-        for row in others:
-            mean, half = paired(self.differences(row["policy"], best["policy"]) or [0.0])
+        for name in (row["policy"] for row in others):
+            mean, half = paired(self.differences(name, best["policy"]) or [0.0])
             if half is None or mean - half <= 0:
-                alike.append(row)
+                alike.append(name)
         lowest = f"{best['policy']} has the lowest loss ({_signed(best['difference'])})"
         text = f"Among the policies beside {self.baseline}, {lowest}."
         if not alike:
             return text + " The loss of every other one is measurably higher."
-        names = ", ".join(row["policy"] for row in alike)
         tell = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
-        return f"{text} {tell} tell it from {names}."
+        return f"{text} {tell} tell it from {', '.join(alike)}."
 
     def _about(self, row: Row) -> str:
         """Say of one policy whether its loss differs from the baseline's."""
-        name, mean, pairs = row["policy"], row["difference"], len(self.differences(row["policy"], self.baseline))
-        text = f"{name}: "
+        sentences, mean, pairs = [], row["difference"], len(self.differences(row["policy"], self.baseline))
         if row["low"] is not None:
             half = row["high"] - mean
             low, middle, high = (_signed(row[column], half) for column in ("low", "difference", "high"))
             interval = f"95 % interval {low} to {high}, {pairs} seeds"
             if half == mean == 0:
-                text += f"its losses are the baseline's, in all {pairs} seeds."
+                sentences += [f"its losses are the baseline's, in all {pairs} seeds."]
             elif abs(mean) > half:
-                text += f"its loss is {'higher' if mean > 0 else 'lower'} by {middle[1:]} ({interval})."
+                sentences += [f"its loss is {'higher' if mean > 0 else 'lower'} by {middle[1:]} ({interval})."]
             else:
-                text += (
-                    f"{pairs} seeds are too few to tell it from {self.baseline}: the difference is {middle} "
-                    f"({interval}). A difference of less than {half:.2g} takes more seeds to see."
-                )
+                few = f"{pairs} seeds are too few to tell it from {self.baseline}"
+                sentences += [f"{few}: the difference is {middle} ({interval})."]
+                sentences += [f"A difference of less than {half:.2g} takes more seeds to see."]
         elif mean is not None:
-            text += f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three."
+            chance = "one seed cannot tell whether that is chance; use three"
+            sentences += [f"the difference is {_signed(mean)}, and {chance}."]
         elif not row["diverged"] and not row["failed"]:
-            text += "no seed has been finished by it and the baseline."
+            sentences += ["no seed has been finished by it and the baseline."]
         if row["diverged"]:
             places = ", ".join(f"seed {seed} at step {step:,}" for seed, step in row["diverged"])
-            text += f" Its loss became NaN or infinite in {len(row['diverged'])} of {len(self.seeds)} runs: {places}."
+            count = f"{len(row['diverged'])} of {len(self.seeds)}"
+            sentences += [f"Its loss became NaN or infinite in {count} runs: {places}."]
         if row["failed"]:
-            text += f" It failed in {len(row['failed'])} of {len(self.seeds)} runs: {row['failed'][0][1]}."
-        return text.replace(":  ", ": ")
+            sentences += [f"It failed in {len(row['failed'])} of {len(self.seeds)} runs: {row['failed'][0][1]}."]
+        return f"{row['policy']}: {' '.join(sentences)}"
 
     def worst(self, policy: str) -> list[dict[str, Any]]:
         """Return the operands with the lowest signal-to-noise ratio in the last record of the first seed.
@@ -174,9 +177,7 @@ class Comparison:
         Each is a site, an operand, its ratio in dB, and the shares of its elements that are rounded to zero or clipped.
         """
         folder = self.folder / f"{policy}-{self.seeds[0]}" / "statistics"
-        if not (folder / storage.FILE).is_file():
-            return []
-        rows = storage.read(folder).having("snr_db")
+        rows = storage.read(folder).having("snr_db") if storage.find(folder) else []
         last = {(row["site"], row["tensor"]): row for row in rows}
         ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:6]
         names = ("step", "site", "snr_db", "underflowed", "saturated")
@@ -184,20 +185,23 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as a table for a terminal."""
-        drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         cells = [shown(row, self.metrics) for row in self.rows]
         for place, column in enumerate(cells[0]):
-            drawn.add_column(column, justify="right" if place else "left", no_wrap=True)
+            table.add_column(column, justify="right" if place else "left", no_wrap=True)
         for row in cells:
-            drawn.add_row(*row.values())
-        return drawn
+            table.add_row(*row.values())
+        return table
+
+    def print(self, console: Console) -> None:
+        """Print the table, the verdict and the notes."""
+        console.print(self.table())
+        for line in (*self.verdict.split("\n"), *self.notes, f"page: {self.folder / 'report.html'}"):
+            console.print(line, soft_wrap=True)
 
     def __str__(self) -> str:
         text = io.StringIO()
-        console = Console(file=text, width=160, no_color=True, highlight=False, markup=False)
-        console.print(self.table())
-        for line in (self.verdict, *self.notes, f"page: {self.folder / 'report.html'}"):
-            console.print(line, soft_wrap=True)
+        self.print(Console(file=text, width=160, no_color=True, highlight=False, markup=False))
         return text.getvalue().rstrip("\n")
 
     def to_json(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fp4graph.lab.comparison.training import Log, NoLoss, Stop, Train, call, see
 from fp4graph.lab.quantities import bits_per_weight, fp4_flops
 from fp4graph.lab.statistics.collect import Statistics
 from fp4graph.model import coverage
-from fp4graph.model.listening import listening
+from fp4graph.model.listening import Silent, listening
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
 
@@ -68,32 +68,28 @@ def train_once(
 
     log = Log(folder, look)
     (folder / TRACEBACK).unlink(missing_ok=True)  # of a former attempt
-    state, error, loss, metrics = "finished", None, math.nan, dict[str, float]()
+    error, loss, metrics = None, math.nan, dict[str, float]()
     started = time.perf_counter()
     with seeded(seed), listening(watcher):
         try:
             loss, metrics = call(train, policy, seed, log)
-            state = "finished" if math.isfinite(loss) else "diverged"
         except Stop:
-            state = "diverged"
+            pass
         except NoLoss:
             raise
         except Exception as raised:  # noqa: BLE001  # whatever the training raises is the result of this run
             frames = traceback.extract_tb(raised.__traceback__)
             place = [frame for frame in frames if not _of_a_library(frame.filename)] or frames
-            state, error = "failed", f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
+            error = f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
             with suppress(Error, UnicodeError):  # a full disk is reported by what must be written
                 write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
         finally:
             watcher.close()
     gc.collect()
-    points = log.points if log.begun or state != "failed" else []  # else they are those of a former attempt
+    points = log.points if log.begun or error is None else []  # else they are those of a former attempt
     return {
-        "kind": "run",
-        "policy": policy.name,
-        "fingerprint": policy.fingerprint,
-        "seed": seed,
-        "state": state,
+        "kind": "run", "policy": policy.name, "fingerprint": policy.fingerprint, "seed": seed,
+        "state": "failed" if error is not None else "finished" if math.isfinite(loss) else "diverged",
         "error": error,
         "step": points[-1][0] if points else 0,
         "loss": loss,
@@ -103,7 +99,7 @@ def train_once(
         "model": watcher.model,
         "note": watcher.note,
         "curve": thinned(points),
-    }
+    }  # fmt: skip
 
 
 def _of_a_library(file: str) -> bool:
@@ -121,16 +117,17 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(group[-1][0], fmean(loss for _, loss in group)) for group in groups]
 
 
-class _Watcher:
+class _Watcher(Silent):
     """Listens to a training; at its first logged step, sums up the model and attaches statistics to it."""
+
+    _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    _optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
+    _statistics: Statistics | None = None
+    model: dict[str, Any] | None = None
+    note: str | None = None
 
     def __init__(self, folder: Path, every: int | None) -> None:
         self._options: dict[str, Any] = {"every": every, "directory": folder, "metrics": METRICS}
-        self._model: Callable[[], nn.Module | None] = lambda: None
-        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
-        self._statistics: Statistics | None = None
-        self.model: dict[str, Any] | None = None
-        self.note: str | None = None
 
     def applied(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)

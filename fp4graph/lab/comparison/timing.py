@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 
 import torch
@@ -22,71 +23,77 @@ TURNS, SECONDS = 9, 120.0
 def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
     """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short.
 
-    The trainings run in two threads, of which only one is awake: they hand over to each other inside ``log``. They end
-    after :data:`TURNS` turns, or with the shorter training. Times are medians over the turns, and the ratio that of the
-    turns' ratios.
+    The trainings run in two threads, which wait inside ``log`` for their turns. They end after :data:`TURNS` turns, or
+    with the shorter training. Times are medians over the turns, and the ratio that of the turns' ratios.
 
     Raises:
         Exception: what a training raises.
     """
-    pair = _Turns(train, baseline, seed), _Turns(train, policy, seed)
+    pair = _Training(train, baseline, seed), _Training(train, policy, seed)
+    turns: list[list[float]] = []
     with seeded(seed):
-        for turns, other in zip(pair, reversed(pair), strict=True):
-            turns.other = other
-            turns.start()
-        pair[0].awake.set()
         try:
-            for turns in pair:
-                turns.join()
+            began = time.monotonic()
+            for count in (WARM_UP, *[INTERVALS] * TURNS):
+                seconds = [turn for training in pair if (turn := training.turn(count)) is not None]
+                if len(seconds) < len(pair):
+                    break
+                turns.append(seconds)
+                if len(turns) > 1 and time.monotonic() - began > SECONDS:
+                    break
         finally:
-            for turns in pair:  # after a Ctrl-C: at the next call of log
-                turns.ends = True
-                turns.awake.set()
-    for turns in pair:
-        if turns.error is not None:
-            raise turns.error
-    turns_of = list(zip(pair[0].seconds, pair[1].seconds, strict=False))
-    if not turns_of:
+            for training in pair:
+                training.end()
+        for training in pair:
+            training.join()
+    if not (measured := turns[1:]):
         return {}
     return {
-        "baseline_ms_per_step": 1000 * median(usual for usual, _ in turns_of),
-        "ratio": median(own / usual for usual, own in turns_of),
+        "baseline_ms_per_step": 1000 * median(usual for usual, _ in measured),
+        "ratio": median(own / usual for usual, own in measured),
     }
 
 
-class _Turns(threading.Thread):
-    """A training that sleeps while the other one has its turn."""
-
-    other: _Turns
+class _Training(threading.Thread):
+    """A training that sleeps between its turns."""
 
     def __init__(self, train: Train, policy: Policy, seed: int) -> None:
         super().__init__(daemon=True)
         self._train, self._policy, self._seed = train, policy, seed
-        self.awake, self.ends = threading.Event(), False
-        self.seconds: list[float] = []
-        self.error: Exception | None = None
+        self._asked, self._done = SimpleQueue[int](), SimpleQueue[float | Exception | None]()
+        self._ends, self._count = False, 0
         self._intervals: list[float] = []
-        self._warm = False
         self._last: tuple[int, float] | None = None
-        self._began = time.monotonic()
+        self.start()
+
+    def turn(self, count: int) -> float | None:
+        """Let the training log ``count`` intervals; return their median in seconds a step, or None at its end."""
+        self._asked.put(count)
+        seconds = self._done.get()
+        if isinstance(seconds, Exception):
+            raise seconds
+        return seconds
+
+    def end(self) -> None:
+        """End the training, at its next call of ``log`` if it is having its turn."""
+        self._ends = True
+        self._asked.put(0)
 
     def run(self) -> None:
-        self.awake.wait()
+        self._count, error = self._asked.get(), None
         try:
-            if not self.ends:
+            if not self._ends:
                 with tempfile.TemporaryDirectory() as folder:
                     torch.manual_seed(self._seed)
                     call(self._train, self._policy, self._seed, Log(Path(folder), self._look))
         except Stop:
             pass
-        except Exception as error:  # noqa: BLE001  # raised again by timed()
-            self.error = error
-        finally:
-            self.ends = self.other.ends = True
-            self.other.awake.set()
+        except Exception as raised:  # noqa: BLE001  # raised again by turn()
+            error = raised
+        self._done.put(error)
 
     def _look(self, step: int, loss: float | None) -> None:
-        """Take the time of a step; hand over where the turn has ended."""
+        """Take the time of a step; sleep where the turn has ended."""
         if self._last is not None and step <= self._last[0]:
             return  # a validation, or the loss of a step whose end is known
         if torch.accelerator.is_available():
@@ -95,20 +102,9 @@ class _Turns(threading.Thread):
         if self._last is not None:
             self._intervals.append((now - self._last[1]) / (step - self._last[0]))
         self._last = step, now
-        if len(self._intervals) == (INTERVALS if self._warm else WARM_UP):
-            if self._warm:
-                self.seconds.append(median(self._intervals[1:]))
-            self._warm, self._intervals = True, []
-            self._hand_over()
+        if len(self._intervals) == self._count:
+            self._done.put(median(self._intervals[1:]))
+            self._count, self._intervals = self._asked.get(), []
             self._last = step, time.perf_counter()
-        if self.ends:
+        if self._ends:
             raise Stop
-
-    def _hand_over(self) -> None:
-        late = time.monotonic() - self._began > SECONDS
-        if len(self.other.seconds) == len(self.seconds) >= (1 if late else TURNS):
-            self.ends = self.other.ends = True
-        self.awake.clear()
-        self.other.awake.set()
-        if not self.ends:
-            self.awake.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.graph.blocks import pattern_of
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 KINDS = 7
 #: Steps with the values of several sites.
 Curve = Mapping[int, Sequence[float]]
-#: Named errors, each with its total and its parts in percent of the signal; an empty one is unknown.
-Errors = Mapping[str, Mapping[str, float]]
+Curves = Mapping[str, Curve]
 
 
 def gathered(points: Iterable[tuple[int, float | None]]) -> Curve:
@@ -31,59 +30,51 @@ def gathered(points: Iterable[tuple[int, float | None]]) -> Curve:
     return dict(sorted(curve.items()))
 
 
-def by_operand(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
-    """Return the rows of each operand that has some."""
-    rows = list(rows)
-    return {operand: own for operand in LABELS if (own := [row for row in rows if row["tensor"] == operand])}
-
-
-def curve(recorded: Recorded, column: str, tensor: str, factor: float = 1.0) -> Curve:
-    return gathered((row["step"], factor * row[column]) for row in recorded.having(column) if row["tensor"] == tensor)
-
-
-def operand_curves(recorded: Recorded, column: str, factor: float = 1.0) -> dict[str, Curve]:
-    curves = {LABELS[operand]: curve(recorded, column, operand, factor) for operand in LABELS}
-    return {label: own for label, own in curves.items() if own}
-
-
-def by_kind(recorded: Recorded, column: str) -> dict[str, Curve]:
-    """Return a curve in percent for each kind of site: all sites with one name but for the numbers of blocks.
-
-    Beyond KINDS these are the highest at the end, and one curve of the others.
-    """
+def curves_by(name: Callable[[Measurement], str], recorded: Recorded, column: str, factor: float = 1.0) -> Curves:
+    """Return the curves of a column, a curve for the rows of each name."""
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in recorded.having(column):
-        points[pattern_of(row["site"]) or "(root)"].append((row["step"], 100 * row[column]))
-    curves = {kind: gathered(own) for kind, own in points.items()}
+        points[name(row)].append((row["step"], factor * row[column]))
+    return {name: gathered(own) for name, own in points.items()}
+
+
+def operand_curves(recorded: Recorded, column: str, factor: float = 1.0) -> Curves:
+    curves = curves_by(lambda row: LABELS.get(row["tensor"], ""), recorded, column, factor)
+    return {label: curves[label] for label in LABELS.values() if label in curves}
+
+
+def kind_of(row: Measurement) -> str:
+    """Return the name of a row's site without the numbers of blocks."""
+    return pattern_of(row["site"]) or "(root)"
+
+
+def by_kind(recorded: Recorded, column: str) -> Curves:
+    """Return a curve in percent for each kind of site: beyond KINDS the highest at the end, and one of the others."""
+    curves = curves_by(kind_of, recorded, column, 100)
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     if len(others := ranked[KINDS:]) < 2:
         return curves
-    shown = {kind: curve for kind, curve in curves.items() if kind not in others}
-    return shown | {f"{len(others)} others": gathered(point for kind in others for point in points[kind])}
-
-
-def mean_error(rows: Sequence[Measurement]) -> dict[str, float]:
-    """Return the mean error of several sites and its parts, in percent of the signal; empty without rows."""
-    columns = {**{term: term for term in TERMS}, "total": "relative_error"} if rows else {}
-    return {name: 100 * statistics.fmean(row[column] for row in rows) for name, column in columns.items()}
+    rest = f"{len(others)} others"
+    curves = curves_by(lambda row: rest if kind_of(row) in others else kind_of(row), recorded, column, 100)
+    return {kind: curve for kind, curve in curves.items() if kind != rest} | {rest: curves[rest]}
 
 
 def error_panels(
-    picture: Figure, panels: Any, errors: Mapping[str, Errors], label: str, *, small: bool = False
-) -> None:
-    """Fill the panels, rows and columns of them, each with a title and its errors, one bar for each.
+    picture: Figure, panels: Any, errors: Mapping[str, Mapping[str, Mapping[str, float]]], label: str, *,
+    small: bool = False,
+) -> None:  # fmt: skip
+    """Fill the panels, each with a title and its named errors, one bar for each; ``small`` texts are for many panels.
 
-    A bar is as long as the error, ``total``. Its parts, as TERMS names them, divide it in the ratio of their squares:
-    the squares themselves may add up to more, where scale bias and grid noise cancel. An unknown error keeps its place.
-    ``small`` texts are for many panels.
+    An error has its ``total`` and its parts (:data:`TERMS`), in percent of the signal; an empty one is unknown, and
+    keeps its place. A bar is as long as the total. The parts divide it in the ratio of their squares, which may add up
+    to more, where scale bias and grid noise cancel.
     """
     ticks, labels = (8.5, 9.0) if small else ("medium", "medium")
     for axes, (title, bars) in zip(panels.flat, errors.items(), strict=False):
-        known = [(place, shares) for place, shares in enumerate(bars.values()) if shares]
         left = dict.fromkeys(range(len(bars)), 0.0)
         for term, (name, color) in TERMS.items():
-            for place, shares in known:
-                squares = sum(shares[each] for each in TERMS)
+            for place, shares in enumerate(bars.values()):
+                squares = sum(shares[each] for each in TERMS) if shares else 0.0
                 width = shares["total"] * shares[term] / squares if squares else 0.0
                 axes.barh(place, width, left=left[place], color=color, height=0.65)
                 left[place] += width
@@ -111,28 +102,27 @@ def loss_scale(axes: Axes, values: Sequence[float], quantity: str = "loss") -> N
 
 
 def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
-    steps = list(curve)
-    marker = "o" if len(steps) <= 30 else None
-    means = [statistics.fmean(values) for values in curve.values()]
-    axes.plot(steps, means, color=color, label=label, marker=marker, markersize=3, linestyle="--" if dashed else "-")
+    steps, several = list(curve), list(curve.values())
+    marker, style = "o" if len(steps) <= 30 else None, "--" if dashed else "-"
+    axes.plot(steps, list(map(statistics.fmean, several)), color=color, label=label, marker=marker, markersize=3,
+              linestyle=style)  # fmt: skip
     if shade:
-        axes.fill_between(steps, [min(v) for v in curve.values()], [max(v) for v in curve.values()],
-                          color=color, alpha=0.13, linewidth=0)  # fmt: skip
+        axes.fill_between(steps, list(map(min, several)), list(map(max, several)), color=color, alpha=0.13, linewidth=0)
     axes.set_xlabel("optimizer step")
 
 
-def draw(axes: Axes, curves: Mapping[str, Curve], quantity: str, *, shade: bool = False, log: bool = False) -> None:
+def draw(axes: Axes, curves: Curves, quantity: str, *, shade: bool = False, log: bool = False) -> None:
     """Draw the curves as lines over steps, or those of a single step as bars; ``shade`` shows ranges."""
     steps = {step for curve in curves.values() for step in curve}
     values = [value for curve in curves.values() for several in curve.values() for value in several]
     if not values:
         return
-    for place, (label, own) in enumerate(curves.items()):
+    for place, (label, curve) in enumerate(curves.items()):
         color = COLORS.get(label, PALETTE[place % len(PALETTE)])
         if len(steps) > 1:
-            band(axes, own, color, label, shade=shade)
+            band(axes, curve, color, label, shade=shade)
         else:
-            (of_step,) = own.values()
+            (of_step,) = curve.values()
             axes.barh(label, statistics.fmean(of_step), color=color, height=0.6)
             axes.plot([min(of_step), max(of_step)], [label] * 2, color="#333", linewidth=1.2 if shade else 0)
     if len(steps) == 1:
@@ -145,12 +135,12 @@ def draw(axes: Axes, curves: Mapping[str, Curve], quantity: str, *, shade: bool 
         axes.set(ylabel=quantity, ylim=(0 if 0 <= min(values) < max(values) / 2 else None, None))
 
 
-def curves_picture(height: float, curves: Mapping[str, Curve], quantity: str, **options: bool) -> Figure | None:
+def curves_picture(height: float, curves: Curves, quantity: str, **options: bool) -> Figure | None:
     """Draw curves, their mean over sites and their range, with a legend beside them; None without any curve."""
     if not any(curves.values()):
         return None
     picture, axes = subplots(height)
-    draw(axes, {label: own for label, own in curves.items() if own}, quantity, **options)
+    draw(axes, {label: curve for label, curve in curves.items() if curve}, quantity, **options)
     if axes.get_legend_handles_labels()[0]:  # bars have their names beside them
         title = "mean over sites,\nshaded: lowest to highest" if options.get("shade") else None
         axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left",

@@ -1,19 +1,19 @@
 """Pictures of recorded statistics. Each function returns a matplotlib Figure, or None where nothing was recorded.
 
-The docstrings of pictures of a :class:`Recorded` are the titles and the texts of the report.
+The docstrings of pictures of a :class:`Recorded` are their titles in the report, whose template has their texts.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fp4graph.graph.blocks import pattern_of
 from fp4graph.lab.pictures import panels as p
-from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, styled, subplots
+from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, TERMS, styled, subplots
 from fp4graph.lab.statistics.metrics import CONFIDENCE_BINS, LATENT_BINS, OSCILLATING, RATIO_EDGES
 from fp4graph.lab.statistics.storage import Measurement, Recorded
 
@@ -28,9 +28,9 @@ def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
 
     def decorated(draw: Draw) -> Draw:
         @functools.wraps(draw)
+        @styled()
         def drawn(recorded: Recorded) -> Figure | None:
-            with styled():
-                return draw(recorded) if any(map(recorded.having, columns)) else None
+            return draw(recorded) if any(map(recorded.having, columns)) else None
 
         return drawn
 
@@ -57,14 +57,13 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
 def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
     """The other metrics of the validations, one panel each."""
     known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
-    names = [name for name in dict.fromkeys(chain(*metrics)) if name not in known]
-    names = [name for name in names if all(type(value) in (int, float) for _, value in _points(metrics, name))]
-    names = [name for name in names if _points(metrics, name)][:4]
-    if not names:
+    every = {name: _points(metrics, name) for name in dict.fromkeys(chain(*metrics)) if name not in known}
+    shown = [name for name, points in every.items() if points and all(type(v) in (int, float) for _, v in points)][:4]
+    if not shown:
         return None
-    picture, panels = subplots(2.6, 1, len(names), squeeze=False)
-    for axes, name in zip(panels.flat, names, strict=True):
-        _line(axes, _points(metrics, name), PALETTE[2])
+    picture, panels = subplots(2.6, 1, len(shown), squeeze=False)
+    for axes, name in zip(panels.flat, shown, strict=True):
+        _line(axes, every[name], PALETTE[2])
         axes.set_ylabel(name.replace("_", " "))
     return picture
 
@@ -94,69 +93,56 @@ def _grid(count: int, height: float, more: float, **options: Any) -> tuple[Figur
 
 @drawn_from("snr_db")
 def snr(recorded: Recorded) -> Figure | None:
-    """Signal-to-noise ratio of the six operands
-
-    How much of each operand survives its quantizer: 10·log₁₀(‖x‖² / ‖Q(x) − x‖²). Nearest rounding to 4 bits leaves 15
-    to 20 dB, stochastic rounding about 3 dB less. An operand that is quantized a second time (double quantization) is
-    compared with what the first quantizer left, and loses little.
-    """
+    """Signal-to-noise ratio of the six operands"""
     return p.curves_picture(3.8, p.operand_curves(recorded, "snr_db"), "signal-to-noise ratio, dB", shade=True)
 
 
 @drawn_from("scale_bias")
 def decomposition(recorded: Recorded) -> Figure | None:
-    """Where the error comes from
+    """Where the error comes from"""
+    import pandas
 
-    The squared error of each operand at the last recorded step, by kind of site. Grid noise is what 4 bits cost under
-    an ideal scale; scale bias what the scale's format costs; dead zone what is rounded to zero. These three add up
-    element by element. Each bar is divided in the ratio of their squares, which may add up to more than the error:
-    scale bias can undo grid noise.
-    """
     rows = recorded.latest("scale_bias")
-    kinds = list(dict.fromkeys(pattern_of(row["site"]) for row in rows))
+    each = pandas.DataFrame.from_records(rows).rename(columns={"relative_error": "total"})
+    each["kind"] = list(map(p.kind_of, rows))
+    means = pandas.concat([each, each.assign(kind="all sites")]).groupby(["tensor", "kind"])[[*TERMS, "total"]].mean()
+    kinds = [*each["kind"].unique(), "all sites"]
     errors = {
-        LABELS[operand]: {kind: p.mean_error([row for row in own if pattern_of(row["site"]) == kind]) for kind in kinds}
-        | {"all sites": p.mean_error(own)}
-        for operand, own in p.by_operand(rows).items()
+        label: {kind: dict(100 * means.loc[operand, kind]) if (operand, kind) in means.index else {} for kind in kinds}
+        for operand, label in LABELS.items()
+        if operand in means.index
     }
-    picture, panels = _grid(len(errors), 0.26 * len(kinds) + 1.4, 0.4, sharex=True, sharey=True)
+    picture, panels = _grid(len(errors), 0.26 * len(kinds) + 1.14, 0.4, sharex=True, sharey=True)
     p.error_panels(picture, panels, errors, "% of the signal", small=True)
     return picture
 
 
 @drawn_from("underflowed", "saturated")
 def shares(recorded: Recorded) -> Figure | None:
-    """Clipped and lost
-
-    Saturated elements lie beyond the largest value that their block's scale can express. Elements rounded to zero are
-    the dead zone's: their information is gone until the next step.
-    """
-    titles = {"saturated": "saturated elements, %", "underflowed": "rounded to zero, %"}
-    found = {column: curves for column in titles if (curves := p.operand_curves(recorded, column, 100))}
-    picture, panels = subplots(3.2, 1, len(found), squeeze=False)
-    for axes, (column, curves) in zip(panels.flat, found.items(), strict=True):
-        p.draw(axes, curves, titles[column])
+    """Clipped and lost"""
+    titles = {"saturated elements, %": "saturated", "rounded to zero, %": "underflowed"}
+    shown = {title: curves for title, name in titles.items() if (curves := p.operand_curves(recorded, name, 100))}
+    picture, panels = subplots(3.2, 1, len(shown), squeeze=False)
+    for axes, (title, curves) in zip(panels.flat, shown.items(), strict=True):
+        p.draw(axes, curves, title)
     p.legend_below(picture, panels[0][0])
     return picture
 
 
 @drawn_from("scales")
 def scales(recorded: Recorded) -> Figure | None:
-    """Block scales
-
-    How many blocks have a stored scale of which power of two. Decode scales multiply the 4-bit values, so that large
-    blocks have large ones; encode scales are multiplied with the operand, so that large blocks have small ones. A wall
-    at either end is a format that runs out of range.
-    """
-    operands = p.by_operand(row for row in recorded.rows if row.get("scales", {}).get("counts"))
-    if not operands:
+    """Block scales"""
+    histograms = defaultdict(list)
+    for row in recorded.having("scales"):
+        if row["tensor"] in LABELS and row["scales"].get("counts"):
+            histograms[row["tensor"]].append((row["step"], row["scales"]["lowest"], row["scales"]["counts"]))
+    if not histograms:
         return None
-    picture, panels = _grid(len(operands), 2.1, 0.5)
-    for axes, (operand, rows) in zip(panels.flat, operands.items(), strict=False):
+    picture, panels = _grid(len(histograms), 2.1, 0.5)
+    for axes, operand in zip(panels.flat, filter(histograms.get, LABELS), strict=False):
         words = [weight.get("operands", {}).get(operand, "-") for weight in recorded.header.get("weights", ())]
         kinds = {"encode" if "encode" in spec.split() else "decode" for spec in words if spec != "-"}
-        histograms = [(row["step"], row["scales"]["lowest"], row["scales"]["counts"]) for row in rows]
-        p.first_last_histogram(axes, histograms, -0.5, 1, COLORS[LABELS[operand]])
+        p.first_last_histogram(axes, histograms[operand], -0.5, 1, COLORS[LABELS[operand]])
         axes.set_title(LABELS[operand])
         axes.set_xlabel(f"log₂ of the {' or '.join(sorted(kinds)) or 'stored'} scale", fontsize=9)
         if axes in panels[:, 0]:
@@ -168,24 +154,16 @@ def scales(recorded: Recorded) -> Figure | None:
 
 @drawn_from("bias")
 def gradients(recorded: Recorded) -> Figure | None:
-    """Bias and noise of the gradients
-
-    The results of the two backward products, each against the product of the same factors in high precision. Bias does
-    not average out over steps; noise (the standard deviation over the random bits of stochastic rounding) does.
-    """
+    """Bias and noise of the gradients"""
     names = {"bias": "bias", "deviation": "standard deviation"}
-    curves = {f"{gemm}, {name}": p.curve(recorded, column, gemm)
-              for gemm in ("dgrad", "wgrad") for column, name in names.items()}  # fmt: skip
+    by_gemm = {name: p.curves_by(lambda row: row["tensor"], recorded, column) for column, name in names.items()}
+    curves = {f"{gemm}, {name}": by_gemm[name].get(gemm, {}) for gemm in ("dgrad", "wgrad") for name in by_gemm}
     return p.curves_picture(3.2, curves, "share of the exact gradient's norm", shade=True)
 
 
 @drawn_from("ratio_counts")
 def oscillation(recorded: Recorded) -> Figure | None:
-    """Oscillation
-
-    R_w is the path length of a weight's quantized value over that of the weight. Above 16 the weight sits at a rounding
-    threshold and its quantized value jumps to and fro.
-    """
+    """Oscillation"""
     rows = recorded.having("ratio_counts")
     picture, (left, right) = subplots(3.8, 1, 2)
     p.draw(left, p.by_kind(recorded, "oscillating"), f"weights with R_w > {OSCILLATING:g}, %")
@@ -208,16 +186,13 @@ def oscillation(recorded: Recorded) -> Figure | None:
 
 @drawn_from("trajectories")
 def trajectories(recorded: Recorded) -> Figure | None:
-    """Weights that oscillate
-
-    Those with the largest R_w of the last window, among a few hundred of each site that are followed.
-    """
+    """Weights that oscillate"""
     rows = [row for row in recorded.latest("trajectories") if row["trajectories"]]
     if not rows:
         return None
-    found = sorted(((path, row) for row in rows for path in row["trajectories"]), key=lambda each: -each[0]["ratio"])
-    picture, panels = subplots(2.6, 1, len(found[:3]), squeeze=False)
-    for axes, (path, row) in zip(panels.flat, found, strict=False):
+    ranked = sorted(((path, row) for row in rows for path in row["trajectories"]), key=lambda each: -each[0]["ratio"])
+    picture, panels = subplots(2.6, 1, len(ranked[:3]), squeeze=False)
+    for axes, (path, row) in zip(panels.flat, ranked, strict=False):
         steps = range(row["step"] - row["window"], row["step"] + 1)
         axes.step(steps, path["quantized"], where="post", color=PALETTE[1], label="Q(w)")
         axes.plot(steps, path["weight"], color=PALETTE[0], label="w")
@@ -232,11 +207,7 @@ def trajectories(recorded: Recorded) -> Figure | None:
 
 @drawn_from("confidence_histogram")
 def confidence(recorded: Recorded) -> Figure | None:
-    """Quantization confidence
-
-    The distance of each latent weight w/S to the nearest rounding threshold, as a share of the largest: 0 is on a
-    threshold, 100 % as far from it as can be. Mass that moves to the left is weight about to flip.
-    """
+    """Quantization confidence"""
     rows = recorded.having("confidence_histogram")
     picture, (left, right) = subplots(3.6, 1, 2)
     histograms = [(row["step"], 0, row["confidence_histogram"]) for row in rows]
@@ -250,10 +221,7 @@ def confidence(recorded: Recorded) -> Figure | None:
 
 @drawn_from("latent")
 def latent(recorded: Recorded) -> Figure | None:
-    """Latent weights
-
-    Where weights lie among the values that 4 bits have.
-    """
+    """Latent weights"""
     rows = recorded.having("latent")
     picture, axes = subplots(2.9)
     limit = rows[-1]["latent"]["limit"]
@@ -271,24 +239,14 @@ def latent(recorded: Recorded) -> Figure | None:
 
 @drawn_from("rate_of_change")
 def rates_of_change(recorded: Recorded) -> Figure | None:
-    """Rates of change
-
-    How far weights, quantized weights and outputs (for the same input) move in one step. At the end of a training all
-    should fall; quantized weights and outputs that do not are oscillation.
-    """
-    weights = recorded.having("quantized_rate_of_change")
-    curves = {
-        "W": p.gathered((row["step"], row["rate_of_change"]) for row in weights),
-        "Q(W)": p.gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
-        "Y": p.curve(recorded, "rate_of_change", "output"),
-    }
+    """Rates of change"""
+    rates = p.curves_by(lambda row: "Y" if row["tensor"] == "output" else "W", recorded, "rate_of_change")
+    quantized = p.curves_by(lambda row: "Q(W)", recorded, "quantized_rate_of_change")
+    curves = {name: {**rates, **quantized}.get(name, {}) for name in ("W", "Q(W)", "Y")}
     return p.curves_picture(3.2, curves, "relative change per step", shade=True, log=True)
 
 
 @drawn_from("flips")
 def flips(recorded: Recorded) -> Figure | None:
-    """Flips
-
-    How many quantized weights change their value in a step, on average.
-    """
+    """Flips"""
     return p.curves_picture(2.9, p.by_kind(recorded, "flips"), "flips per step, % of weights")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
 from fp4graph.technique.operands import Operand
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 #: Names of the operands with TetraJet's numbers.
 LABELS = {str(operand): f"Q{number} {operand}" for number, operand in enumerate(Operand, 1)}
 COLORS = dict(zip(LABELS.values(), PALETTE, strict=False))
+#: Parts of an error with their names and colours.
 TERMS = {
     "grid_noise": ("grid noise", PALETTE[5]),
     "scale_bias": ("scale bias", PALETTE[4]),
@@ -25,24 +27,6 @@ TERMS = {
 }
 #: The width of a picture as wide as the page, in inches.
 WIDTH = 8.8
-_RC = {
-    "figure.constrained_layout.use": True,
-    "font.size": 10.5,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.labelcolor": "#333",
-    "axes.edgecolor": "#888",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.6,
-    "xtick.color": "#555",
-    "ytick.color": "#555",
-}
 
 
 def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
@@ -56,11 +40,10 @@ def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -
 @contextmanager
 def styled() -> Iterator[None]:
     """Apply our style to figures made in this context, or in the function that this decorates."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise Error("pictures need matplotlib; pip install 'fp4graph[analysis]'") from None
-    with mpl.rc_context(_RC):  # type: ignore[arg-type]
+    needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
+    from matplotlib import style
+
+    with style.context(Path(__file__).with_name("page.mplstyle")):
         yield
 
 

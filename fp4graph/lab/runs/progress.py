@@ -12,9 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fp4graph.lab.sweeps.results import Results, Scored, best, effects, reference_loss, scored
-from fp4graph.lab.sweeps.score import Rule
-from fp4graph.lab.sweeps.trial import FREE, Trial
+from fp4graph.lab.sweeps.results import FREE, Results, Rule, Scored, Trial, best, effects, reference_loss, scored
 
 _COLOURS = {"complete": "green", "running": "cyan", "diverged": "red", "failed": "red", "lost": "yellow"}
 

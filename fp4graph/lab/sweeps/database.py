@@ -52,7 +52,6 @@ class Storage(RDBStorage):
         if kind == "sqlite" and parsed.database and not (folder := Path(parsed.database).parent).is_dir():
             raise Error(f"{self.shown}: there is no folder {str(folder)!r}; make it, or give another file")
         text, settings = parsed.render_as_string(hide_password=False), _SETTINGS.get(kind, {"pool_pre_ping": True})
-
         try:
             engine = create_engine(text, **settings)
         except (ImportError, NoSuchModuleError) as error:
@@ -83,11 +82,13 @@ class Storage(RDBStorage):
                 return action()
             except AWAY as error:
                 if time.monotonic() > deadline:
+                    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+                    reason = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]  # the database's own
                     raise Away(
                         f"the database {self.shown} cannot be used, for {self.ask_again:.0f} seconds by now: "
-                        f"{_reason(error)}; see that it runs and exists, that user and password are right, that you "
-                        "may write it, and that the disk has room. What is written stays; when it answers again, the "
-                        "same command goes on"
+                        f"{reason}; see that it runs and exists, that user and password are right, that you may write "
+                        "it, and that the disk has room. What is written stays; when it answers again, the same "
+                        "command goes on"
                     ) from error
                 time.sleep(delay * (1 + random.random()))
                 delay = min(2 * delay, 5.0)
@@ -99,11 +100,7 @@ class Storage(RDBStorage):
 
 def _patient(name: str) -> Callable[..., Any]:
     method = getattr(RDBStorage, name)
-
-    def repeated(self: Storage, *args: Any, **kwargs: Any) -> Any:
-        return self.patiently(lambda: method(self, *args, **kwargs))
-
-    return repeated
+    return lambda self, *args, **kwargs: self.patiently(lambda: method(self, *args, **kwargs))
 
 
 for _name in (*BaseStorage.__abstractmethods__, "_get_trials", "_get_stale_trial_ids"):
@@ -128,9 +125,3 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
 def sweeps(url: str) -> list[str]:
     """Return the names of the sweeps in a database; raise an Error if it cannot be reached, or has no studies."""
     return [s.study_name for s in Storage(url, existing=True).get_all_studies() if "fp4graph" in s.user_attrs]
-
-
-def _reason(error: BaseException) -> str:
-    """Return the database's own message, without SQLAlchemy's additions."""
-    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    return str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]

@@ -11,8 +11,7 @@ from typing import Any
 
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.sweeps.results import Results, Scored, frontier
-from fp4graph.lab.sweeps.score import Rule
+from fp4graph.lab.sweeps.results import Results, Rule, Scored, frontier
 
 _MARKERS = "osD^vPX*"
 #: Characters of a line below a panel.
@@ -53,21 +52,19 @@ def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -
 
 
 def _panel(axes: Any, found: Results, rule: Rule) -> None:
-    points = _points(found, rule)
+    points, numbered = _points(found, rule), _numbered(found, rule)
     for index, family in enumerate(found.families):
-        some = [s for s in points if s.trial.family == family]
-        if not some:
-            continue
-        colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
-        axes.scatter(
-            [s.trial.complexity for s in some], [s.value(rule) for s in some],
-            color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=_titled(family, found),
-        )  # fmt: skip
-        best = frontier(some, rule)
-        xs, ys = [s.trial.complexity for s in best], [s.value(rule) for s in best]
-        axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
-        axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
-    for number, index, s in _numbered(found, rule):
+        marker = {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
+        pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
+        name = pure[0] if pure and pure[0] != "plain" else family
+        best = [s for _, whose, s in numbered if whose == index]
+        if best:
+            xs, ys = _coordinates([s for s in points if s.trial.family == family], rule)
+            axes.scatter(xs, ys, s=18, alpha=0.45, linewidths=0, label=name, **marker)
+            xs, ys = _coordinates(best, rule)
+            axes.step(xs, ys, where="post", color=f"C{index}", linewidth=1.2)
+            axes.scatter(xs, ys, s=34, edgecolors="black", linewidths=0.6, zorder=3, **marker)
+    for number, index, s in numbered:
         right = index % 2 == 0  # of two families that meet, one is numbered on each side
         axes.annotate(
             str(number), (s.trial.complexity, s.value(rule)), xytext=(5 if right else -5, 4),
@@ -75,10 +72,10 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
             weight="bold", zorder=4,
         )  # fmt: skip
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
-    _scale(axes, found, rule)
-    lost = found.count("diverged")
+    _scale(axes, *_coordinates(points, rule), _coordinates([s for *_, s in numbered], rule)[1])
     title = found.task if found.name == found.task else f"{found.name} ({found.task})"
-    axes.set_title(f"{title}, {len(points)} configurations" + f", {lost} diverged" * bool(lost), fontsize=10)
+    lost = f", {found.count('diverged')} diverged" if found.count("diverged") else ""
+    axes.set_title(f"{title}, {len(points)} configurations{lost}", fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
     labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}
     axes.set_ylabel(labels[rule], fontsize=9)
@@ -107,17 +104,13 @@ def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
     return lines
 
 
-def _scale(axes: Any, found: Results, rule: Rule) -> None:
-    points = _points(found, rule)
-    values = [s.value(rule) for s in points]
-    named = [abs(s.value(rule)) for *_, s in _numbered(found, rule)]
-    # Linear up to the power of ten below which at least half of the frontier lies.
-    linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
-    low, high = min(0.0, *values), max(0.0, *values)
+def _scale(axes: Any, complexities: Sequence[float], scores: Sequence[float], best: Sequence[float]) -> None:
+    """Scale the axes: scores are linear up to the power of ten below which at least half of the frontier lies."""
+    linear = 10.0 ** math.ceil(math.log10(max(statistics.median(map(abs, best)), 1e-3)))
     axes.set_yscale("symlog", linthresh=linear)
     axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
-    axes.set_ylim(1.4 * low - 0.1 * linear, 1.4 * high + 0.25 * linear)
-    most = max(s.trial.complexity or 0.0 for s in points)
+    axes.set_ylim(1.4 * min(0.0, *scores) - 0.1 * linear, 1.4 * max(0.0, *scores) + 0.25 * linear)
+    most = max(complexities)
     axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
 
 
@@ -125,7 +118,5 @@ def _points(found: Results, rule: Rule) -> list[Scored]:
     return [s for s in found.complete if math.isfinite(s.value(rule))]
 
 
-def _titled(family: str, found: Results) -> str:
-    """Return a family's name in summaries: that of its pure configuration, if it has one."""
-    pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
-    return pure[0] if pure and pure[0] != "plain" else family
+def _coordinates(some: Sequence[Scored], rule: Rule) -> tuple[list[float], list[float]]:
+    return [s.trial.complexity or 0.0 for s in some], [s.value(rule) for s in some]

@@ -1,19 +1,97 @@
-"""Results of a sweep: scored trials, the best of every family, the frontier of score over complexity, exports."""
+"""Results of a sweep: trials as data, their scores, the best of every family, the frontier, exports.
+
+The score is that of "Elucidating the design space of FP4 training", sec. 7: the gain of a policy for its cost.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from fp4graph.lab.runs.run import finite
-from fp4graph.lab.sweeps.score import Rule, gain, score
-from fp4graph.lab.sweeps.study import Study
-from fp4graph.lab.sweeps.trial import Trial
+
+Rule = Literal["text", "table"]
+#: States that count towards the requested number of results.
+COUNTED = ("running", "complete", "diverged", "failed", "pruned")
+#: States in which a trial's configuration is free to be run again.
+FREE = ("lost", "withdrawn")
+
+
+def gain(loss: float, reference: float) -> float:
+    """Return G = (M_ref − M)/M_ref, the share of the better unquantized baseline's validation loss that a run saves.
+
+    A run that loses more has a negative gain, a diverged run (NaN or infinite loss) -inf.
+
+    Raises:
+        ValueError: ``reference`` is not a positive finite number.
+    """
+    if not (math.isfinite(reference) and reference > 0):
+        raise ValueError(f"the reference loss must be positive and finite, got {reference}: it divides the gain")
+    return (reference - loss) / reference if math.isfinite(loss) else -math.inf
+
+
+def score(loss: float, reference: float, complexity: float, rule: Rule = "text") -> float:
+    """Return S, the gain of a run reduced by the cost of its techniques, Ω (``Policy.complexity``).
+
+    - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It shrinks negative gains too: of two policies that
+      lose equally much the costlier one scores higher.
+    - ``table``: S = G/max(1, Ω) where G > 0 and S = G·max(1, Ω) elsewhere. The paper does not state this rule; 113 of
+      the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
+
+    Raises:
+        ValueError: as :func:`gain`; ``complexity`` is negative or not finite; or ``rule`` is not one of the two.
+    """
+    if not (math.isfinite(complexity) and complexity >= 0):
+        raise ValueError(f"the complexity must be finite and not negative, got {complexity}: it is a sum of weights")
+    saved = gain(loss, reference)
+    if rule == "text":
+        return saved / (1 + complexity)
+    if rule == "table":
+        weight = max(1.0, complexity)
+        return saved / weight if saved > 0 else saved * weight
+    raise ValueError(f"unknown rule {rule!r} of the score; known: {', '.join(get_args(Rule))}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial: its configuration (``policy`` as YAML), and its ``result`` (loss, metrics, seconds, reason, ...).
+
+    ``state`` is running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone); or
+    withdrawn (another has the configuration, the sweep was interrupted, a failure excused).
+    """
+
+    number: int
+    state: str
+    kind: str
+    family: str
+    summary: str
+    key: str
+    complexity: float | None
+    policy: str
+    assignment: Mapping[str, str]
+    run: Mapping[str, Any]
+    worker: str
+    reports: tuple[float, ...] = ()
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss; of a running trial the last reported."""
+        loss = self.result.get("loss")
+        return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
+
+    @property
+    def counts(self) -> bool:
+        return self.state in COUNTED
+
+    @property
+    def finished(self) -> bool:
+        return self.counts and self.state != "running"
 
 
 @dataclass(frozen=True)
@@ -38,6 +116,13 @@ class Results:
     reference: float | None
     trials: tuple[Scored, ...]
 
+    @classmethod
+    def of(cls, name: str, task: str, trials: Sequence[Trial]) -> Results:
+        """Score the trials that count, and those that were refused."""
+        reference = reference_loss(trials)
+        some = (scored(trial, reference) for trial in trials if trial.counts or trial.state == "refused")
+        return cls(name, task, reference, tuple(some))
+
     @property
     def complete(self) -> list[Scored]:
         """The trials with a loss, without baselines."""
@@ -49,7 +134,6 @@ class Results:
         return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
 
     def complete_of(self, family: str) -> list[Scored]:
-        """The complete trials of one family."""
         return [s for s in self.complete if s.trial.family == family]
 
     def count(self, *states: str) -> int:
@@ -71,27 +155,17 @@ def scored(trial: Trial, reference: float | None) -> Scored:
     return Scored(trial, gain(loss, reference), scores)
 
 
-def results(study: Study) -> Results:
-    """Return the results of a study, as it is now."""
-    trials = [trial for trial in study.trials() if trial.counts or trial.state == "refused"]
-    reference = reference_loss(trials)
-    return Results(study.name, study.manifest.task, reference, tuple(scored(trial, reference) for trial in trials))
-
-
 def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
-    """Return (family, category, trial): every baseline, then what the design-space paper's tables have per family."""
-    rows = [(s.trial.family, "baseline", s) for s in found.trials if s.trial.kind == "baseline" and s.trial.finished]
+    """Return (family, category, trial): every baseline, then the rows of the design-space paper's tables per family."""
+    ended = [s for s in found.trials if s.trial.finished]
+    rows = [(s.trial.family, "baseline", s) for s in ended if s.trial.kind == "baseline"]
     for family in found.families:
-        here = found.complete_of(family)
-        own = [s for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
-        rows += [(family, "pure FP4", s) for s in own if s.trial.finished]
-        if here:
-            rows.append((family, "best loss", min(here, key=lambda s: s.trial.loss or 0.0)))
-        positive = [s for s in here if s.value(rule) > 0]
-        negative = [s for s in here if s.scores[rule] is not None and s.value(rule) <= 0]
-        for what, some in (("best score > 0", positive), ("best score ≤ 0", negative)):
-            if some:
-                rows.append((family, what, max(some, key=lambda s: s.value(rule))))
+        complete = found.complete_of(family)
+        rows += [(family, "pure FP4", s) for s in ended if s.trial.family == family and s.trial.kind == "pure"]
+        rows += [(family, "best loss", s) for s in sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]]
+        ranked = sorted((s for s in complete if s.scores[rule] is not None), key=lambda s: -s.value(rule))
+        rows += [(family, "best score > 0", s) for s in ranked[:1] if s.value(rule) > 0]
+        rows += [(family, "best score ≤ 0", s) for s in [s for s in ranked if s.value(rule) <= 0][:1]]
     return rows
 
 
@@ -151,8 +225,7 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
             "reference_loss": found.reference,
             "gain": finite(s.gain),
             **{f"score_{rule}": finite(score) for rule, score in s.scores.items()},
-            "seconds": s.trial.result.get("seconds"),
-            "reason": s.trial.result.get("reason"),
+            **{name: s.trial.result.get(name) for name in ("seconds", "reason")},
             "choices": dict(s.trial.assignment),
             "run": dict(s.trial.run),
             "metrics": dict(s.trial.result.get("metrics") or {}),
@@ -163,16 +236,17 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
     ]
 
 
-def to_json(all_results: Sequence[Results]) -> str:
-    """Return the trials of several studies as JSON, with their policies and curves."""
-    data = {"fp4graph": version("fp4graph"), "trials": [r for found in all_results for r in flat_trials(found)]}
-    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+def to_json(all_results: Sequence[Results], *, choices: bool = False) -> str:
+    """Return the trials of several studies as JSON, with policies and curves, or the effects of their ``choices``.
 
-
-def effects_json(all_results: Sequence[Results]) -> str:
-    """Return the effects of several studies as JSON; an infinite loss is null."""
-    data = [finite({"study": found.name, **asdict(effect)}) for found in all_results for effect in effects(found)]
-    return json.dumps({"fp4graph": version("fp4graph"), "choices": data}, indent=1, ensure_ascii=False) + "\n"
+    An infinite loss is null.
+    """
+    if choices:
+        data = [finite({"study": found.name, **asdict(effect)}) for found in all_results for effect in effects(found)]
+    else:
+        data = [trial for found in all_results for trial in flat_trials(found)]
+    content = {"fp4graph": version("fp4graph"), "choices" if choices else "trials": data}
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def to_csv(all_results: Sequence[Results]) -> str:
@@ -180,8 +254,8 @@ def to_csv(all_results: Sequence[Results]) -> str:
     import pandas
 
     rows = []
-    for trial in (trial for found in all_results for trial in flat_trials(found)):
-        row = {key: value for key, value in trial.items() if key not in ("policy", "history")}
+    for row in (trial for found in all_results for trial in flat_trials(found)):
+        del row["policy"], row["history"]
         for part in ("choices", "run", "metrics"):
             row |= {f"{part}.{key}": value for key, value in row.pop(part).items()}
         rows.append(row)

@@ -13,8 +13,8 @@ import itertools
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ import yaml
 
 from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.lab.runs.run import Run
-from fp4graph.lab.sweeps.overlay import overlaid
-from fp4graph.lab.sweeps.space_schema import Fragment, SpaceSection
+from fp4graph.lab.sweeps.space_schema import Fragment, SpaceSection, overlaid
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.document import Node, Place, parse
 from fp4graph.policy.resolve import resolve
@@ -74,6 +73,10 @@ class Parameter:
                 yield {**assignment, self.name: label}
             if not labels:
                 yield assignment
+
+    def only(self, labels: Iterable[str]) -> Parameter:
+        """Return this parameter with some of its choices."""
+        return replace(self, choices={label: self.choices[label] for label in labels})
 
     def shown(self, label: str) -> str:
         """Return a choice's text in a summary; the plain choice has one only if it has a title."""
@@ -167,25 +170,25 @@ class Space:
         chosen.sort(key=lambda item: item[0].name != self.family)
         summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
         family = assignment[self.family] if self.family else "all"
-        document = self.base
-        run: dict[str, Any] = {}
-        for part in parts:
-            document, run = overlaid(document, part.node), {**run, **part.fragment.run}
-        document = document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))})
+        policy, error = None, None
+        document, run = self._laid(self.base, summary, parts)
         try:
-            policy, refusal = self._resolved(document), None
-        except PolicyError as error:
-            policy, refusal = None, error
-        return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, refusal, run)
+            policy = self._resolved(document)
+        except PolicyError as impossible:
+            error = impossible
+        return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, error, run)
 
     def _baseline(self, name: str, part: Part) -> Configuration:
         here = part.node.place
-        own = {"version": Node(1, here), "name": Node(f"{self.name}: {name}", here), "default": Node("keep", here)}
-        if part.fragment.techniques:
-            own["techniques"] = part.node.value["techniques"]
-        document = Node(own, here)
-        policy = self._resolved(document)
-        return Configuration("baseline", name, name, {}, document.plain(), policy, None, part.fragment.run)
+        document, run = self._laid(Node({"version": Node(1, here), "default": Node("keep", here)}, here), name, [part])
+        return Configuration("baseline", name, name, {}, document.plain(), self._resolved(document), None, run)
+
+    def _laid(self, document: Node, summary: str, parts: Iterable[Part]) -> tuple[Node, dict[str, Any]]:
+        """Return a document with fragments laid over it, and the settings of their runs."""
+        run: dict[str, Any] = {}
+        for part in parts:
+            document, run = overlaid(document, part.node), {**run, **part.fragment.run}
+        return document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))}), run
 
     def _resolved(self, document: Node) -> Policy:
         """Resolve the policy. Configurations that only warn are rejected, unless the space takes them."""
@@ -198,16 +201,18 @@ class Space:
 
     def check(self) -> None:
         """Raise a PolicyError at the first choice or condition that no policy can be made with."""
+        choices = [(p, label, part) for p in self.parameters for label, part in p.choices.items()]
+        for part in (*self.baselines.values(), *(part for *_, part in choices), *self.also):
+            try:
+                Run("digits", **part.fragment.run)
+            except Error as error:
+                raise part.node.where("run").error(str(error)) from None
         for part in self.baselines.values():
             self._baseline("baseline", part)
-            _check_run(part)
-        for parameter in self.parameters:
-            for label, part in parameter.choices.items():
-                _check_run(part)
-                what = f"choice {label!r} of {parameter.name!r}"
-                self._check_possible({parameter.name: (label,)}, parameter.node.where("choices", label), what)
+        for parameter, label, _ in choices:
+            what = f"choice {label!r} of {parameter.name!r}"
+            self._check_possible({parameter.name: (label,)}, parameter.node.where("choices", label), what)
         for part in self.also:
-            _check_run(part)
             self._check_possible(part.fragment.when, part.node.place, "this entry of also")
 
     def _check_possible(self, wanted: Mapping[str, tuple[str, ...]], place: Place, what: str) -> None:
@@ -226,18 +231,11 @@ class Space:
 
     def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
         """Yield assignments with one of the ``wanted`` labels of each named parameter, the plainest ones first."""
-        ancestors = set(wanted)
-        for parameter in reversed(self.parameters):
-            if parameter.name in ancestors:
-                ancestors.update(parameter.when)
-                for label in wanted.get(parameter.name, parameter.choices):
-                    ancestors.update(parameter.choices[label].fragment.when)
-        choices = {parameter.name: parameter.choices for parameter in self.parameters if parameter.name in ancestors}
-        combined = (dict(zip(choices, labels, strict=True)) for labels in itertools.product(*choices.values()))
+        limited = replace(self, parameters=tuple(p.only(wanted.get(p.name, p.choices)) for p in self.parameters))
         generator = random.Random(0)
-        drawn = (self.draw(generator) for _ in range(100 * TRIED))
+        drawn = (limited.draw(generator) for _ in range(100 * TRIED))
         seen: set[tuple[tuple[str, str], ...]] = set()
-        for assignment in itertools.chain(map(self._plain, combined), drawn):
+        for assignment in itertools.chain(itertools.islice(limited.assignments(), TRIED // 2), drawn):
             found = tuple(assignment.items())
             if found not in seen and _holds(wanted, assignment):
                 seen.add(found)
@@ -336,14 +334,6 @@ def _check_condition(when: Mapping[str, tuple[str, ...]], node: Node, earlier: M
         for label in labels:
             if label not in (known := earlier[parameter].choices):
                 raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, known)}")
-
-
-def _check_run(part: Part) -> None:
-    """Check the values of ``run`` by making a run of them."""
-    try:
-        Run("digits", **part.fragment.run)
-    except Error as error:
-        raise part.node.where("run").error(str(error)) from None
 
 
 def _digest(data: object) -> str:

@@ -1,4 +1,4 @@
-"""The keys of a search space's file, and their types."""
+"""The keys of a search space's file with their types, and how a fragment of it is laid over a policy's document."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, field_validator
 
+from fp4graph.policy.document import Node, merge
 from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry
 from fp4graph.policy.section import Section, Text, only_known, wrong
 
@@ -85,3 +86,50 @@ class SpaceSection(Section):
         if version != VERSION:
             raise ValueError(f"space version {version} is not supported; this fp4graph reads version {VERSION}")
         return version
+
+
+def overlaid(document: Node, fragment: Node) -> Node:
+    """Return ``document`` with a fragment's quantization and techniques."""
+    over = _some(fragment, "quantize", "operands")
+    if over.value:
+        document = _each_rule(document, over)
+    return merge(document, _some(fragment, "techniques")) if "techniques" in fragment.value else document
+
+
+def _some(node: Node, *keys: str) -> Node:
+    """Return a mapping with some of its keys."""
+    return node.without(*(node.value.keys() - set(keys)))
+
+
+def _each_rule(document: Node, over: Node) -> Node:
+    """Lay ``quantize`` and ``operands`` over all that quantizes: rules, those of phases, and the default."""
+    changed: dict[str, Node] = {}
+    rules, default, phases = map(document.child, ("rules", "default", "phases"))
+    if rules is not None:
+        changed["rules"] = _laid(rules, over)
+    if default is not None and isinstance(default.value, dict):  # a quantize block, with the exceptions among its keys
+        flat = over.child("quantize") or Node({}, over.place)
+        changed["default"] = _deep(_deep(default, flat), _some(over, "operands"))
+    if phases is not None:
+        changed["phases"] = Node([_each_rule(phase, over) for phase in phases.value], phases.place)
+    return document.replacing({key: (document.where(key), node) for key, node in changed.items()})
+
+
+def _laid(rules: Node, over: Node) -> Node:
+    if ahead := rules.child("before"):  # of a phase
+        return rules.replacing({"before": (rules.where("before"), _laid(ahead, over))})
+    return Node([_deep(rule, over) if rule.child("quantize") else rule for rule in rules.value], rules.place)
+
+
+def _deep(under: Node, over: Node) -> Node:
+    """Lay mapping over mapping, key by key at every depth; a new scale format drops the old format's ``max``."""
+    if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
+        return over
+    if "format" in over.value and "max" in under.value:
+        kept = {key: item for key, item in under.value.items() if key != "max"}
+        under = Node(kept, under.place, under.keys)
+    items = {
+        key: (over.where(key), _deep(under.value[key], item) if key in under.value else item)
+        for key, item in over.value.items()
+    }
+    return under.replacing(items)

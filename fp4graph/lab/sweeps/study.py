@@ -33,8 +33,8 @@ from optuna.trial import FrozenTrial, TrialState
 from fp4graph.errors import Error
 from fp4graph.lab.runs.run import finite
 from fp4graph.lab.sweeps.database import Storage
+from fp4graph.lab.sweeps.results import FREE, Results, Trial
 from fp4graph.lab.sweeps.space import Assignment, Configuration, Space
-from fp4graph.lab.sweeps.trial import FREE, Trial, read_trial
 
 #: The form of what this module writes. Form 1 had a beat of its own; its results are readable.
 FORMAT = 2
@@ -73,8 +73,8 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """Return in words the differences between the settings of a study, ``other``, and these."""
         found = []
-        if (self.fp4graph, self.format) != (other.fp4graph, other.format):
-            made, here = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
+        made, here = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
+        if made != here:
             found.append(f"version {made}, and this is {here}")
         if self.space_digest != other.space_digest:
             same = " under the same name" if self.space_name == other.space_name else ""
@@ -150,9 +150,13 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        frozen = self._study.get_trials(deepcopy=False)
         excused = self._study.user_attrs.get("excused", ())
-        return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
+        frozen = self._study.get_trials(deepcopy=False)
+        return [_read(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
+
+    def results(self) -> Results:
+        """Return the results, as they are now."""
+        return Results.of(self.name, self.manifest.task, self.trials())
 
     def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> optuna.Trial | None:
         """Create a trial of ``configuration``; return None if another has it, or ``target`` trials were begun."""
@@ -164,17 +168,16 @@ class Study:
             "run": dict(configuration.run),
             "worker": worker,
         }
-        # Optuna knows the parameters too, for its own tools.
         about = {"configuration": attributes}
         template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=about)
         claim = optuna.Trial(self._study, self.storage.create_new_trial(self._id, template))
         before = [trial for trial in self.trials() if trial.number < claim.number]
         same = [trial.number for trial in before if trial.key == configuration.key and trial.state not in FREE]
-        if same or (policy is not None and sum(trial.counts for trial in before) >= target):
-            other = f"trial {same[0]} has the same configuration" if same else "as many as were asked for were begun"
-            self.withdraw(claim.number, other)
-            return None
-        return claim
+        if not same and (policy is None or sum(trial.counts for trial in before) < target):
+            return claim
+        other = f"trial {same[0]} has the same configuration" if same else "as many as were asked for were begun"
+        self.withdraw(claim.number, other)
+        return None
 
     def finish(self, number: int, result: Mapping[str, Any]) -> None:
         """Write a trial's result, which has at least an ``outcome``.
@@ -223,8 +226,19 @@ class Study:
             self._study.tell(number, value, state, skip_if_finished=True)
 
 
+def _read(trial: FrozenTrial, excused: bool) -> Trial:
+    """Read one of Optuna's trials; ``excused`` failures count as withdrawn."""
+    attributes = trial.user_attrs
+    result = attributes.get("result", {})
+    state = result.get("outcome") or ("lost" if trial.state.is_finished() else "running")
+    if excused or "withdrawn" in attributes:  # the attribute is that of form 1
+        state = "withdrawn"
+    reports = tuple(value for _, value in sorted(trial.intermediate_values.items()))
+    return Trial(trial.number, state, reports=reports, result=result, **attributes["configuration"])
+
+
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
-    """Return a trial of ``assignment`` as Optuna has it; ``more`` is as for ``optuna.create_trial``."""
+    """Return a trial whose parameters Optuna knows, for its own tools; ``more`` is as for ``optuna.create_trial``."""
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
     distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)

@@ -1,31 +1,212 @@
-"""The processes of a sweep on this machine: started, watched, and replaced where one is lost."""
+"""The search of a space: the choice of the next configuration, and the processes that train configurations."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optuna
 import torch
+from optuna.trial import TrialState
 
-from fp4graph.errors import Error
-from fp4graph.lab.sweeps.space import parse_space
-from fp4graph.lab.sweeps.study import PRUNERS, Study
-from fp4graph.lab.sweeps.sweep import POLL, REPLACE, SAMPLERS, Objective, train_once, work, worker_name
-from fp4graph.lab.sweeps.trial import Trial
+from fp4graph.errors import Error, PolicyError
+from fp4graph.lab.runs.run import Outcome, Run
+from fp4graph.lab.sweeps.database import Away
+from fp4graph.lab.sweeps.results import FREE, Trial
+from fp4graph.lab.sweeps.space import Configuration, Parameter, Space, parse_space
+from fp4graph.lab.sweeps.study import PRUNERS, Study, TakenOver, optuna_trial
 
+SAMPLERS = ("random", "tpe")
+#: Trains a run, calling back with (step, validation loss) after each validation.
+Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
+
+#: The number of times a configuration may end its worker's process before it is recorded as failed.
+LOSSES = 3
+#: Draws, and ten more per trial, after which all of the space is gone through.
+DRAWS = 1000
+#: Seconds between looks at the database while there is nothing to do but wait for others.
+POLL = 1.0
+#: Exit status of a worker that another should take the place of.
+REPLACE = 75
 #: Seconds for which the end of a sweep waits for a database that is away.
 HURRIED = 5.0
+
+
+def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
+    """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
+
+    The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
+    there. Then come the plain choices in every family, the lost trials, and the sampler's choices: ``random`` ones are
+    the same for equal seeds, whatever the number and the fate of the workers.
+    """
+    taken = {trial.key for trial in trials if trial.state not in FREE}
+    first = space.first()
+    baselines = {configuration.key for configuration in first if configuration.kind == "baseline"}
+    has_baseline = any(trial.key in baselines and trial.finished for trial in trials)
+    lost = [trial for trial in trials if trial.state == "lost" and trial.key not in taken]
+    again = (space.configuration(trial.assignment, trial.kind) for trial in lost)
+    for configuration in itertools.chain(first, again, _drawn(space, trials, seed, sampler)):
+        if configuration.kind != "baseline" and not has_baseline:
+            return None
+        if configuration.key not in taken:
+            return configuration
+    return None
+
+
+def _drawn(space: Space, trials: Sequence[Trial], seed: int, sampler: str) -> Iterator[Configuration]:
+    """Yield the sampler's configurations, then all that it has not drawn; none whose choices a trial has."""
+    known = {tuple(trial.assignment.items()) for trial in trials if trial.state not in FREE}
+    estimated = _estimated(space, trials, seed) if sampler == "tpe" else ()
+    draws = (space.draw(random.Random(f"{seed}:{draw}")) for draw in range(DRAWS + 10 * len(trials)))
+    for assignment in itertools.chain(estimated, draws, space.assignments()):
+        if (choices := tuple(assignment.items())) not in known:
+            known.add(choices)
+            yield space.configuration(assignment)
+
+
+def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Mapping[str, str]]:
+    """Yield suggestions of Optuna's TPE. A running trial counts as bad, so that suggestions differ from it."""
+    estimator = optuna.samplers.TPESampler(seed=seed + len(trials), constant_liar=True, n_startup_trials=10)
+    study = optuna.create_study(sampler=estimator, directions=["minimize", "minimize"])
+    for trial in trials:
+        if trial.kind == "baseline" or trial.complexity is None or not trial.counts:
+            continue
+        loss = float("inf") if trial.loss is None or trial.state in ("diverged", "failed") else trial.loss
+        running = trial.state == "running"
+        state, values = (TrialState.RUNNING, None) if running else (TrialState.COMPLETE, [loss, trial.complexity])
+        study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
+    for _ in range(20):
+        ask = study.ask()
+        assignment = space.assigned(partial(_asked, ask))
+        study.tell(ask, state=TrialState.FAIL)
+        if space.contains(assignment):  # a choice may have a condition that the estimator does not know
+            yield assignment
+
+
+def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+    return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
+
+
+def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    """The objective: one training, as ``fp4graph train`` does it."""
+    from fp4graph.lab.runs.train import train
+
+    torch.compiler.reset()  # each trial is a model of its own, and Dynamo allows few per function
+    gc.collect()
+    return train(run, report=report)
+
+
+def work(
+    study: Study,
+    space: Space,
+    target: int,
+    *,
+    sampler: str = "random",
+    worker: str | None = None,
+    device: str | None = None,
+    objective: Objective = train_once,
+    going: Callable[[], bool] = lambda: True,
+) -> None:
+    """Run trials of ``study`` until it has ``target`` results, or the space of its manifest has no more.
+
+    Any number of processes, on any number of machines, may do so at once. ``worker`` is a unique mark of this one's
+    trials. ``going`` is asked before each trial; False ends the worker.
+
+    Raises:
+        Error: a baseline or a plain configuration failed, as all others would; or the database went away.
+    """
+    run = Run(**study.manifest.run)
+    run = replace(run, device=device or run.device)
+    worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
+    while going():
+        study.lose_silent(study.trials())
+        trials = study.trials()
+        if sum(trial.finished for trial in trials) >= target:
+            return
+        full = sum(trial.counts for trial in trials) >= target
+        configuration = None if full else propose(space, trials, run.seed, sampler)
+        if configuration is None:
+            if not any(trial.state == "running" for trial in trials):
+                return  # nothing is left to be run
+            time.sleep(POLL)
+            continue
+        lost = sum(trial.key == configuration.key and trial.state == "lost" for trial in trials)
+        claim = study.claim(configuration, space, worker, target)
+        if claim is not None:
+            with contextlib.suppress(TakenOver):
+                _run(study, claim, configuration, run, lost, objective)
+
+
+def _run(
+    study: Study, claim: optuna.Trial, configuration: Configuration, run: Run, lost: int, objective: Objective
+) -> None:
+    """Run one trial to its end, or until another worker has it."""
+    started = time.monotonic()
+    reported: list[float] = []
+    is_baseline = configuration.kind == "baseline"
+
+    def ended(outcome: str, *, fatal: bool = False, **more: Any) -> None:
+        """Write the result; withdraw the trial and raise an Error where all other configurations would fail too."""
+        if fatal:
+            study.withdraw(claim.number, more["reason"])
+            what = f"{'baseline' if is_baseline else 'plain configuration'} {configuration.summary!r}"
+            raise Error(f"the {what} failed, and so would all others: {more['reason']}")
+        study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
+
+    def report(step: int, loss: float) -> None:
+        claim.report(loss, len(reported))
+        reported.append(loss)
+        if configuration.kind == "trial" and claim.should_prune():
+            raise optuna.TrialPruned
+
+    if configuration.error is not None:
+        return ended("refused", reason=str(configuration.error))
+    if lost >= LOSSES:
+        return ended("failed", fatal=is_baseline, reason=f"its worker's process ended {lost} times while it ran")
+    try:
+        with study.beating(claim.number):
+            outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
+    except optuna.TrialPruned:
+        ended("pruned", loss=reported[-1])
+    except (TakenOver, Away):
+        raise  # nothing that this configuration did
+    except PolicyError as error:
+        ended("refused", fatal=configuration.kind != "trial", reason=str(error))
+    except Exception as error:  # noqa: BLE001 - whatever a training raises is its result
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the result
+            traceback.print_exc()
+        reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        ended("failed", fatal=is_baseline, reason=reason[:4000])
+        if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+            sys.exit(REPLACE)  # this process cannot use its accelerator any more; running out of memory is survived
+    except BaseException:
+        study.withdraw(claim.number, "interrupted")
+        raise
+    else:
+        data = outcome.to_json()
+        data["loss"] = data.pop("validation_loss")
+        ended("diverged" if outcome.diverged else "complete", **data)
+
+
+def worker_name(pid: int, token: str) -> str:
+    """Return the mark of a worker's trials. The token tells machines apart that share a name and process numbers."""
+    return f"{socket.gethostname()}:{pid}:{token}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +303,7 @@ class Workers:
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), _progress(self._study.trials()))
+        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), self._progress())
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
@@ -148,49 +329,25 @@ class Workers:
         with contextlib.suppress(EOFError):
             if worker.pipe.poll():
                 raise Error(worker.pipe.recv())
-        code = worker.process.exitcode
-        if code == 0:
+        if (code := worker.process.exitcode) == 0:
             return
         for number in self._trials_of(worker):
             self._study.lose(number)
         how = "its device was of no more use" if code == REPLACE else f"exit status {code}"
         event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else how}); its trial is free again"
-        if _progress(self._study.trials()) == worker.progress:
+        if self._progress() == worker.progress:
             raise Error(f"{event}; {self._job.log_of(index)} may say why")
         self._start(index)
         yield event
+
+    def _progress(self) -> int:
+        """Return a number that grows as long as workers make progress, and is bounded."""
+        return sum(trial.finished or trial.state in ("lost", "refused") for trial in self._study.trials())
 
     def _trials_of(self, *workers: _Worker) -> list[int]:
         names = [worker.name for worker in workers]
         trials = self._study.trials() if names else ()
         return [trial.number for trial in trials if trial.state == "running" and trial.worker in names]
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[list[float]]:
-    """Yield a list that is empty until the first Ctrl-C or SIGTERM, which tells the user.
-
-    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would leave a wrong session or list of trials, through which
-    the running trials must still be taken back. A further signal, a second or more later, raises it, for users who do
-    not wait for a database that is away.
-    """
-    asked: list[float] = []
-
-    def note(*_: object) -> None:
-        asked.append(time.monotonic())
-        if len(asked) == 1:
-            with contextlib.suppress(OSError):  # past Python's buffers, which the signal may have interrupted
-                os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
-        elif asked[-1] - asked[0] >= 1:  # one that is pressed twice is meant once
-            raise KeyboardInterrupt
-
-    noted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in noted}  # a shell's background jobs ignore SIGINT
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -201,8 +358,3 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _progress(trials: Sequence[Trial]) -> int:
-    """Return a number that grows as long as workers make progress, and is bounded."""
-    return sum(trial.finished or trial.state in ("lost", "refused") for trial in trials)

@@ -1,7 +1,9 @@
-"""Commands that print and draw the figures that need no model.
+"""Prints and draws the figures that need no model.
 
-python -m fp4graph.lab.pictures.figures reconstruction [-o DIRECTORY] [--metric normwise]
-python -m fp4graph.lab.pictures.figures decomposition [-o DIRECTORY]
+    python examples/findings/figures.py reconstruction      # [-o DIRECTORY] [--metric normwise]
+    python examples/findings/figures.py decomposition       # [-o DIRECTORY]
+
+Each takes seconds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Runs a Trainer that somebody's function has made, of Hugging Face or Lightning, and logs its steps and losses.
+
+A log is called as ``log(step, loss)``; ``log.tick(step)`` says that a step has ended whose loss is not known, and
+``log.points`` holds the logged pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fp4graph.model.runtime import runtime_of
+from fp4graph.policy import Policy
+
+
+def run(result: Any, policy: Policy, seed: int, log: Any) -> Any:
+    """Run ``result`` if it is a Trainer, or a pair with Lightning's; return its final loss, else ``result`` itself."""
+    trainer, *parts = result if isinstance(result, tuple | list) and result else (result,)
+    if _is_a(trainer, "transformers.trainer"):
+        return _hugging_face(trainer, policy, seed, log)
+    if parts and (_is_a(trainer, "lightning.pytorch.trainer") or _is_a(trainer, "pytorch_lightning.trainer")):
+        return _lightning(trainer, parts, log)
+    return result
+
+
+def _is_a(value: Any, module: str) -> bool:
+    """Return whether ``value`` is a Trainer of ``module``, which is not imported for the question."""
+    return any(kind.__name__ == "Trainer" and kind.__module__.startswith(module) for kind in type(value).__mro__)
+
+
+def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | None:
+    """Run a Trainer, under ``policy`` unless its factory has applied it; return its evaluation loss if it has one."""
+    from transformers import TrainerCallback
+
+    from fp4graph.integrations.trainer import FP4GraphCallback
+
+    class Logging(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            log.tick(state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                log(state.global_step, logs["loss"])
+
+    if runtime_of(trainer.model) is None:
+        trainer.add_callback(FP4GraphCallback(policy, seed=seed))
+    trainer.add_callback(Logging())
+    done = trainer.train()
+    if trainer.eval_dataset is not None:
+        return float(trainer.evaluate()["eval_loss"])
+    return None if log.points else float(done.training_loss)
+
+
+def _lightning(trainer: Any, parts: list[Any], log: Any) -> Any:
+    """Fit ``(module[, datamodule])``; return the validation loss that the module logs, if it logs one."""
+    package = type(trainer).__module__.rpartition(".trainer")[0].partition(".trainer")[0]
+    base: Any = getattr(__import__(package, fromlist=["Callback"]), "Callback")  # noqa: B009  # mypy does not know it
+
+    class Logging(base):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            if not log.points or trainer.global_step > log.points[-1][0]:  # else a batch of an accumulated step
+                log(trainer.global_step, loss)
+
+    trainer.callbacks.append(Logging())
+    trainer.fit(*parts[:1], datamodule=parts[1] if len(parts) > 1 else None)
+    return next((v for name, v in trainer.callback_metrics.items() if "val" in name and "loss" in name), None)
