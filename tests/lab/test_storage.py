@@ -83,15 +83,26 @@ class Mlflow:
         self.logged.append((step, metrics))
 
 
+class Writer:
+    """A stand-in for a SummaryWriter."""
+
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, name, value, step):
+        self.scalars[name, step] = value
+
+
 def test_streams_get_every_number(tmp_path):
-    run, tracking, called = Wandb(), Mlflow(), []
-    log = Log(tmp_path, {"step": 0}, run, tracking, lambda step, values: called.append((step, values)))
+    run, tracking, writer, called = Wandb(), Mlflow(), Writer(), []
+    log = Log(tmp_path, {"step": 0}, run, tracking, writer, lambda step, values: called.append((step, values)))
     log.append([row(50, 1.5, "(root)#1") | {"counts": [1, 2], "window": 30}, row(50, math.inf)])
     assert run.defined == [("fp4graph/*", "fp4graph/step")]
     names = ["value/(root)#1/weight", "value/a/weight"]
     assert run.logged == [{"fp4graph/step": 50, f"fp4graph/{names[0]}": 1.5, f"fp4graph/{names[1]}": math.inf}]
     assert tracking.logged == [(50, {"value/_root__1/weight": 1.5})]
     assert called == [(50, {names[0]: 1.5, names[1]: math.inf})]
+    assert writer.scalars == {(names[0], 50): 1.5, (names[1], 50): math.inf}
     with pytest.raises(fp4graph.Error, match="cannot stream to 5"):
         Log(tmp_path, {"step": 0}, 5)
 
