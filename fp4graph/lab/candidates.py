@@ -21,8 +21,8 @@ from fp4graph.lab.linears import Call, Loss, bits_per_element, call_of, groups_o
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.sensitivity import Score
 from fp4graph.model.explain import Explanation, explain
-from fp4graph.policy import DEFAULT_INDEX, KEPT, Policy, Rule, Specs, load_policy
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, Specs, load_policy
+from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -93,7 +93,7 @@ class Format:
     """A policy that quantizes all of its sites alike."""
 
     policy: Policy
-    rule: Rule | None  # that quantizes; None for a policy that quantizes nothing
+    rule: Rule  # that quantizes; one that keeps for a policy that quantizes nothing
     explanation: Explanation  # of the model under the policy
     modules: frozenset[str]  # whose sites it quantizes
     whole: bool  # no GEMM of a site can differ: a technique acts on them, or the backward reads operands of fprop
@@ -109,31 +109,26 @@ class Format:
         if not quantized and policy.ever_quantizes:
             why = explanation.problem or "it keeps all"
             raise Error(f"format {policy.name!r} fits no site of the model: {why}; leave it out")
-        first: Rule | None = None
-        for site in quantized:
+        first = policy.default
+        for number, site in enumerate(quantized):
             if site.op not in _LINEAR or site.module is None:
                 what = f"a {site.op} in {site.module}"
                 raise Error(f"{said}it quantizes {what}, and a search chooses for linears and experts")
             rule = policy.default if site.rule_index == DEFAULT_INDEX else policy.rules[site.rule_index or 0]
-            first = first or rule
+            first = first if number else rule
             if (rule.specs, rule.techniques, rule.reuses) != (first.specs, first.techniques, first.reuses):
                 raise Error(f"{said}rules {first.name!r} and {rule.name!r} quantize differently; give two policies")
         modules = frozenset(site.module for site in quantized if site.module is not None)
-        reads = first is not None and any(spec and spec.source == "fprop" for spec in first.specs.values())
-        whole = first is not None and bool(first.techniques or first.reuses or reads)
-        return cls(policy, first, explanation, modules, whole)
+        reads = any(spec and spec.source == "fprop" for spec in first.specs.values())
+        return cls(policy, first, explanation, modules, whole=bool(first.techniques or first.reuses or reads))
 
     @property
     def name(self) -> str:
         return self.policy.name
 
-    @property
-    def specs(self) -> Specs:
-        return KEPT if self.rule is None else self.rule.specs
-
     def fits(self, group: Iterable[str]) -> bool:
         """Return whether the format can be given to all modules of a group."""
-        return self.rule is None or self.modules.issuperset(group)
+        return not self.rule.quantizes or self.modules.issuperset(group)
 
 
 @dataclass(frozen=True)
@@ -174,11 +169,11 @@ class Candidates:
         self = cls(chosen, groups, options, np.all(fits[:, options], axis=-1), {}, call)
         modules = dict(model.named_modules(remove_duplicate=False))
         weights = [{id(w): w for name in group for w in weights_of(modules[name])}.values() for group in groups]
-        specs = [each.specs[Operand.FPROP_WEIGHT] for each in chosen]
-        bits: Floats = np.array([[sum(w.numel() * bits_per_element(spec, w.shape[-1]) for w in own) for spec in specs]
-                                 for own in weights])  # fmt: skip
-        fp4 = np.array([[in_fp4(each.specs, gemm) for gemm in Gemm] for each in chosen])
-        self.uses["bits"] = bits[:, options[:, 0]] / sum(w.numel() for own in weights for w in own)
+        specs = [each.rule.specs[Operand.FPROP_WEIGHT] for each in chosen]
+        bits: Floats = np.array([[sum(w.numel() * bits_per_element(spec, w.shape[-1]) for w in group) for spec in specs]
+                                 for group in weights])  # fmt: skip
+        fp4 = np.array([[in_fp4(each.rule.specs, gemm) for gemm in Gemm] for each in chosen])
+        self.uses["bits"] = bits[:, options[:, 0]] / sum(w.numel() for group in weights for w in group)
         gemms = fp4[options, range(3)].sum(-1)
         self.uses["fp4_flops"] = -np.outer(self._work, gemms) / (3 * self.explanation.flops)
         return self
@@ -195,7 +190,7 @@ class Candidates:
 
     def price(self, cost: Callable[[Policy], float]) -> None:
         """Add the use of ``overhead``: the cost of each format, interpolated by FLOPs."""
-        costs = np.array([cost(each.policy) if each.rule is not None else 1.0 for each in self.formats])
+        costs = np.array([cost(each.policy) if each.rule.quantizes else 1.0 for each in self.formats])
         self.uses["overhead"] = np.outer(self._work / self._work.sum(), costs[self.options].mean(-1))
 
     def _limits(self, most: Mapping[str, float]) -> list[Limit]:
@@ -247,22 +242,20 @@ class Candidates:
 
     def summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
         """Return the sum of the values of each option's scores, of groups or single sites, ``[groups, options]``."""
-        scored: defaultdict[tuple[str, str], dict[str, Score]] = defaultdict(dict)
-        for score in scores:
-            sites = dict.fromkeys((site.removeprefix("(root)") for site in score.sites), score)
-            scored[score.policy, score.operands[0].partition(".")[0]] |= sites
+        scored = {
+            (score.policy, score.operands[0].partition(".")[0], site.removeprefix("(root)")): score
+            for score in scores for site in score.sites
+        }  # fmt: skip
         values = np.zeros((len(self.groups), len(self.formats), 3))
-        for (column, each), (place, gemm) in itertools.product(enumerate(self.formats), enumerate(Gemm)):
-            if not any(each.specs[operand] for operand in Operand if operand.gemm is gemm):
-                continue
-            for row, group in enumerate(self.groups):
-                own = scored[each.name, str(gemm)]
-                if not each.fits(group):
+        for (row, group), (column, each) in itertools.product(enumerate(self.groups), enumerate(self.formats)):
+            for place, gemm in enumerate(Gemm):
+                if not each.fits(group) or not any(each.rule.specs[operand] for operand in GROUPS[gemm]):
                     continue
-                if missing := [module for module in group if module not in own]:
-                    raise Error(f"there is no score of {gemm} of {missing[0]} under {each.name}; measure by "
-                                "('site', 'gemm')")  # fmt: skip
-                values[row, column, place] = sum(map(value, {id(own[m]): own[m] for m in group}.values()))
+                known = [scored.get((each.name, str(gemm), module)) for module in group]
+                if None in known:
+                    raise Error(f"there is no score of {gemm} of {group[known.index(None)]} under {each.name}; measure "
+                                "by ('site', 'gemm')")  # fmt: skip
+                values[row, column, place] = sum(value(score) for score in dict.fromkeys(known) if score)
         summed: Floats = values[:, self.options, range(3)].sum(-1)
         return summed
 
@@ -297,7 +290,7 @@ class Candidates:
         for site in self.explanation.sites:
             if site.module is not None and site.op in _LINEAR and (site.rule_index or 0) >= DEFAULT_INDEX:
                 ops[site.module].add(site.op)
-        treatments = [Treatment(_rule(*self.chosen(option)), own) for option, own in treated.items()]
+        treatments = [Treatment(_rule(*self.chosen(option)), modules) for option, modules in treated.items()]
         bases = {key: value for each in self.formats for key, value in each.policy.base_formats}
         return written(name, description, header, treatments, ops=ops, blocks=self.explanation.blocks, bases=bases)
 
@@ -305,9 +298,9 @@ class Candidates:
         """Raise an Error unless every operand of the model has under ``policy`` the spec that was chosen."""
         formats = {m: self.chosen(option) for group, option in zip(self.groups, choice, strict=True) for m in group}
         for number, site in enumerate(explain(model, policy, self.call.args, self.call.kwargs).sites):
-            own = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
+            chosen = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
             for operand in Operand:
-                wanted = own[operand.gemm].explanation.sites[number].operands[operand] if own else None
+                wanted = chosen[operand.gemm].explanation.sites[number].operands[operand] if chosen else None
                 if site.operands[operand] != wanted:
                     raise Error(f"{policy.name} gives {operand} of {site.module} {site.operands[operand]} and not "
                                 f"{wanted}; please report the model")  # fmt: skip
@@ -316,11 +309,11 @@ class Candidates:
 def _rule(*chosen: Format) -> Rule:
     """Return the rule, without predicates, that gives fprop, dgrad and wgrad their formats."""
     by_gemm = dict(zip(Gemm, chosen, strict=True))
-    specs = Specs(tuple(by_gemm[operand.gemm].specs[operand] for operand in Operand))
+    specs = Specs(tuple(by_gemm[operand.gemm].rule.specs[operand] for operand in Operand))
     if not any(specs.values()):
         return Rule(name=EXACT, keep="high precision pays here")
     first = chosen[0]
-    if first.rule is not None and all(each is first for each in chosen):
+    if all(each is first for each in chosen):
         return Rule(name=first.name, specs=specs, reuses=first.rule.reuses, techniques=first.rule.techniques)
     gemms: dict[str, list[str]] = {}
     for gemm, each in by_gemm.items():

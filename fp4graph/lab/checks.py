@@ -77,14 +77,14 @@ OF_ERROR = {
 
 
 class Quantity(NamedTuple):
-    """A recorded field, which leaves its range above (``sense`` 1) or below (-1), and its remedy; None: OF_ERROR's."""
+    """A recorded field, which leaves its range above (``sense`` 1) or below (-1), and its remedy."""
 
     words: str
     form: str
     sense: int
     units: Units
     width: float
-    remedy: Remedy | None
+    remedy: Remedy | None  # None for those of OF_ERROR
     limit: float | None = None
     tensors: tuple[str, ...] = ("",)  # the ends of the names of the tensors that are judged
     peers: bool = True  # whether sites of one kind are alike

@@ -120,35 +120,33 @@ def diagnose(
     Raises:
         Error: there are no losses and no statistics, or no losses of the baseline; or pandas is not installed.
     """
-    needs("pandas", "a diagnosis needs pandas", "analysis")
-    ours = _read(Path(run), losses)
-    if ours.recorded is None and not ours.losses:
+    needs("pandas", "diagnoses need pandas", "analysis")
+    record = _read(Path(run), losses)
+    if record.recorded is None and not record.losses:
         raise Error(f"{run}: neither losses nor statistics are there; train with fp4graph train --statistics, or with "
                     "fp4graph.lab.Statistics around a loop of your own")  # fmt: skip
-    folder, given = (Path(baseline), None) if isinstance(baseline, str | PathLike) else (None, baseline)
-    theirs = _read(folder, given)
-    if folder is not None and not theirs.losses:
-        raise Error(
-            f"{folder}: no losses of a baseline are there; give a folder of fp4graph train, or a list of losses"
-        )
-    findings = loss_findings(ours.losses, theirs.losses)
+    folder, values = (Path(baseline), None) if isinstance(baseline, str | PathLike) else (None, baseline)
+    reference = _read(folder, values)
+    if folder is not None and not reference.losses:
+        raise Error(f"{folder}: no losses of a baseline are there; give one of fp4graph train, or a list of losses")
+    findings = loss_findings(record.losses, reference.losses)
     sick, rises = any(each.stays for each in findings), any(each.stays and each.range == "early" for each in findings)
-    alike = {site for site, words in ours.quantizers.items() if theirs.quantizers.get(site, 0) == words}
-    comparable = [row for row in theirs.rows if row["site"].partition("#")[0] in alike]
-    findings += _outside(ours.rows, comparable, sick)
+    alike = {site for site, words in record.quantizers.items() if reference.quantizers.get(site, 0) == words}
+    comparable = [row for row in reference.rows if row["site"].partition("#")[0] in alike]
+    findings += _outside(record.rows, comparable, sick)
     findings.sort(key=lambda finding: _place(finding, rises))
-    diverged = any(each.stays for each in loss_findings(theirs.losses, {})) if theirs.losses else None
-    records = len(ours.recorded.steps) if ours.recorded else 0
-    headline = f"Nothing left its normal range in {len(ours.losses)} losses and {records} records of operands."
+    diverged = any(each.stays for each in loss_findings(reference.losses, {})) if reference.losses else None
+    records = len(record.recorded.steps) if record.recorded else 0
+    headline = f"Nothing left its normal range in {len(record.losses)} losses and {records} records of operands."
     if findings:
         headline = _headline(findings, diverged)
-    missing = [] if ours.losses else ["losses: give losses=[...], or train with fp4graph train"]
-    if ours.recorded is None:
+    missing = [] if record.losses else ["losses: give losses=[...], or train with fp4graph train"]
+    if record.recorded is None:
         missing.append("statistics of operands: train with fp4graph train --statistics STEPS")
     else:
         few = f"{RECORDS} steps of operands or more, from which their normal range is taken"
         missing += [few] if records < RECORDS else []
-        left_out = METRICS.keys() - {*ours.recorded.header.get("metrics", METRICS)}
+        left_out = METRICS.keys() - {*record.recorded.header.get("metrics", METRICS)}
         missing += [f"{name}: {METRICS[name]}" for name in sorted(left_out)]
     return Diagnosis(str(run), headline, tuple(findings), diverged, tuple(missing))
 
@@ -206,10 +204,10 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
     least = list(itertools.accumulate([start, *smooth[:-1]], min))
     limits = [low + max(10 * spread, (start - low) / 2, abs(start) / 20) for low in least]
     limits[:3] = [math.inf] * min(3, len(values))  # a quick training falls far in its first steps
-    found = []
+    findings = []
 
     def add(i: int, value: float, normal: float, origin: str, size: float, stays: bool) -> None:
-        found.append(Finding(steps[i], "", "", "loss", finite(value), normal, origin, size, stays, DIVERGENCE))
+        findings.append(Finding(steps[i], "", "", "loss", finite(value), normal, origin, size, stays, DIVERGENCE))
 
     outside = [i for i, value in enumerate(values) if not value <= limits[i] or math.isinf(value)]
     floor = start - max(spread, abs(start) / 50)
@@ -224,13 +222,13 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
         add(len(steps) - 1, smooth[-1], floor, "limit", 1.0, True)
     common = [i for i, step in enumerate(steps) if baseline.get(step) is not None]
     if len(common) >= WINDOW and not any(each.stays and each.range == "early" for each in loss_findings(baseline, {})):
-        theirs = _running_median([float(baseline[steps[i]] or 0.0) for i in common])
-        room = max(10 * spread, (theirs[0] - min(theirs)) / 4)
-        n = 1 + max((n for n, i in enumerate(common) if smooth[i] <= theirs[n] + room), default=-1)
+        reference = _running_median([float(baseline[steps[i]] or 0.0) for i in common])
+        room = max(10 * spread, (reference[0] - min(reference)) / 4)
+        n = 1 + max((n for n, i in enumerate(common) if smooth[i] <= reference[n] + room), default=-1)
         if n < len(common):
             i = common[n]
-            add(i, smooth[i], theirs[n] + room, "baseline", (smooth[i] - theirs[n]) / max(room, 1e-12), True)
-    return found
+            add(i, smooth[i], reference[n] + room, "baseline", (smooth[i] - reference[n]) / max(room, 1e-12), True)
+    return findings
 
 
 def _running_median(values: Sequence[float]) -> list[float]:
@@ -245,11 +243,11 @@ def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], sick:
     The last record counts only if the loss is outside, which ``sick`` says.
     """
     row_at = {(row["site"], row["tensor"], row["step"]): row for row in rows}
-    theirs = _tables(baseline)
-    found: list[Finding] = []
+    reference = _tables(baseline)
+    findings: list[Finding] = []
     for (column, tensor), table in _tables(rows).items():
-        quantity, here = QUANTITIES[column], []
-        for site, sizes, edges in _sizes(table, theirs.get((column, tensor)), quantity, sick):
+        quantity, outliers = QUANTITIES[column], []
+        for site, sizes, edges in _sizes(table, reference.get((column, tensor)), quantity, sick):
             outside = sizes.max(axis=1) > 1
             confirmed = outside if column == "nonfinite" else outside & outside.shift(-1, fill_value=sick)
             if confirmed.any():
@@ -257,11 +255,11 @@ def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], sick:
                 row, origin = row_at[site, tensor, step], sizes.loc[step].idxmax()
                 size, edge = float(sizes.at[step, origin]), float(edges.at[step, origin])
                 normal, remedy = quantity.units.back(quantity.sense * edge), quantity.remedy or _of_error(row)
-                here.append(Finding(step, site, tensor, column, row[column], normal, origin, size,
-                                    bool(outside.iloc[-1]), remedy))  # fmt: skip
-        at = Counter(finding.step for finding in here)
-        found += [replace(finding, sites=(at[finding.step], len(table.columns))) for finding in here]
-    return found
+                outliers.append(Finding(step, site, tensor, column, row[column], normal, origin, size,
+                                        bool(outside.iloc[-1]), remedy))  # fmt: skip
+        at = Counter(finding.step for finding in outliers)
+        findings += [replace(finding, sites=(at[finding.step], len(table.columns))) for finding in outliers]
+    return findings
 
 
 def _tables(rows: Sequence[Measurement]) -> dict[tuple[str, str], Any]:
@@ -278,7 +276,7 @@ def _tables(rows: Sequence[Measurement]) -> dict[tuple[str, str], Any]:
     return tables
 
 
-def _sizes(table: Any, theirs: Any, quantity: Quantity, sick: bool) -> Iterator[tuple[str, Any, Any]]:
+def _sizes(table: Any, reference: Any, quantity: Quantity, sick: bool) -> Iterator[tuple[str, Any, Any]]:
     """Yield each site, how far it is from the middle of each normal range in half-widths, and the ends of the ranges.
 
     Both are frames with a row for each step and a column for each origin of a range. Operands change as a training goes
@@ -296,11 +294,11 @@ def _sizes(table: Any, theirs: Any, quantity: Quantity, sick: bool) -> Iterator[
         curve = table[site].dropna()
         peers = table.loc[:, quantity.peers & (kinds == kind) & (table.columns != site)]
         middle, half = _middle(peers[peers.count(axis=1) > 1], quantity.width)
-        baseline = theirs[site] if theirs is not None and site in theirs else None
+        baseline = reference[site] if reference is not None and site in reference else None
         middles = {"peers": middle, "limit": limit, "early": early[site] + drift, "baseline": baseline}
         halves = {"peers": half, "limit": quantity.width, "early": early_half[site], "baseline": quantity.width}
-        own, half = (DataFrame(each, curve.index, dtype=float) for each in (middles, halves))
-        yield site, (own.rsub(curve, axis=0) / half).fillna(-math.inf), own + half
+        middle, half = (DataFrame(each, curve.index, dtype=float) for each in (middles, halves))
+        yield site, (middle.rsub(curve, axis=0) / half).fillna(-math.inf), middle + half
 
 
 def _middle(values: Any, width: float) -> tuple[Any, Any]:

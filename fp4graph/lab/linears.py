@@ -16,7 +16,7 @@ from fp4graph.errors import Error
 from fp4graph.exports.siblings import SIBLINGS
 from fp4graph.graph.site import Site
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 #: Bits of a weight that is kept in high precision, as models are served.
@@ -109,8 +109,7 @@ def bits_per_element(spec: QuantSpec | None, row: int) -> float:
 
 def in_fp4(specs: Mapping[Operand, QuantSpec | None], gemm: Gemm) -> bool:
     """Return whether both operands of a GEMM have elements of four bits (E2M1, E3M0, INT4)."""
-    own = [specs.get(operand) for operand in Operand if operand.gemm is gemm]
-    return all(spec is not None and spec.element.code_bits <= 4 for spec in own)
+    return all((spec := specs.get(operand)) is not None and spec.element.code_bits <= 4 for operand in GROUPS[gemm])
 
 
 def fp4_flops(sites: Sequence[Site]) -> float | None:

@@ -206,7 +206,7 @@ def _uniform(candidates: Candidates, increases: Floats) -> list[str]:
     return [
         f"{each.name} {increases[:, (candidates.options == number).all(-1)].sum():+.3g}"
         for number, each in enumerate(candidates.formats)
-        if each.rule is not None and all(map(each.fits, candidates.groups))
+        if each.rule.quantizes and all(map(each.fits, candidates.groups))
     ]
 
 
@@ -215,7 +215,7 @@ def _scores(
     folder: str | PathLike[str] | None, options: Mapping[str, Any],
 ) -> tuple[Score, ...]:  # fmt: skip
     """Measure the formats at every group and GEMM; in ``folder`` each score is kept at once, and found again."""
-    policies = [each.policy for each in candidates.formats if each.rule is not None]
+    policies = [each.policy for each in candidates.formats if each.rule.quantizes]
     if not policies:
         return ()
     measured = functools.partial(

@@ -30,7 +30,7 @@ from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import detach, require_runtime
 from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, load_policy
 from fp4graph.policy.rule import DEFAULT
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.operands import GROUPS, Gemm, Operand
 from fp4graph.text import suggest
 from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
@@ -40,7 +40,7 @@ __all__ = ["Score", "Sensitivity", "sensitivity"]
 KINDS = ("site", "block", "operand", "gemm")
 #: The sites and operands that are quantized: a unit.
 _Parts = Collection[tuple[str, Operand]]
-_FPROP = frozenset(operand for operand in Operand if operand.gemm is Gemm.FPROP)
+_FPROP = frozenset(GROUPS[Gemm.FPROP])
 
 
 def sensitivity(
@@ -121,7 +121,7 @@ def sensitivity(
                     continue
                 parts, (estimate, snr) = study.units[unit], estimates[unit]
                 measured = study.differences(parts, keep=keep, repeats=repeats, steps=steps) if exact else []
-                operands = tuple(map(str, sorted({operand for _, operand in parts}, key=list(Operand).index)))
+                operands = tuple(str(operand) for operand in Operand if any(operand is own for _, own in parts))
                 scores[key] = Score(unit, tuple(_by_site(parts)), operands, study.policy.name, *_mean(measured), snr,
                                     -estimate if keep else estimate, _measure(parts))  # fmt: skip
                 report(scores[key])
@@ -167,12 +167,10 @@ class _Twin:
         self.rates: list[float] = []
         self.use(None)
         for batch in self.batches:
-            self._reset()
-            self.exact.append(exact := self.value(batch).item())
+            self.exact.append(exact := self.measure(batch, seed=0, steps=0))
             if not math.isfinite(exact):
                 what = f"the loss of batch {batch} is {exact} before anything is quantized"
                 raise Error(f"{what}; correct the model or the data")
-        for batch, exact in enumerate(self.exact):
             self._reset()
             self.value(batch, gradients=True).backward()  # type: ignore[no-untyped-call]
             norm = sum(p.grad.double().square().sum().item() for p in self.model.parameters() if p.grad is not None)
