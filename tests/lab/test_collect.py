@@ -449,17 +449,16 @@ def test_after_it_is_closed_nothing_is_left(tmp_path):
     assert not optimizer._optimizer_step_post_hooks
 
 
-BAD = {
-    "a metric": ({"metrics": ["snr", "confidense"]}, "unknown metric 'confidense'; did you mean 'confidence'"),
-    "no metric": ({"metrics": []}, "empty list of metrics; choose from snr"),
-    "a site": ({"sites": "frist"}, "no quantized site is called 'frist'; did you mean 'first'"),
-    "one of two": ({"sites": ["second", "sceond"]}, "no quantized site is called 'sceond'; did you mean 'second'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_there_is_not(case, tmp_path):
-    options, message = BAD[case]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": ["snr", "confidense"]}, "unknown metric 'confidense'; did you mean 'confidence'"),
+        ({"metrics": []}, "empty list of metrics; choose from snr"),
+        ({"sites": "frist"}, "no quantized site is called 'frist'; did you mean 'first'"),
+        ({"sites": ["second", "sceond"]}, "no quantized site is called 'sceond'; did you mean 'second'"),
+    ],
+)
+def test_what_there_is_not(options, message, tmp_path):
     model, optimizer = make(policy())
     with pytest.raises(fp4graph.Error, match=message):
         Statistics(model, optimizer, every=2, directory=tmp_path, **options)
