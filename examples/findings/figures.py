@@ -19,8 +19,7 @@ from torch import Tensor
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures.panels import error_panels
 from fp4graph.lab.pictures.style import PALETTE, styled, subplots
-from fp4graph.lab.statistics.decomposition import decompose
-from fp4graph.lab.statistics.reconstruction import RelativeError, reconstruction_error
+from fp4graph.lab.statistics.decomposition import RelativeError, decompose, reconstruction_error
 from fp4graph.numerics.formats import E2M1, SCALES
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram

@@ -2,9 +2,8 @@
 
 from fp4graph.lab.diagnose import Diagnosis, Finding, diagnose
 from fp4graph.lab.statistics.collect import Statistics
-from fp4graph.lab.statistics.decomposition import Decomposition, decompose
+from fp4graph.lab.statistics.decomposition import Decomposition, decompose, reconstruction_error
 from fp4graph.lab.statistics.metrics import METRICS
-from fp4graph.lab.statistics.reconstruction import reconstruction_error
 from fp4graph.lab.statistics.storage import Recorded, read
 
 __all__ = [

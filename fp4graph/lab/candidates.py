@@ -1,11 +1,14 @@
-"""The formats that each group of linears of a model may take, what they use of a budget, and the policy of a choice."""
+"""The formats that each group of linears of a model may take, and the choice that costs least within a budget.
+
+The choice is a multiple-choice knapsack, solved exactly by HiGHS.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,138 +16,148 @@ import numpy as np
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.lab.knapsack import Bools, Choice, Floats, solve, total, within
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.linears import Call, Loss, bits_per_element, call_of, groups_of, in_fp4, weights_of
 from fp4graph.lab.policy_writer import Treatment, written
-from fp4graph.lab.quantities import bits_per_element, in_fp4
 from fp4graph.lab.sensitivity import Score
-from fp4graph.lab.siblings import Call, Loss, call_of, groups_of, weights_of
 from fp4graph.model.explain import Explanation, explain
-from fp4graph.policy import DEFAULT_INDEX, KEPT, Policy, Rule, Specs, load_policy
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, Specs, load_policy
+from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Choice = np.ndarray[Any, np.dtype[np.int64]]
+#: A bound Σᵢ use[i, option of i] <= most: ``use``, ``[items, options]``, and ``most``.
+Limit = tuple[Floats, float]
+#: The relative excess over a limit that rounding may cause when numbers are summed.
+_ROUNDING = 1e-9
 #: The format that quantizes nothing.
 EXACT = "bf16"
-#: The quantities that a budget bounds, by the names of search's arguments.
+#: The quantities that a budget bounds, by the names of search's arguments. A lower bound, fp4_flops has negative uses.
 BUDGETS = {"bits": "bits per weight", "fp4_flops": "share of FLOPs in FP4", "complexity": "Ω", "overhead": "overhead"}
 _LINEAR = ("linear", "grouped")
 
 
+def total(table: Floats, choice: Choice) -> float:
+    """Return Σᵢ table[i, option of i]."""
+    return float(table[np.arange(len(choice)), choice].sum())
+
+
+def within(limits: Sequence[Limit], choice: Choice) -> bool:
+    return all(total(use, choice) <= most + _ROUNDING * abs(most) for use, most in limits)
+
+
+def solve(costs: Floats, allowed: Bools, limits: Sequence[Limit] = ()) -> Choice | None:
+    """Return the option of each item for which the costs are least within ``limits``; None if nothing satisfies them.
+
+    The variables are x[i, o] in {0, 1}::
+
+        minimize  Σ costs·x   so that   Σₒ x[i, o] = 1,   Σ use·x <= most
+
+    ``costs``, ``[items, options]``, are finite where ``allowed``, which is False where an item has no such option.
+    """
+    needs("scipy", "the search is solved by SciPy", "analysis")
+    from scipy import optimize, sparse
+
+    items, options = allowed.shape
+    objective = np.where(allowed, costs, 0.0).ravel()
+    rows = [np.where(allowed, use, 0.0).ravel() for use, _ in limits]
+    sizes = [np.abs(row).max() or 1.0 for row in rows]
+    stricter = np.array([most + _ROUNDING * abs(most) for _, most in limits])
+    one_each = optimize.LinearConstraint(sparse.kron(sparse.eye(items), np.ones((1, options))), 1, 1)
+    while True:
+        bounds = zip(rows, sizes, stricter, strict=True)
+        found = optimize.milp(
+            objective * (1e3 / (np.abs(objective).max() or 1.0)),  # beside which HiGHS's gap of 1e-6 is nothing
+            integrality=np.ones(items * options),
+            bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
+            constraints=[one_each, *(optimize.LinearConstraint(row / s, -np.inf, most / s) for row, s, most in bounds)],
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            return None
+        choice: Choice = found.x.reshape(items, options).argmax(1)
+        if within(limits, choice):
+            return choice
+        # HiGHS keeps a bound to 1e-6 only; one that is exceeded is asked for more strictly.
+        excess = np.array([total(use, choice) for use, _ in limits]) - stricter
+        stricter = stricter - 2 * excess.clip(min=0)
+
+
 def bound_text(name: str, bound: float) -> str:
-    """Return a budget in words."""
-    return f"{BUDGETS[name]} at {'least' if name == 'fp4_flops' else 'most'} {bound:.4g}"
-
-
-def use_of(name: str, value: float) -> float:
-    """Return the use, to be bounded from above, that a budget's value stands for."""
-    return {"fp4_flops": -value, "overhead": value - 1}.get(name, value)
-
-
-def value_of(name: str, use: float) -> float:
-    """Return the value of a budget that a use stands for."""
-    return {"fp4_flops": -use, "overhead": use + 1}.get(name, use)
+    return f"{BUDGETS[name]} at {'least' if name == 'fp4_flops' else 'most'} {abs(bound):.4g}"
 
 
 @dataclass(frozen=True)
 class Format:
-    """A policy that quantizes all of its sites alike.
-
-    Attributes:
-        rule: the rule that quantizes; None for a policy that quantizes nothing.
-        explanation: of the model under the policy.
-        modules: the modules whose sites it quantizes.
-        whole: True if the three GEMMs of a site cannot differ, because a technique acts on them or an operand of the
-            backward reads one of fprop.
-    """
+    """A policy that quantizes all of its sites alike."""
 
     policy: Policy
-    rule: Rule | None
-    explanation: Explanation
-    modules: frozenset[str]
-    whole: bool
+    rule: Rule  # that quantizes; one that keeps for a policy that quantizes nothing
+    explanation: Explanation  # of the model under the policy
+    modules: frozenset[str]  # whose sites it quantizes
+    whole: bool  # no GEMM of a site can differ: a technique acts on them, or the backward reads operands of fprop
 
     @classmethod
     def of(cls, explanation: Explanation) -> Format:
-        """Return the format that a policy is, given what it does to the model.
-
-        Raises:
-            Error: it treats some of its sites differently from others, quantizes anything but linears, changes in the
-                course of a training, acts on the optimizer, or fits no linear.
-        """
+        """Return the format that a policy is, given what it does to the model; raise an Error if it is no format."""
         policy = explanation.policy
         said = f"{policy.name!r} is no uniform format: "
         if any(technique.per_model for technique in policy.used):
             raise Error(f"{said}it has techniques of the whole model; leave them out, and add them to the policy found")
         quantized = [site for site in explanation.sites if site.quantized]
-        if not quantized:
-            if policy.ever_quantizes:
-                why = explanation.problem or "it keeps all"
-                raise Error(f"format {policy.name!r} fits no site of the model: {why}; leave it out")
-            return cls(policy, None, explanation, frozenset(), whole=False)
-        first: Rule | None = None
-        for site in quantized:
+        if not quantized and policy.ever_quantizes:
+            why = explanation.problem or "it keeps all"
+            raise Error(f"format {policy.name!r} fits no site of the model: {why}; leave it out")
+        first = policy.default
+        for number, site in enumerate(quantized):
             if site.op not in _LINEAR or site.module is None:
                 what = f"a {site.op} in {site.module}"
                 raise Error(f"{said}it quantizes {what}, and a search chooses for linears and experts")
             rule = policy.default if site.rule_index == DEFAULT_INDEX else policy.rules[site.rule_index or 0]
-            first = first or rule
+            first = first if number else rule
             if (rule.specs, rule.techniques, rule.reuses) != (first.specs, first.techniques, first.reuses):
                 raise Error(f"{said}rules {first.name!r} and {rule.name!r} quantize differently; give two policies")
-        assert first is not None
-        reads = any(spec is not None and spec.source == "fprop" for spec in first.specs.values())
         modules = frozenset(site.module for site in quantized if site.module is not None)
+        reads = any(spec and spec.source == "fprop" for spec in first.specs.values())
         return cls(policy, first, explanation, modules, whole=bool(first.techniques or first.reuses or reads))
 
     @property
     def name(self) -> str:
         return self.policy.name
 
-    @property
-    def specs(self) -> Specs:
-        return KEPT if self.rule is None else self.rule.specs
-
     def fits(self, group: Iterable[str]) -> bool:
         """Return whether the format can be given to all modules of a group."""
-        return self.rule is None or self.modules.issuperset(group)
+        return not self.rule.quantizes or self.modules.issuperset(group)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The groups of linears of a model, and the options that each has.
-
-    Attributes:
-        groups: the modules of each group of siblings.
-        options: ``[options, 3]``, the numbers of the formats of fprop, dgrad and wgrad.
-        allowed: ``[groups, options]``, whether the formats fit the group.
-        uses: ``[groups, options]``, what an option uses of a budget, by the budget's name; of Ω it is no sum.
-    """
+    """The groups of linears of a model, and the options that each has."""
 
     formats: tuple[Format, ...]
-    groups: tuple[tuple[str, ...], ...]
-    options: Choice
-    allowed: Bools
-    uses: dict[str, Floats]
+    groups: tuple[tuple[str, ...], ...]  # the modules of each group of siblings
+    options: Choice  # [options, 3], the numbers of the formats of fprop, dgrad and wgrad
+    allowed: Bools  # [groups, options], whether the formats fit the group
+    uses: dict[str, Floats]  # [groups, options], what an option uses of each budget; of Ω it is no sum
     call: Call = field(repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, batch: Any, formats: Sequence[Any], *, apart: bool) -> Candidates:
         """Return the candidates of ``model`` as ``loss`` calls it on ``batch``.
 
-        Args:
-            apart: whether the three GEMMs of a group may have different formats.
-
-        Raises:
-            Error: a format is no uniform policy, fits no linear, or is named twice; or nothing may stay as it is and a
-                group has no format.
+        ``apart`` says whether the three GEMMs of a group may have different formats. Raises an Error if a format is no
+        uniform policy, fits no linear, or is named twice, or if a group has no format.
         """
         policies = [load_policy(each) for each in formats]
         names = [policy.name for policy in policies]
         if len(set(names)) < len(names) or len(names) < 2:
             raise Error(f"a search chooses between two or more formats of different names; got {', '.join(names)}")
         call = call_of(model, loss, batch)
-        chosen = tuple(Format.of(explain(model, policy, call.args or (), call.kwargs)) for policy in policies)
-        explanation, quantizable = chosen[0].explanation, frozenset[str]().union(*(each.modules for each in chosen))
-        modules = dict.fromkeys(site.module for site in explanation.sites if site.module in quantizable)
-        groups = groups_of(model, [module for module in modules if module is not None], call.inputs)
+        chosen = tuple(Format.of(explain(model, policy, call.args, call.kwargs)) for policy in policies)
+        quantizable = frozenset[str]().union(*(each.modules for each in chosen))
+        sites = dict.fromkeys(site.module for site in chosen[0].explanation.sites if site.module in quantizable)
+        groups = groups_of(model, [module for module in sites if module is not None], call.inputs)
         fits: Bools = np.array([[each.fits(group) for each in chosen] for group in groups])
         for group, fitting in zip(groups, fits, strict=True):
             if not fitting.any():
@@ -154,7 +167,15 @@ class Candidates:
         uniform = {(number,) * 3 for number in range(len(chosen))}
         options = np.array(sorted(uniform.union(itertools.product(free, repeat=3) if apart else ())))
         self = cls(chosen, groups, options, np.all(fits[:, options], axis=-1), {}, call)
-        self.uses.update(self._uses(dict(model.named_modules(remove_duplicate=False))))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        weights = [{id(w): w for name in group for w in weights_of(modules[name])}.values() for group in groups]
+        specs = [each.rule.specs[Operand.FPROP_WEIGHT] for each in chosen]
+        bits: Floats = np.array([[sum(w.numel() * bits_per_element(spec, w.shape[-1]) for w in group) for spec in specs]
+                                 for group in weights])  # fmt: skip
+        fp4 = np.array([[in_fp4(each.rule.specs, gemm) for gemm in Gemm] for each in chosen])
+        self.uses["bits"] = bits[:, options[:, 0]] / sum(w.numel() for group in weights for w in group)
+        gemms = fp4[options, range(3)].sum(-1)
+        self.uses["fp4_flops"] = -np.outer(self._work, gemms) / (3 * self.explanation.flops)
         return self
 
     @property
@@ -165,27 +186,14 @@ class Candidates:
     def _work(self) -> Floats:
         """The FLOPs of one GEMM of each group."""
         sites = self.explanation.sites
-        work = [sum(site.flops or 0 for site in sites if site.module in group) for group in self.groups]
-        return np.array(work, dtype=float)
-
-    def _uses(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Floats]]:
-        specs = [each.specs[Operand.FPROP_WEIGHT] for each in self.formats]
-        bits, numel = np.zeros((len(self.groups), len(specs))), 0
-        for row, group in enumerate(self.groups):
-            for weight in {id(w): w for name in group for w in weights_of(modules[name])}.values():
-                bits[row] += [weight.numel() * bits_per_element(spec, weight.shape[-1]) for spec in specs]
-                numel += weight.numel()
-        yield "bits", bits[:, self.options[:, 0]] / numel
-        fp4 = np.array([[in_fp4(each.specs, gemm) for gemm in Gemm] for each in self.formats])
-        gemms = fp4[self.options, range(3)].sum(-1)
-        yield "fp4_flops", -np.outer(self._work, gemms) / (3 * self.explanation.flops)
+        return np.array([sum(float(s.flops or 0) for s in sites if s.module in group) for group in self.groups])
 
     def price(self, cost: Callable[[Policy], float]) -> None:
-        """Add the use of ``overhead``: the cost of each format above 1, interpolated by FLOPs."""
-        above = np.array([cost(each.policy) - 1 if each.rule is not None else 0.0 for each in self.formats])
-        self.uses["overhead"] = np.outer(self._work / self._work.sum(), above[self.options].mean(-1))
+        """Add the use of ``overhead``: the cost of each format, interpolated by FLOPs."""
+        costs = np.array([cost(each.policy) if each.rule.quantizes else 1.0 for each in self.formats])
+        self.uses["overhead"] = np.outer(self._work / self._work.sum(), costs[self.options].mean(-1))
 
-    def _limits(self, most: Mapping[str, float]) -> list[tuple[Floats, float]]:
+    def _limits(self, most: Mapping[str, float]) -> list[Limit]:
         return [(self.uses[name], bound) for name, bound in most.items() if name != "complexity"]
 
     def _by_complexity(self) -> list[tuple[float, Bools]]:
@@ -193,11 +201,11 @@ class Candidates:
         costly = [number for number, each in enumerate(self.formats) if each.policy.weights]
         sets: list[tuple[float, Bools]] = []
         for kept in itertools.product((False, True), repeat=len(costly)):
-            weights: Counter[str] = Counter()
-            for number in itertools.compress(costly, kept):
+            used, weights = set(itertools.compress(costly, kept)), Counter[str]()
+            for number in used:
                 weights |= Counter(self.formats[number].policy.weights)  # the largest of each
-            left_out = set(costly).difference(itertools.compress(costly, kept))
-            sets.append((math.fsum(weights.values()), np.all(np.isin(self.options, [*left_out], invert=True), axis=1)))
+            usable: Bools = np.all(~np.isin(self.options, [*set(costly) - used]), axis=1)
+            sets.append((math.fsum(weights.values()), usable))
         return sorted(sets, key=lambda each: each[0])
 
     def best(self, costs: Floats, most: Mapping[str, float]) -> Choice | None:
@@ -211,48 +219,43 @@ class Candidates:
         choices = [solve(costs, allowed & usable, limits) for usable in (sets if "complexity" in most else sets[-1:])]
         return min((each for each in choices if each is not None), key=lambda each: total(costs, each), default=None)
 
-    def _least(self, name: str, most: Mapping[str, float]) -> float | None:
-        """Return the least possible use of ``name`` within ``most``; None if nothing satisfies these."""
-        if name != "complexity":
-            choice = self.best(self.uses[name], most)
-            return None if choice is None else total(self.uses[name], choice)
-        for value, _ in self._by_complexity():
-            if self.best(np.zeros(self.allowed.shape), {**most, name: value}) is not None:
-                return value
-        return None
+    def _least(self, name: str, most: Mapping[str, float]) -> float:
+        """Return the least possible use of ``name`` within ``most``; infinite if nothing satisfies these."""
+        if name == "complexity":
+            free = np.zeros(self.allowed.shape)
+            values = (value for value, _ in self._by_complexity())
+            return next((value for value in values if self.best(free, {**most, name: value}) is not None), math.inf)
+        choice = self.best(self.uses[name], most)
+        return math.inf if choice is None else total(self.uses[name], choice)
 
     def require(self, most: Mapping[str, float]) -> None:
         """Raise an Error that says the nearest feasible value unless some choice is within ``most``."""
         for name, bound in most.items():
             for others in ({}, {other: most[other] for other in most if other != name}):
                 least = self._least(name, others)
-                if least is not None and least > bound + 1e-9 * abs(bound):
+                if bound + _ROUNDING * abs(bound) < least < math.inf:
                     raise Error(
-                        f"no policy of {', '.join(each.name for each in self.formats)} has "
-                        f"{bound_text(name, value_of(name, bound))}{' beside the other bounds' if others else ''}; the "
-                        f"nearest is {value_of(name, least):.6g}: relax the budget, or give other formats"
+                        f"no policy of {', '.join(each.name for each in self.formats)} has {bound_text(name, bound)}"
+                        f"{' beside the other bounds' if others else ''}; the nearest is {abs(least):.6g}: relax the "
+                        "budget, or give other formats"
                     )
 
     def summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
-        """Return the sum of the values of the scores of each option, ``[groups, options]``.
-
-        Scores may be of whole groups or of single sites.
-        """
-        by_gemm: defaultdict[tuple[str, str], list[Score]] = defaultdict(list)
-        for score in scores:
-            by_gemm[score.policy, score.operands[0].partition(".")[0]].append(score)
+        """Return the sum of the values of each option's scores, of groups or single sites, ``[groups, options]``."""
+        scored = {
+            (score.policy, score.operands[0].partition(".")[0], site.removeprefix("(root)")): score
+            for score in scores for site in score.sites
+        }  # fmt: skip
         values = np.zeros((len(self.groups), len(self.formats), 3))
-        for (column, each), (place, gemm) in itertools.product(enumerate(self.formats), enumerate(Gemm)):
-            if not any(each.specs[operand] for operand in Operand if operand.gemm is gemm):
-                continue
-            scored = {site.removeprefix("(root)"): s for s in by_gemm[each.name, str(gemm)] for site in s.sites}
-            for row, group in enumerate(self.groups):
-                if not each.fits(group):
+        for (row, group), (column, each) in itertools.product(enumerate(self.groups), enumerate(self.formats)):
+            for place, gemm in enumerate(Gemm):
+                if not each.fits(group) or not any(each.rule.specs[operand] for operand in GROUPS[gemm]):
                     continue
-                if missing := [module for module in group if module not in scored]:
-                    raise Error(f"there is no score of {gemm} of {missing[0]} under {each.name}; measure by "
-                                "('site', 'gemm')")  # fmt: skip
-                values[row, column, place] = sum(map(value, {id(s): s for s in map(scored.get, group) if s}.values()))
+                known = [scored.get((each.name, str(gemm), module)) for module in group]
+                if None in known:
+                    raise Error(f"there is no score of {gemm} of {group[known.index(None)]} under {each.name}; measure "
+                                "by ('site', 'gemm')")  # fmt: skip
+                values[row, column, place] = sum(value(score) for score in dict.fromkeys(known) if score)
         summed: Floats = values[:, self.options, range(3)].sum(-1)
         return summed
 
@@ -280,27 +283,24 @@ class Candidates:
 
     def text(self, choice: Choice, increases: Floats, name: str, description: str, header: Sequence[str]) -> str:
         """Return the policy file of a choice; ``increases`` are the predicted ones, ``[groups, options]``."""
-        treated: dict[int, dict[str, float]] = {}
+        treated: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for row, (group, option) in enumerate(zip(self.groups, choice, strict=True)):
-            own = dict.fromkeys(group, increases[row, option] / len(group))
-            treated.setdefault(option, {}).update(own)
-        ops: dict[str, set[str]] = {}
+            treated[option] |= dict.fromkeys(group, increases[row, option] / len(group))
+        ops: defaultdict[str, set[str]] = defaultdict(set)
         for site in self.explanation.sites:
             if site.module is not None and site.op in _LINEAR and (site.rule_index or 0) >= DEFAULT_INDEX:
-                ops.setdefault(site.module, set()).add(site.op)
-        treatments = [
-            Treatment(_rule(*self.chosen(option)), own, f"{sum(own.values()):+.3g}") for option, own in treated.items()
-        ]
+                ops[site.module].add(site.op)
+        treatments = [Treatment(_rule(*self.chosen(option)), modules) for option, modules in treated.items()]
         bases = {key: value for each in self.formats for key, value in each.policy.base_formats}
         return written(name, description, header, treatments, ops=ops, blocks=self.explanation.blocks, bases=bases)
 
     def check(self, model: nn.Module, policy: Policy, choice: Choice) -> None:
         """Raise an Error unless every operand of the model has under ``policy`` the spec that was chosen."""
         formats = {m: self.chosen(option) for group, option in zip(self.groups, choice, strict=True) for m in group}
-        for number, site in enumerate(explain(model, policy, self.call.args or (), self.call.kwargs).sites):
-            own = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
+        for number, site in enumerate(explain(model, policy, self.call.args, self.call.kwargs).sites):
+            chosen = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
             for operand in Operand:
-                wanted = own[operand.gemm].explanation.sites[number].operands[operand] if own else None
+                wanted = chosen[operand.gemm].explanation.sites[number].operands[operand] if chosen else None
                 if site.operands[operand] != wanted:
                     raise Error(f"{policy.name} gives {operand} of {site.module} {site.operands[operand]} and not "
                                 f"{wanted}; please report the model")  # fmt: skip
@@ -309,11 +309,11 @@ class Candidates:
 def _rule(*chosen: Format) -> Rule:
     """Return the rule, without predicates, that gives fprop, dgrad and wgrad their formats."""
     by_gemm = dict(zip(Gemm, chosen, strict=True))
-    specs = Specs(tuple(by_gemm[operand.gemm].specs[operand] for operand in Operand))
+    specs = Specs(tuple(by_gemm[operand.gemm].rule.specs[operand] for operand in Operand))
     if not any(specs.values()):
         return Rule(name=EXACT, keep="high precision pays here")
     first = chosen[0]
-    if first.rule is not None and all(each is first for each in chosen):
+    if all(each is first for each in chosen):
         return Rule(name=first.name, specs=specs, reuses=first.rule.reuses, techniques=first.rule.techniques)
     gemms: dict[str, list[str]] = {}
     for gemm, each in by_gemm.items():

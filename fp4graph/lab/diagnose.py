@@ -1,7 +1,7 @@
 """Why a training diverged: the first quantity that left its normal range, and the technique that addresses it.
 
 docs/diagnose.md describes the ranges. Each has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the
-median absolute deviation from m and w the least half-width of the quantity (:data:`QUANTITIES`), in its units.
+median absolute deviation from m, and w the least half-width of the quantity in its units (:mod:`fp4graph.lab.checks`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp4graph.errors import Error
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.lab import jsonlines
+from fp4graph.lab.checks import DIVERGENCE, OF_ERROR, QUANTITIES, SCALES, Quantity, Remedy
 from fp4graph.lab.comparison.record import LOG
+from fp4graph.lab.data.extras import needs
 from fp4graph.lab.runs.folder import read_metrics
 from fp4graph.lab.runs.run import finite
 from fp4graph.lab.statistics import storage
@@ -31,118 +33,10 @@ if TYPE_CHECKING:
 
 #: Losses by step; None is a loss that is not finite.
 Losses = Mapping[int, float | None]
-#: By field and tensor, by site and by step: values in units of which more is worse.
-Curves = dict[tuple[str, str], dict[str, dict[int, float]]]
 #: The half-width of a range in median absolute deviations: five robust standard deviations.
 DEVIATIONS = 5 * 1.4826
 #: The least numbers of records from which a run's own range is taken, and of losses for a running median.
 RECORDS, WINDOW = 5, 5
-
-
-class Units(NamedTuple):
-    """The units in which values are compared, and the way back."""
-
-    of: Callable[[float], float]
-    back: Callable[[float], float]
-
-
-_LINEAR = Units(float, float)
-_LOG2 = Units(lambda value: math.log2(max(value, 1e-12)), lambda power: 2.0**power)
-#: Logits of shares; shares below a tenth are alike, and those above 98 %.
-_LOGIT = Units(
-    lambda share: math.log((s := min(max(share, 0.1), 0.98)) / (1 - s)), lambda logit: 1 / (1 + math.exp(-logit))
-)
-
-
-class Quantity(NamedTuple):
-    """A recorded field that leaves its range above (``sense`` 1) or below (-1)."""
-
-    words: str
-    form: str
-    sense: int
-    units: Units
-    width: float
-    limit: float | None = None
-    tensors: tuple[str, ...] = ("",)  # the ends of the names of the tensors that are judged
-    peers: bool = True  # whether sites of one kind are alike
-
-    def badness(self, value: float) -> float:
-        return self.sense * self.units.of(value)
-
-
-#: The fields that are judged (docs/analysis.md). ``underflowed`` is judged of inputs and weights only: as samples are
-#: learnt, most gradients become small beside the largest, and ``snr_db`` tells whether their loss matters.
-QUANTITIES: dict[str, Quantity] = {
-    "nonfinite": Quantity("number of elements that are not finite", "{:.0f}", 1, _LINEAR, 0.5, 0.0),
-    "snr_db": Quantity("signal-to-noise ratio", "{:.1f} dB", -1, _LINEAR, 6.0, 3.0),
-    "underflowed": Quantity("share rounded to zero", "{:.0%}", 1, _LOGIT, 1.5, None, ("input", "weight")),
-    "saturated": Quantity("share clipped", "{:.1%}", 1, _LOGIT, 1.0),
-    "limit_blocks": Quantity("share of scales at an end of their format", "{:.0%}", 1, _LOGIT, 3.0),
-    "bias": Quantity("bias of the gradient", "{:.0%}", 1, _LOG2, 2.0, 0.9),
-    "oscillating": Quantity("share of oscillating weights", "{:.1%}", 1, _LOGIT, 1.5, 0.25),
-    "flips": Quantity("share of weights that flip in a step", "{:.1%}", 1, _LOGIT, 1.0),
-    "gradient_norm": Quantity("gradient norm", "{:.3g}", 1, _LOG2, math.log2(30), peers=False),
-    "loss": Quantity("loss", "{:.4g}", 1, _LINEAR, 0.0),
-}
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Techniques that address a finding, the reason, and the sections of docs/findings.md with the evidence."""
-
-    techniques: str
-    reason: str
-    evidence: str
-
-
-_ERROR, _SWEEP, _GAUSSIAN = (
-    "Where the error of a quantizer comes from", "A sweep over two tasks", "The Gaussian regression",
-)  # fmt: skip
-_SPIKE = Remedy(
-    "a lower learning rate, gradient clipping, or stable_spam",
-    "it rises with the gradients; StableSPAM, which clips them, beats Adam in every format with bf16 parameters",
-    _GAUSSIAN,
-)
-_RANGE = Remedy(
-    "tensor_scaling or loss_scaling",
-    "values below the smallest scale are lost; a tensor scale reduces the error of NVFP4's dY from 12.6 to 0.9 %, loss "
-    "scaling the loss on digits from 2.30 to 0.46",
-    f"{_ERROR}; {_SWEEP}",
-)
-_OUTLIERS = Remedy(
-    "outlier_clamp, outlier_fallback or hadamard",
-    "outliers set the scale of their block, and its other elements become zero; outlier_fallback reduces the dead zone "
-    "by a third or more, the others' effect on it was not measured",
-    _ERROR,
-)
-_OSCILLATION = Remedy(
-    "freeze, dampen or q_ema",
-    "they reduce the share of oscillating weights from 1.8 to 0.4, 0.8 and 1.3 %",
-    "Oscillation, with and without its remedies",
-)
-REMEDIES: dict[str, Remedy] = {
-    "loss": _SPIKE,
-    "gradient_norm": _SPIKE,
-    "nonfinite": replace(_SPIKE, reason="the operand was infinite or NaN before its quantizer"),
-    "limit_blocks": _RANGE,
-    "underflowed": _OUTLIERS,
-    "saturated": Remedy(
-        "scales rounded up, as in mxfp4-round-up",
-        "decode scales rounded to nearest clip, and the true weights have a loss of 36 under them, 27 under others",
-        _GAUSSIAN,
-    ),
-    "bias": Remedy(
-        "stochastic_rounding of gradients",
-        "it is unbiased by definition, though the sweep shows no effect of it on the loss",
-        _SWEEP,
-    ),
-    "oscillating": _OSCILLATION,
-    "flips": _OSCILLATION,
-    # Of an operand's error, by its largest part:
-    "dead_zone": _OUTLIERS,
-    "scale_bias": Remedy("macro_block_scaling", "it reduces the scale bias by a seventh to two thirds", _ERROR),
-    "grid_noise": Remedy("smaller blocks, outlier_fallback", "fallback reduces MXFP4's grid noise by a sixth", _ERROR),
-}
 
 
 @dataclass(frozen=True)
@@ -219,37 +113,72 @@ def diagnose(
     have a common cause, after these. A spike of the loss that passed comes last.
 
     Args:
-        run: a folder of ``fp4graph train`` or of one run of ``fp4graph.compare``, or one with the ``statistics.jsonl``
-            of a :class:`Statistics`.
+        run: a folder of ``fp4graph train``, of one run of ``fp4graph.compare``, or of a :class:`Statistics`.
         baseline: the folder of a run with the same settings, under ``bf16`` for instance; or that run's losses.
-        losses: by step, or those of steps 1, 2, ...; by default those of ``metrics.jsonl`` or, from
-            :func:`fp4graph.compare`, ``log.jsonl`` in the folder.
+        losses: by step, or those of steps 1, 2, ...; by default those that the folder has.
 
     Raises:
-        Error: there are no losses and no statistics, or no losses of the baseline.
+        Error: there are no losses and no statistics, or no losses of the baseline; or pandas is not installed.
     """
-    folder = Path(run)
-    recorded = storage.read(folder) if storage.find(folder) else None
-    own, norms = _training(folder, losses)
-    if recorded is None and not own:
-        raise Error(
-            f"{folder}: neither losses nor statistics are there; train with fp4graph train --statistics, or with "
-            "fp4graph.lab.Statistics around a loop of your own"
-        )
-    there = Path(baseline) if isinstance(baseline, str | PathLike) else None
-    theirs, their_norms = _training(there, None if isinstance(baseline, str | PathLike) else baseline)
-    if there is not None and not theirs:
-        raise Error(f"{there}: no losses of a baseline are there; give a folder of fp4graph train, or a list of losses")
-    other = storage.read(there) if there is not None and storage.find(there) else None
-    findings = loss_findings(own, theirs)
+    needs("pandas", "diagnoses need pandas", "analysis")
+    record = _read(Path(run), losses)
+    if record.recorded is None and not record.losses:
+        raise Error(f"{run}: neither losses nor statistics are there; train with fp4graph train --statistics, or with "
+                    "fp4graph.lab.Statistics around a loop of your own")  # fmt: skip
+    folder, values = (Path(baseline), None) if isinstance(baseline, str | PathLike) else (None, baseline)
+    reference = _read(folder, values)
+    if folder is not None and not reference.losses:
+        raise Error(f"{folder}: no losses of a baseline are there; give one of fp4graph train, or a list of losses")
+    findings = loss_findings(record.losses, reference.losses)
     sick, rises = any(each.stays for each in findings), any(each.stays and each.range == "early" for each in findings)
-    comparable = _same_quantizers(recorded, other) if recorded and other else []
-    findings += _outside([*norms, *(recorded.rows if recorded else ())], [*their_norms, *comparable], sick)
+    alike = {site for site, words in record.quantizers.items() if reference.quantizers.get(site, 0) == words}
+    comparable = [row for row in reference.rows if row["site"].partition("#")[0] in alike]
+    findings += _outside(record.rows, comparable, sick)
     findings.sort(key=lambda finding: _place(finding, rises))
-    diverged = any(each.stays for each in loss_findings(theirs, {})) if theirs else None
-    checked = f"{len(own)} losses and {len(recorded.steps) if recorded else 0} records of operands"
-    headline = _headline(findings, diverged) if findings else f"Nothing left its normal range in {checked}."
-    return Diagnosis(str(run), headline, tuple(findings), diverged, _missing(recorded, own))
+    diverged = any(each.stays for each in loss_findings(reference.losses, {})) if reference.losses else None
+    records = len(record.recorded.steps) if record.recorded else 0
+    headline = f"Nothing left its normal range in {len(record.losses)} losses and {records} records of operands."
+    if findings:
+        headline = _headline(findings, diverged)
+    missing = [] if record.losses else ["losses: give losses=[...], or train with fp4graph train"]
+    if record.recorded is None:
+        missing.append("statistics of operands: train with fp4graph train --statistics STEPS")
+    else:
+        few = f"{RECORDS} steps of operands or more, from which their normal range is taken"
+        missing += [few] if records < RECORDS else []
+        left_out = METRICS.keys() - {*record.recorded.header.get("metrics", METRICS)}
+        missing += [f"{name}: {METRICS[name]}" for name in sorted(left_out)]
+    return Diagnosis(str(run), headline, tuple(findings), diverged, tuple(missing))
+
+
+class _Read(NamedTuple):
+    """What a run left: its losses by step, its statistics, and the rows of these and of the model's gradient norms."""
+
+    losses: Losses
+    recorded: Recorded | None
+    rows: list[Measurement]  # gradient norms have an empty site and tensor
+
+    @property
+    def quantizers(self) -> dict[str, Any]:
+        """The quantizers of each site in words; the model itself has none."""
+        weights = self.recorded.header.get("weights", ()) if self.recorded else ()
+        return {"": None, **{weight["site"]: weight["operands"] for weight in weights}}
+
+
+def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read:
+    """Read a folder, and take the losses that are given; those of ``fp4graph.compare`` are in ``log.jsonl``."""
+    lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
+    if losses is None:
+        losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
+        if folder is not None and not losses and (folder / LOG).is_file():
+            losses = {line["step"]: line["loss"] for _, line in jsonlines.read(folder / LOG) if "loss" in line}
+    elif not isinstance(losses, Mapping):
+        losses = dict(enumerate(losses, 1))
+    numbers = {step: finite(None if loss is None else float(loss)) for step, loss in losses.items()}
+    norms = [{"site": "", "tensor": "", **line} for line in lines if line.get("gradient_norm") is not None]
+    recorded = storage.read(folder) if folder is not None and storage.find(folder) else None
+    rows: list[Measurement] = [*norms, *(recorded.rows if recorded else ())]
+    return _Read(numbers, recorded, rows)
 
 
 def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
@@ -275,16 +204,16 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
     least = list(itertools.accumulate([start, *smooth[:-1]], min))
     limits = [low + max(10 * spread, (start - low) / 2, abs(start) / 20) for low in least]
     limits[:3] = [math.inf] * min(3, len(values))  # a quick training falls far in its first steps
-    found = []
+    findings = []
 
     def add(i: int, value: float, normal: float, origin: str, size: float, stays: bool) -> None:
-        found.append(Finding(steps[i], "", "", "loss", finite(value), normal, origin, size, stays, _SPIKE))
+        findings.append(Finding(steps[i], "", "", "loss", finite(value), normal, origin, size, stays, DIVERGENCE))
 
-    outside = [i for i, value in enumerate(values) if not (value <= limits[i] and math.isfinite(value))]
+    outside = [i for i, value in enumerate(values) if not value <= limits[i] or math.isinf(value)]
     floor = start - max(spread, abs(start) / 50)
     stuck = len(values) >= 50 and min(smooth[-1], smooth[turn] if not outside else math.inf) >= floor
     if outside:
-        stays = stuck or not (smooth[-1] <= limits[-1] and math.isfinite(smooth[-1]))
+        stays = stuck or not smooth[-1] <= limits[-1] or math.isinf(smooth[-1])
         inside = max((i for i, middle in enumerate(smooth) if middle <= limits[i]), default=-1)
         i = outside[0] if stuck or not stays else next(i for i in outside if i > inside - WINDOW)
         size = (values[i] - least[i]) / max(limits[i] - least[i], 1e-12) if math.isfinite(values[i]) else math.inf
@@ -293,97 +222,96 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
         add(len(steps) - 1, smooth[-1], floor, "limit", 1.0, True)
     common = [i for i, step in enumerate(steps) if baseline.get(step) is not None]
     if len(common) >= WINDOW and not any(each.stays and each.range == "early" for each in loss_findings(baseline, {})):
-        theirs = _running_median([float(baseline[steps[i]] or 0.0) for i in common])
-        room = max(10 * spread, (theirs[0] - min(theirs)) / 4)
-        n = 1 + max((n for n, i in enumerate(common) if smooth[i] <= theirs[n] + room), default=-1)
+        reference = _running_median([float(baseline[steps[i]] or 0.0) for i in common])
+        room = max(10 * spread, (reference[0] - min(reference)) / 4)
+        n = 1 + max((n for n, i in enumerate(common) if smooth[i] <= reference[n] + room), default=-1)
         if n < len(common):
             i = common[n]
-            add(i, smooth[i], theirs[n] + room, "baseline", (smooth[i] - theirs[n]) / max(room, 1e-12), True)
-    return found
+            add(i, smooth[i], reference[n] + room, "baseline", (smooth[i] - reference[n]) / max(room, 1e-12), True)
+    return findings
 
 
-def _outside(rows: Sequence[Measurement], baseline: Iterable[Measurement], sick: bool) -> list[Finding]:
+def _running_median(values: Sequence[float]) -> list[float]:
+    """Return the median of each value and those before it, a twentieth of all and no fewer than WINDOW."""
+    width = max(WINDOW, len(values) // 20)
+    return [median(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+
+
+def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], sick: bool) -> list[Finding]:
     """Return the first record outside of each field, tensor and site, if the next one is outside too.
 
     The last record counts only if the loss is outside, which ``sick`` says.
     """
     row_at = {(row["site"], row["tensor"], row["step"]): row for row in rows}
-    theirs = _curves(baseline)
-    found: list[Finding] = []
-    for (column, tensor), sites in _curves(rows).items():
-        quantity, here = QUANTITIES[column], []
-        for site, curve in sites.items():
-            ranges = _ranges(quantity, site, sites, theirs.get((column, tensor), {}).get(site, {}), sick)
-            sizes = [max([((curve[step] - middle) / half, middle + half, origin) for origin, middle, half in each],
-                         default=(0.0, 0.0, "")) for step, each in ranges.items()]  # fmt: skip
-            outside = [size > 1 for size, *_ in sizes]
-            confirmed = (column == "nonfinite" or following for following in (*outside[1:], sick))
-            left = [i for i, pair in enumerate(zip(outside, confirmed, strict=True)) if all(pair)]
-            if left:
-                i, steps = left[0], list(ranges)
-                size, edge, origin = sizes[i]
-                row = row_at[site, tensor, steps[i]]
-                normal = quantity.units.back(quantity.sense * edge)
-                here.append(Finding(steps[i], site, tensor, column, row[column], normal, origin, size, outside[-1],
-                                    _remedy(column, row)))  # fmt: skip
-        at = Counter(finding.step for finding in here)
-        found += [replace(finding, sites=(at[finding.step], len(sites))) for finding in here]
-    return found
+    reference = _tables(baseline)
+    findings: list[Finding] = []
+    for (column, tensor), table in _tables(rows).items():
+        quantity, outliers = QUANTITIES[column], []
+        for site, sizes, edges in _sizes(table, reference.get((column, tensor)), quantity, sick):
+            outside = sizes.max(axis=1) > 1
+            confirmed = outside if column == "nonfinite" else outside & outside.shift(-1, fill_value=sick)
+            if confirmed.any():
+                step = int(confirmed.idxmax())
+                row, origin = row_at[site, tensor, step], sizes.loc[step].idxmax()
+                size, edge = float(sizes.at[step, origin]), float(edges.at[step, origin])
+                normal, remedy = quantity.units.back(quantity.sense * edge), quantity.remedy or _of_error(row)
+                outliers.append(Finding(step, site, tensor, column, row[column], normal, origin, size,
+                                        bool(outside.iloc[-1]), remedy))  # fmt: skip
+        at = Counter(finding.step for finding in outliers)
+        findings += [replace(finding, sites=(at[finding.step], len(table.columns))) for finding in outliers]
+    return findings
 
 
-def _ranges(
-    quantity: Quantity, site: str, sites: Mapping[str, Mapping[int, float]], theirs: Mapping[int, float], sick: bool
-) -> dict[int, list[tuple[str, float, float]]]:
-    """Return the normal ranges of a site at each of its steps, in order: origin, middle and half-width.
+def _tables(rows: Sequence[Measurement]) -> dict[tuple[str, str], Any]:
+    """Return the badness of each field and tensor: frames with a row for each step and a column for each site."""
+    from pandas import DataFrame
 
-    Operands change as a training goes on: unless it is sick, the median drift of all sites is subtracted.
+    recorded = DataFrame(list(rows), columns=["step", "site", "tensor", *QUANTITIES])
+    tables = {}
+    for column, quantity in QUANTITIES.items():
+        for tensor, part in recorded.dropna(subset=column).groupby("tensor", sort=False):
+            if tensor.endswith(quantity.tensors):
+                table = part.pivot_table(column, "step", "site", "last", sort=False).sort_index()
+                tables[column, tensor] = table.map(quantity.badness, na_action="ignore")
+    return tables
+
+
+def _sizes(table: Any, reference: Any, quantity: Quantity, sick: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each site, how far it is from the middle of each normal range in half-widths, and the ends of the ranges.
+
+    Both are frames with a row for each step and a column for each origin of a range. Operands change as a training goes
+    on: unless it is sick, the median drift of all sites is subtracted.
     """
-    early = {name: _middle(first, quantity.width) for name, curve in sites.items() if (first := _first(curve))}
-    kind = pattern_of(site)
-    peers = [curve for name, curve in sites.items() if quantity.peers and name != site and pattern_of(name) == kind]
-    ranges: dict[int, list[tuple[str, float, float]]] = {}
-    for step in sorted(sites[site]):
-        here = ranges[step] = []
-        if site in early:
-            moved = [sites[name][step] - middle for name, (middle, _) in early.items() if step in sites[name]]
-            drift = 0.0 if sick or len(moved) < 3 else median(moved)
-            here.append(("early", early[site][0] + drift, early[site][1]))
-        others = [curve[step] for curve in peers if step in curve]
-        here += [("peers", *_middle(others, quantity.width))] if len(others) > 1 else []
-        here += [("baseline", theirs[step], quantity.width)] if step in theirs else []
-        if quantity.limit is not None:
-            here.append(("limit", quantity.badness(quantity.limit) - quantity.width, quantity.width))
-    return ranges
+    from pandas import DataFrame
+
+    counts, kinds = table.count(), table.columns.map(pattern_of)
+    first = table.where((table.notna().cumsum() <= (counts // 4).clip(3, 10)) & (counts >= RECORDS))
+    early, early_half = _middle(first.T, quantity.width)
+    moved = table - early
+    drift = 0.0 if sick else moved.median(axis=1).where(moved.count(axis=1) >= 3, 0.0)
+    limit = None if quantity.limit is None else quantity.badness(quantity.limit) - quantity.width
+    for site, kind in zip(table.columns, kinds, strict=True):
+        curve = table[site].dropna()
+        peers = table.loc[:, quantity.peers & (kinds == kind) & (table.columns != site)]
+        middle, half = _middle(peers[peers.count(axis=1) > 1], quantity.width)
+        baseline = reference[site] if reference is not None and site in reference else None
+        middles = {"peers": middle, "limit": limit, "early": early[site] + drift, "baseline": baseline}
+        halves = {"peers": half, "limit": quantity.width, "early": early_half[site], "baseline": quantity.width}
+        middle, half = (DataFrame(each, curve.index, dtype=float) for each in (middles, halves))
+        yield site, (middle.rsub(curve, axis=0) / half).fillna(-math.inf), middle + half
 
 
-def _first(curve: Mapping[int, float]) -> list[float]:
-    """Return the first quarter of a curve, 3 to 10 values; none of a curve that is too short."""
-    steps = sorted(curve)
-    return [curve[step] for step in steps[: min(max(len(steps) // 4, 3), 10)]] if len(steps) >= RECORDS else []
+def _middle(values: Any, width: float) -> tuple[Any, Any]:
+    """Return the middle and half-width of the range of each row of a frame, as series."""
+    middle = values.median(axis=1)
+    return middle, (DEVIATIONS * values.sub(middle, axis=0).abs().median(axis=1)).clip(lower=width)
 
 
-def _middle(values: Sequence[float], width: float) -> tuple[float, float]:
-    middle = median(values)
-    return middle, max(width, DEVIATIONS * median(abs(value - middle) for value in values))
-
-
-def _curves(rows: Iterable[Measurement]) -> Curves:
-    curves: Curves = {}
-    for row in rows:
-        for column, quantity in QUANTITIES.items():
-            if row.get(column) is not None and row["tensor"].endswith(quantity.tensors):
-                sites = curves.setdefault((column, row["tensor"]), {})
-                sites.setdefault(row["site"], {})[row["step"]] = quantity.badness(row[column])
-    return curves
-
-
-def _remedy(column: str, row: Measurement) -> Remedy:
-    """Return the remedy of a finding: of an operand's error, that of its largest part."""
-    if column != "snr_db":
-        return REMEDIES[column]
+def _of_error(row: Measurement) -> Remedy:
+    """Return the remedy of a low signal-to-noise ratio: that of the largest part of the error."""
     if (row.get("limit_blocks") or 0.0) > 0.1:
-        return _RANGE
-    return REMEDIES[max(("dead_zone", "scale_bias", "grid_noise"), key=lambda part: row.get(part) or 0.0)]
+        return SCALES
+    return OF_ERROR[max(OF_ERROR, key=lambda part: row.get(part) or 0.0)]
 
 
 def _place(finding: Finding, rises: bool) -> tuple[float, ...]:
@@ -400,55 +328,12 @@ def _headline(findings: Sequence[Finding], diverged: bool | None) -> str:
     first = findings[0]
     operand = next((each for each in findings if each.operand), None)
     sentence = f"{first}. It is addressed by {first.remedy.techniques}: {first.remedy.reason}."
-    if operand is None or operand is first:
-        sentence += "" if operand else " No operand left its range."
-    else:
-        sentence += f" The first operand follows: {str(operand)[0].lower()}{str(operand)[1:]}."
+    if operand is None:
+        sentence += " No operand left its range."
+    elif operand is not first:
+        sentence += f" The first operand follows: at{str(operand).removeprefix('At')}."
     if diverged:
         sentence += " The baseline's loss left its range too: look at what both runs share, the learning rate first."
     elif diverged is False and any(each.quantity == "loss" for each in findings):
         sentence += " The baseline's loss stays in its range: quantization is part of the cause."
     return sentence
-
-
-def _missing(recorded: Recorded | None, losses: Losses) -> tuple[str, ...]:
-    """Return what was not recorded, in words."""
-    missing = [] if losses else ["losses: give losses=[...], or train with fp4graph train"]
-    if recorded is None:
-        return (*missing, "statistics of operands: train with fp4graph train --statistics STEPS")
-    if len(recorded.steps) < RECORDS:
-        missing.append(f"{RECORDS} steps of operands or more, from which their normal range is taken")
-    left_out = METRICS.keys() - {*recorded.header.get("metrics", METRICS)}
-    return (*missing, *(f"{name}: {METRICS[name]}" for name in sorted(left_out)))
-
-
-def _training(
-    folder: Path | None, losses: Losses | Sequence[float] | None
-) -> tuple[dict[int, float | None], list[Measurement]]:
-    """Return the losses by step, and the gradient norms of the model as rows of no site and tensor.
-
-    A run of ``fp4graph.compare`` has its losses in ``log.jsonl``.
-    """
-    lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
-    if losses is None:
-        losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
-        if folder is not None and not losses and (folder / LOG).is_file():
-            losses = {line["step"]: line["loss"] for _, line in jsonlines.read(folder / LOG) if "loss" in line}
-    elif not isinstance(losses, Mapping):
-        losses = dict(enumerate(losses, 1))
-    norms: list[Measurement] = [
-        {"site": "", "tensor": "", **line} for line in lines if line.get("gradient_norm") is not None
-    ]
-    return {step: finite(None if loss is None else float(loss)) for step, loss in losses.items()}, norms
-
-
-def _same_quantizers(recorded: Recorded, baseline: Recorded) -> list[Measurement]:
-    """Return the rows of the baseline whose sites have the same quantizers as in ``recorded``."""
-    ours, theirs = ({w["site"]: w["operands"] for w in each.header.get("weights", ())} for each in (recorded, baseline))
-    return [row for row in baseline.rows if ours.get(site := row["site"].partition("#")[0], 0) == theirs.get(site, 1)]
-
-
-def _running_median(values: Sequence[float]) -> list[float]:
-    """Return the median of each value and those before it, a twentieth of all and no fewer than WINDOW."""
-    width = max(WINDOW, len(values) // 20)
-    return [median(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]

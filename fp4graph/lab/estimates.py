@@ -1,7 +1,6 @@
 """Estimates of what quantization costs, for all sites from one forward and backward in high precision.
 
-A substitute (:class:`fp4graph.graph.observe.Substitute`) runs every site exactly, so that activations and gradients are
-those of the unquantized model, and beside it under the policy.
+Both are substitutes (:class:`fp4graph.graph.observe.Substitute`): they run every site exactly, and beside it quantized.
 """
 
 from __future__ import annotations
@@ -39,7 +38,20 @@ class Noise:
         return noise / signal if signal else None
 
 
-class ForwardEstimate:
+class _Estimate:
+    """Sums of first and second order of each site, over batches."""
+
+    def __init__(self, noise: Noise, terms: int = 0) -> None:
+        self._noise, self._terms = noise, terms
+        self._first: defaultdict[str, float] = defaultdict(float)
+        self._second: defaultdict[str, float] = defaultdict(float)
+
+    def increase(self, site: str) -> float:
+        """Return the estimate of a site."""
+        return self._first[site] + self._terms * self._second[site]
+
+
+class ForwardEstimate(_Estimate):
     """The loss increase of the fprop quantizers of each site to second order, summed over batches.
 
     With y a site's output, Δ = Q(A)Q(B)ᵀ − ABᵀ the error of it, and g = ∂L/∂y, all in the unquantized model::
@@ -49,14 +61,8 @@ class ForwardEstimate:
     where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
     empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t is in one l_n alone, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
     with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; BRECQ,
-    Li et al. 2021, equation 10). Where the l_n are negative logarithms of probabilities that the model predicts well,
-    the two agree in expectation.
+    Li et al. 2021, equation 10). The two agree in expectation for the log-likelihood of a model that predicts well.
     """
-
-    def __init__(self, noise: Noise, terms: int) -> None:
-        self._noise, self._terms = noise, terms
-        self._first: defaultdict[str, float] = defaultdict(float)
-        self._second: defaultdict[str, float] = defaultdict(float)
 
     def __call__(
         self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
@@ -69,17 +75,13 @@ class ForwardEstimate:
             y.register_hook(partial(self._add, site, error))  # type: ignore[no-untyped-call]
         return y
 
-    def increase(self, site: str) -> float:
-        """Return the estimate of a site."""
-        return self._first[site] + self._terms * self._second[site]
-
     def _add(self, site: str, error: Tensor, gradient: Tensor) -> None:
         products = gradient.double() * error
         self._first[site] += products.sum().item()
         self._second[site] += products.sum(-1).square().sum().item() / 2
 
 
-class BackwardEstimate:
+class BackwardEstimate(_Estimate):
     """The loss that the dgrad and wgrad quantizers of each site cost in one step of SGD, to first order.
 
     With e the error of the gradient with respect to a factor of the site (A in dgrad, B in wgrad), and δ the change of
@@ -91,19 +93,9 @@ class BackwardEstimate:
     g̃ − g = Jᵀe with J = ∂A/∂w, so that −η g·Jᵀe = e·J(−ηg) = e·δ: one more forward, after the step, serves all sites.
     """
 
-    def __init__(self, noise: Noise) -> None:
-        self._noise = noise
-        self._first: defaultdict[str, float] = defaultdict(float)
-        self.begin()
-
-    def increase(self, site: str) -> float:
-        """Return the estimate of a site."""
-        return self._first[site]
-
     def begin(self, *, stepped: bool = False) -> None:
         """Begin the forward of another batch, or with ``stepped`` that of the same batch after the step."""
-        self._calls: Counter[str] = Counter()
-        self._stepped = stepped
+        self._calls, self._stepped = Counter[str](), stepped
         if not stepped:
             self._errors: dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]] = {}
 
@@ -119,15 +111,16 @@ class BackwardEstimate:
             return y
         with observed(partial(self._noise.add, site)):
             outputs = exact(), quantized()
+
+        def add(gradient: Tensor) -> None:
+            places = [place for place, x in enumerate((a, b)) if x.requires_grad]
+            factors = [(a, b)[place] for place in places]
+            plain, noisy = (torch.autograd.grad(output, factors, gradient) for output in outputs)
+            self._errors[call] = [
+                (place, q.double() - g.double(), x.detach().clone())
+                for place, x, g, q in zip(places, factors, plain, noisy, strict=True)
+            ]
+
         if y.requires_grad:
-
-            def add(gradient: Tensor) -> None:
-                factors = [(place, x) for place, x in enumerate((a, b)) if x.requires_grad]
-                pair = (torch.autograd.grad(output, [x for _, x in factors], gradient) for output in outputs)
-                self._errors[call] = [
-                    (place, got.double() - g.double(), x.detach().clone())
-                    for (place, x), g, got in zip(factors, *pair, strict=True)
-                ]
-
             y.register_hook(add)  # type: ignore[no-untyped-call]
         return y

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
-import re
+import itertools
 import textwrap
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,40 +19,22 @@ from fp4graph.technique.site import BlockPosition
 _WIDTH = 118
 
 
-@dataclass(frozen=True)
-class Treatment:
-    """The rule that some modules share.
-
-    Attributes:
-        rule: the rule, whose predicates are not written; one that keeps is the policy's default too.
-        modules: the modules, each with the predicted loss increase.
-        comment: follows the rule's name.
-    """
+class Treatment(NamedTuple):
+    """The rule that some modules share, without its predicates, and the predicted loss increase of each module."""
 
     rule: Rule
     modules: Mapping[str, float]
-    comment: str = ""
 
 
 def written(
-    name: str,
-    description: str,
-    header: Sequence[str],
-    treatments: Sequence[Treatment],
-    *,
-    ops: Mapping[str, Collection[str]],
-    blocks: Mapping[str, BlockPosition],
-    bases: BaseFormats,
-) -> str:
+    name: str, description: str, header: Sequence[str], treatments: Sequence[Treatment], *,
+    ops: Mapping[str, Collection[str]], blocks: Mapping[str, BlockPosition], bases: BaseFormats,
+) -> str:  # fmt: skip
     """Return the text of a policy under which each module is treated by its treatment, and every other is kept.
 
     The treatment in blocks that needs the most globs becomes the last rule, for all blocks; the others stand before it
-    with globs for their modules alone. Where the kept modules are the ones that need most, no rule is for all blocks.
-
-    Args:
-        header: lines of the comment at the top.
-        ops: the kinds of operation ("linear", "grouped") of all modules in reach of the rules, by module.
-        blocks: the positions of the model's blocks, as in an Explanation.
+    with globs for their modules alone. Where the kept modules need most, no rule is for all blocks. ``header`` has the
+    lines of the comment at the top, and ``ops`` the kinds of operation ("linear", "grouped") of all modules in reach.
     """
     outside = {module: 0.0 for module in ops if not any(module in each.modules for each in treatments)}
     others = [Treatment(Rule(name="others", keep="no format fits"), outside)] if outside else []
@@ -79,7 +61,7 @@ def _rule(
     """Yield the lines of a rule for ``globs``, each with its cost; without any, for all blocks."""
     kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
     op = _flow(kinds[0] if len(kinds) == 1 else kinds)
-    yield f"  - name: {_flow(part.rule.name)}" + (f"  # {part.comment}" if part.comment else "")
+    yield f"  - name: {_flow(part.rule.name)}  # {sum(part.modules.values()):+.3g}"
     if globs:
         yield from ("    match:", f"      op: {op}", "      module:")
         width = max(map(len, globs)) + 2
@@ -89,14 +71,13 @@ def _rule(
     else:
         yield f"    match: {{op: {op}, block: true}}"
     for key, value in dump.rule_data(part.rule, (), bases).items():
+        line = f"    {key}: {_flow(value)}"
         if key in ("name", "match"):
             continue
-        line = f"    {key}: {_flow(value)}"
-        if len(line) <= _WIDTH or not isinstance(value, dict):
-            yield line
+        if len(line) > _WIDTH and isinstance(value, dict):
+            yield from (f"    {key}:", *(f"      {name}: {_flow(each)}" for name, each in value.items()))
         else:
-            yield f"    {key}:"
-            yield from (f"      {name}: {_flow(each)}" for name, each in value.items())
+            yield line
 
 
 def _flow(value: Any) -> str:
@@ -108,10 +89,7 @@ def _flow(value: Any) -> str:
 def _cover(
     modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]
 ) -> Iterator[tuple[str, set[str]]]:
-    """Yield few globs that fit all ``modules`` and none of the others, each with the modules that it adds.
-
-    Greedy set cover: the glob that covers most of what is left comes first, of equal ones the shortest.
-    """
+    """Yield few globs that fit all ``modules`` alone, each with those that it adds: greedy set cover, short first."""
     exact = {
         each: fitting
         for each in dict.fromkeys(_candidates(modules, all_modules, blocks))
@@ -126,31 +104,26 @@ def _cover(
 
 def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]) -> Iterator[str]:
     """Yield globs that may fit ``modules`` alone: names, layer kinds and parts of blocks, in all blocks or a range."""
-    numbered: dict[tuple[str, str], dict[int, set[str]]] = {}  # by pattern and tail: the modules at each block number
+    #: By stack, name of the block after its number, and tail: the modules at each number.
+    numbered: defaultdict[tuple[str, str, str], defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in all_modules:
         around = next((each for each in upwards(name) if each in blocks), "")
         tails = [glob.escape(name[len(around) :].lstrip("."))]
         tails += [f"{each}.*" for each in upwards(tails[0]) if each and each != tails[0]] + ["*"]
-        place = _numbered(around, blocks[around].stack) if around else None
+        stack, _, after = blocks[around].stack.partition("*") if around else ("", "", "")
+        number = around.removeprefix(stack).removesuffix(after)  # of a block with one number
         for tail in tails:
             if name in modules:
                 yield f"*.{tail}" if around and tail != "*" else tail
-            if place is not None:
-                numbered.setdefault((place[0], tail), {}).setdefault(place[1], set()).add(name)
+            if number.isdigit():
+                numbered[stack, after, tail][int(number)].add(name)
         if name in modules:
             yield glob.escape(name)
-    for (pattern, tail), by_number in numbered.items():
+    for (stack, after, tail), by_number in numbered.items():
         numbers = sorted(number for number, names in by_number.items() if names <= modules)
-        for decade in dict.fromkeys(number // 10 for number in numbers):
-            digits = "".join(str(number % 10) for number in numbers if number // 10 == decade)
-            number = f"{decade or ''}{_digits(digits)}"
-            yield f"{pattern.replace('*', number)}.{tail}"
-
-
-def _numbered(block: str, stack: str) -> tuple[str, int] | None:
-    """Return the pattern of a block's name with one star for its number, and the number; None where it has several."""
-    found = re.fullmatch(re.escape(stack).replace(r"\*", r"(\d+)"), block)
-    return (stack, int(found[1])) if found and len(found.groups()) == 1 else None
+        for decade, several in itertools.groupby(numbers, lambda number: number // 10):
+            digits = _digits("".join(str(number % 10) for number in several))
+            yield f"{stack}{decade or ''}{digits}{after}.{tail}"
 
 
 def _digits(digits: str) -> str:

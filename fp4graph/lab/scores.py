@@ -29,72 +29,46 @@ FORMAT, VERSION = "fp4graph.sensitivity", 1
 
 @dataclass(frozen=True)
 class Score:
-    """The loss that one unit costs under one policy.
-
-    Attributes:
-        unit: name of the unit: a site, a block, an operand, a GEMM, or several of these with ", " between them.
-        sites: the unit's sites, by the names of their modules; "(root)" is the root.
-        operands: the unit's operands that the policy quantizes, such as "fprop.input".
-        policy: name of the policy.
-        increase: mean loss increase; NaN where it was only estimated, infinite where a quantized loss was not finite.
-        error: standard error of ``increase``; NaN where there is one difference only.
-        snr_db: signal-to-noise ratio of the unit's operands in dB; None where none was multiplied.
-        estimate: the cheap estimate of ``increase``.
-        measure: "forward" for a unit with operands of fprop, whose loss is that of the forward; "step" for a unit of
-            dgrad and wgrad alone, whose loss is that after steps of SGD.
-    """
+    """The loss that one unit costs under one policy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
-    unit: str
-    sites: tuple[str, ...]
-    operands: tuple[str, ...]
+    unit: str  # a site, a block, an operand, a GEMM, or several of these with ", " between them
+    sites: tuple[str, ...]  # of the unit, by the names of their modules; "(root)" is the root
+    operands: tuple[str, ...]  # of the unit that the policy quantizes, such as "fprop.input"
     policy: str
-    increase: float
-    error: float
-    snr_db: float | None = None
-    estimate: float | None = None
+    increase: float  # of the mean loss; NaN where only estimated, infinite where a quantized loss was not finite
+    error: float  # the standard error of ``increase``; NaN where there is one difference only
+    snr_db: float | None = None  # of the unit's operands; None where none was multiplied
+    estimate: float | None = None  # of ``increase``
+    #: The loss of the forward, or of a unit of dgrad and wgrad alone that after steps of SGD.
     measure: Literal["forward", "step"] = "forward"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the score as JSON has it."""
         return dict(json.loads(TypeAdapter(Score).dump_json(self)))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Score:
-        """Return the score that :meth:`to_json` gave."""
         return TypeAdapter(cls).validate_python(data)
-
-    @property
-    def measured(self) -> bool:
-        return not math.isnan(self.increase)
 
     @property
     def value(self) -> float:
         """The increase where it was measured, else the estimate."""
-        return self.increase if self.measured else self.estimate or 0.0
+        return (self.estimate or 0.0) if math.isnan(self.increase) else self.increase
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The scores of every unit under every policy.
+    """The scores of every unit under every policy."""
 
-    Attributes:
-        scores: by policy, and within it in the order of the model.
-        loss: the mean loss of the unquantized model over the batches.
-        batches, repeats: how many batches, and seeds of noise where a policy draws.
-        keep: whether everything but the unit was quantized, and ``increase`` is over the fully quantized model.
-    """
-
-    scores: tuple[Score, ...]
-    loss: float
+    scores: tuple[Score, ...]  # by policy, and within it in the order of the model
+    loss: float  # the mean of the unquantized model's over the batches
     batches: int
-    repeats: int
-    keep: bool = False
+    repeats: int  # seeds of noise, where a policy draws
+    keep: bool = False  # whether all but the unit was quantized; increases are then over the fully quantized model
 
     def ranking(self, policy: str | None = None, measure: str | None = None) -> tuple[Score, ...]:
-        """Return the scores, of one policy and measure if named, the unit that hurts most first: by what was measured,
-        else by the estimate."""
+        """Return the scores, of a policy and measure if named, what hurts most first, by measurement or estimate."""
         chosen = [s for s in self.scores if policy in (None, s.policy) and measure in (None, s.measure)]
         return tuple(sorted(chosen, key=lambda score: score.value if self.keep else -score.value))
 
@@ -102,15 +76,14 @@ class Sensitivity:
     def correlation(self) -> dict[tuple[str, str], float]:
         """Spearman's rank correlation of ``estimate`` with ``increase`` over units, by policy and measure.
 
-        A pair with fewer than three units, or without what was measured, is left out. NaN says that one of the two is
-        constant.
+        It needs three measured units or more, and is NaN where one of the two is constant.
         """
         needs("scipy", "rank correlations need scipy", "analysis")
         from scipy.stats import spearmanr
 
         pairs: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for score in self.scores:
-            if score.estimate is not None and score.measured:
+            if score.estimate is not None and not math.isnan(score.increase):
                 pairs[score.policy, score.measure].append((score.estimate, score.increase))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of constant values
@@ -120,10 +93,9 @@ class Sensitivity:
         """Return the ranking as a table for a terminal: of each policy and measure the first ``limit`` units."""
         what = "everything but one unit quantized, over all quantized" if self.keep else "one unit quantized, over none"
         table = Table(title=f"loss {self.loss:.4g}; {what}; {self.batches} batches", title_justify="left")
-        for column in ("policy", "unit", "measure"):
-            table.add_column(column, overflow="fold")
-        for column in ("increase", "± se", "estimate", "SNR, dB"):
-            table.add_column(column, justify="right")
+        for name in ("policy", "unit", "measure", "increase", "± se", "estimate", "SNR, dB"):
+            words = name in ("policy", "unit", "measure")
+            table.add_column(name, justify="left" if words else "right", overflow="fold" if words else "ellipsis")
         for group in dict.fromkeys((score.policy, score.measure) for score in self.scores):
             for score in self.ranking(*group)[:limit]:
                 numbers = (score.increase, score.error, score.estimate, score.snr_db)
@@ -138,10 +110,7 @@ class Sensitivity:
 
     @styled()
     def figure(self, policy: str | None = None) -> Figure:
-        """Draw heat maps of the increase, sites by operands, of one policy (by default the first), one for a measure.
-
-        A unit of several sites fills all of their places.
-        """
+        """Draw heat maps of the increase, sites by operands, of one policy, by default the first, one for a measure."""
         policy = policy or self.scores[0].policy
         groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
         sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
@@ -158,11 +127,10 @@ class Sensitivity:
             axes.set_xticks(range(len(columns)), names, fontsize=8, rotation=20)
             axes.grid(visible=False)
             axes.set_title(f"{policy}, {measure}")
-            picture.colorbar(image, label="loss increase" if scores[0].measured else "estimated increase")
+            picture.colorbar(image, label="estimated increase" if math.isnan(scores[0].increase) else "loss increase")
         return picture
 
     def to_json(self, file: str | PathLike[str]) -> None:
-        """Write everything to a file."""
         data = {"format": FORMAT, "version": VERSION, **json.loads(TypeAdapter(Sensitivity).dump_json(self))}
         write(file, json.dumps(data, indent=1, allow_nan=False) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import itertools
 import math
@@ -21,13 +22,12 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab import jsonlines
-from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, bound_text, use_of, value_of
+from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, Floats, bound_text, total
 from fp4graph.lab.comparison.record import locked
 from fp4graph.lab.comparison.timing import timed
 from fp4graph.lab.comparison.training import Log
-from fp4graph.lab.knapsack import total
+from fp4graph.lab.linears import Loss
 from fp4graph.lab.sensitivity import Score, sensitivity
-from fp4graph.lab.siblings import Loss
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy, load_policy
 from fp4graph.torch_internals import pytree
@@ -61,23 +61,13 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search.
-
-    Attributes:
-        policy: the policy, loaded from ``text``.
-        text: the policy file.
-        choices: an option for each group, in the order of the model.
-        predicted: the predicted loss increase, the sum of those of the choices.
-        measured: the measured increases of fprop, dgrad and wgrad, each of all sites together, added.
-        budgets: each bound with the value reached.
-        scores: what was measured.
-    """
+    """The result of a search."""
 
     policy: Policy
-    text: str
-    choices: tuple[Option, ...]
-    predicted: float
-    measured: float
+    text: str  # the policy file, from which ``policy`` is loaded
+    choices: tuple[Option, ...]  # an option for each group, in the order of the model
+    predicted: float  # the loss increase, as the sum of those of the choices
+    measured: float  # the increases of fprop, dgrad and wgrad, each measured at all sites together, added
     budgets: tuple[Budget, ...]
     scores: tuple[Score, ...]
 
@@ -118,7 +108,7 @@ def search(
 ) -> Search:
     """Return the policy whose predicted loss is least within a budget.
 
-    Every format is measured at one group of siblings (:func:`fp4graph.lab.siblings.groups_of`) and one GEMM at a time
+    Every format is measured at one group of siblings (:func:`fp4graph.lab.linears.groups_of`) and one GEMM at a time
     (:func:`fp4graph.sensitivity`). Effects are taken to add up. Integer programming chooses exactly::
 
         minimize  Σ_g Σ_f x[g, f] · (max(0, increase[g, f]) + caution · error[g, f])   within the budget,
@@ -131,20 +121,18 @@ def search(
         loss, batches: as for :func:`fp4graph.sensitivity`; ``options`` are its further arguments.
         formats: uniform policies, each as for :func:`fp4graph.apply`. A format with techniques, or whose backward reads
             operands of fprop, takes all three GEMMs of a site or none.
-        bits: the most bits per weight, scales included, on average over the weights of all linears that some format
-            quantizes. Weights are stored as fprop reads them, so this binds fprop alone.
+        bits: the most bits per weight, scales included, on average over all linears that some format quantizes. Weights
+            are stored as fprop reads them, so this binds fprop alone.
         fp4_flops: the least share of FLOPs whose operands both have four bits, of all matrix work of a training step.
         complexity: the largest Ω.
         overhead: the largest ``cost``. Costs of mixed policies are interpolated by FLOPs; the result is measured.
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
-        scores: scores of the formats by ("site", "gemm"), to be used instead of measuring.
+        scores: by ("site", "gemm"), to be used instead of measuring.
         caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
-        simplify: give groups the formats of others while the costs stay within one standard error of the least (the
-            one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
+        simplify: make few rules, within one standard error of the least cost (Breiman et al. 1984).
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
             machine under ``backend``, in alternation with the unquantized model.
         folder: keeps every score as soon as it is measured; a search that was stopped goes on there.
-        name: of the policy.
 
     Raises:
         Error: there is no budget, or one that nothing satisfies; formats are no uniform policies or fit no linear; a
@@ -162,11 +150,9 @@ def search(
     if overhead is not None:
         cost = cost or _step_time(model, loss, batches[0], backend)
         candidates.price(cost)
-    most = {key: use_of(key, bound) for key, bound in bounds.items()}
+    most = {key: -bound if key == "fp4_flops" else bound for key, bound in bounds.items()}
     candidates.require(most)
-    if scores is None:
-        scores = _scores(model, loss, batches, candidates, folder, options)
-    scores = tuple(scores)
+    scores = _scores(model, loss, batches, candidates, folder, options) if scores is None else tuple(scores)
     costs = candidates.summed(scores, lambda s: max(s.increase, 0.0) + caution * float(np.nan_to_num(s.error)))
     increases = candidates.summed(scores, lambda score: score.increase)
     squared = candidates.summed(scores, lambda score: float(np.nan_to_num(score.error)) ** 2)
@@ -178,7 +164,7 @@ def search(
         if simplify:
             choice = candidates.simplified(choice, costs, squared, most)
         policy = load_policy(yaml.safe_load(candidates.text(choice, increases, name, description, ())))
-        reached = {key: value_of(key, total(use, choice)) for key, use in candidates.uses.items()}
+        reached = {key: abs(total(use, choice)) for key, use in candidates.uses.items()}
         reached["complexity"] = policy.complexity
         if cost is None or overhead is None:
             break
@@ -186,7 +172,7 @@ def search(
         if reached["overhead"] <= overhead:
             break
         # The square overshoots: the bound itself would approach a cost that interpolation underestimates, from above.
-        most["overhead"] *= ((overhead - 1) / (reached["overhead"] - 1)) ** 2
+        most["overhead"] = 1 + (most["overhead"] - 1) * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         candidates.require(most)
     else:
         raise Error(f"no policy was measured to have {bound_text('overhead', bounds['overhead'])}; relax the budget")
@@ -197,59 +183,60 @@ def search(
     if policy.quantizes:
         together = sensitivity(model, loss, batches, [policy], by="gemm", **options).scores
         measured = sum(score.increase for score in together)
-    uniform = [
-        f"{each.name} {increases[:, (candidates.options == number).all(-1)].sum():+.3g}"
-        for number, each in enumerate(candidates.formats)
-        if each.rule is not None and all(map(each.fits, candidates.groups))
-    ]
+    numbers = [f"budget     {budget}" for budget in budgets]
+    numbers.append(f"predicted  {sum(own):+.3g} as the sum of all; measured together {measured:+.3g}")
+    if uniform := _uniform(candidates, increases):
+        numbers.append(f"uniform    {', '.join(uniform)}, predicted likewise")
+    count = sum(map(len, candidates.groups))
     header = [
-        f"The formats that cost a {type(model).__name__} the least loss within a budget, found by fp4graph.search.",
-        "",
-        f"model      {sum(map(len, candidates.groups))} linears in {len(candidates.groups)} groups that go together",
+        f"The formats that cost a {type(model).__name__} the least loss within a budget, found by fp4graph.search.", "",
+        f"model      {count} linears in {len(candidates.groups)} groups that go together",
         f"measured   on {len(batches)} batches, one group and GEMM at a time; the numbers below are increases of the "
         "loss",
-        *(f"budget     {budget}" for budget in budgets),
-        f"predicted  {sum(own):+.3g} as the sum of all; measured together {measured:+.3g}",
-        *([f"uniform    {', '.join(uniform)}, predicted likewise"] if uniform else []),
-        "",
-        f"Ω = {policy.complexity:g}",
-    ]
+        *numbers, "", f"Ω = {policy.complexity:g}",
+    ]  # fmt: skip
     text = candidates.text(choice, increases, name, description, header)
     names = [(a.name, b.name, c.name) for a, b, c in map(candidates.chosen, choice)]
     choices = tuple(map(Option, candidates.groups, names, own))
     return Search(load_policy(yaml.safe_load(text)), text, choices, sum(own), measured, budgets, scores)
 
 
+def _uniform(candidates: Candidates, increases: Floats) -> list[str]:
+    """Return the predicted increases of the formats that fit everywhere, in words."""
+    return [
+        f"{each.name} {increases[:, (candidates.options == number).all(-1)].sum():+.3g}"
+        for number, each in enumerate(candidates.formats)
+        if each.rule.quantizes and all(map(each.fits, candidates.groups))
+    ]
+
+
 def _scores(
     model: nn.Module, loss: Loss, batches: Sequence[Any], candidates: Candidates,
     folder: str | PathLike[str] | None, options: Mapping[str, Any],
 ) -> tuple[Score, ...]:  # fmt: skip
-    """Measure the formats at every group and GEMM; in ``folder`` each score is kept at once, and found again.
-
-    Raises:
-        Error: another process writes in the folder, or it holds scores of something else.
-    """
-    policies = [each.policy for each in candidates.formats if each.rule is not None]
+    """Measure the formats at every group and GEMM; in ``folder`` each score is kept at once, and found again."""
+    policies = [each.policy for each in candidates.formats if each.rule.quantizes]
     if not policies:
         return ()
-    by: Any = {"by": ("site", "gemm"), "together": candidates.groups}
+    measured = functools.partial(
+        sensitivity, model, loss, batches, policies, by=("site", "gemm"), together=candidates.groups, **options
+    )
     if folder is None:
-        return sensitivity(model, loss, batches, policies, **by, **options).scores
+        return measured().scores
     digest = hashlib.sha256(repr((sorted(options.items()), [policy.fingerprint for policy in policies])).encode())
     for leaf in pytree.tree_leaves((model.state_dict(), batches)):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
-    file = Path(folder) / SCORES
+    file, about = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
     with locked(file.with_name(LOCK), lambda: "another search"):
         jsonlines.cut_torn_line(file)
-        first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [{}]
-        about = {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
-        if not first:
+        first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [None]
+        if first is None:
             jsonlines.append(file, [about])
         elif first != about:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
-        by |= {"known": map(Score.from_json, lines), "report": lambda s: jsonlines.append(file, [s.to_json()])}
-        return sensitivity(model, loss, batches, policies, **by, **options).scores
+        known = map(Score.from_json, lines)
+        return measured(known=known, report=lambda score: jsonlines.append(file, [score.to_json()])).scores
 
 
 def _step_time(model: nn.Module, loss: Loss, batch: Any, backend: str) -> Callable[[Policy], float]:

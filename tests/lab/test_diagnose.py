@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import fp4graph
 from fp4graph.cli import app
 from fp4graph.lab import Statistics, diagnose
-from fp4graph.lab.diagnose import QUANTITIES, REMEDIES, loss_findings
+from fp4graph.lab.checks import OF_ERROR, QUANTITIES, SCALES
+from fp4graph.lab.diagnose import loss_findings
 from fp4graph.lab.statistics.storage import FILE, Log
 from fp4graph.technique.registry import default_registry
 from tests.docs.blocks import ROOT
@@ -187,9 +188,9 @@ def test_evidence_is_there():
     """Sections named as evidence exist, and techniques have these names."""
     text = (ROOT / "docs" / "findings.md").read_text("utf-8")
     known = set(default_registry().techniques)
-    for remedy in REMEDIES.values():
+    for remedy in {SCALES, *OF_ERROR.values(), *(q.remedy for q in QUANTITIES.values() if q.remedy)}:
         for section in remedy.evidence.split("; "):
             assert f"\n## {section}\n" in text, section
         assert all(word in known for word in remedy.techniques.replace(",", "").split() if "_" in word)
-    assert QUANTITIES.keys() - REMEDIES.keys() == {"snr_db"}
+    assert [name for name, quantity in QUANTITIES.items() if not quantity.remedy] == ["snr_db"]
     assert all(math.isclose(q.units.back(q.units.of(0.5)), 0.5) for q in QUANTITIES.values())

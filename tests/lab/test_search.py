@@ -24,13 +24,11 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.cli import app
-from fp4graph.lab.candidates import Candidates
-from fp4graph.lab.knapsack import solve, total
+from fp4graph.lab.candidates import Candidates, solve, total
+from fp4graph.lab.linears import bits_per_element, call_of, groups_of
 from fp4graph.lab.policy_writer import Treatment, written
-from fp4graph.lab.quantities import bits_per_element
 from fp4graph.lab.search import search
 from fp4graph.lab.sensitivity import Score
-from fp4graph.lab.siblings import call_of, groups_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import GROUPS, Gemm
 from fp4graph.technique.site import BlockPosition

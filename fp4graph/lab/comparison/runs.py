@@ -23,7 +23,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.comparison.training import Log, NoLoss, Stop, Train, call, seeded
-from fp4graph.lab.quantities import bits_per_weight, fp4_flops
+from fp4graph.lab.linears import bits_per_weight, fp4_flops
 from fp4graph.lab.statistics.collect import Statistics
 from fp4graph.model import coverage
 from fp4graph.model.listening import Silent, listening

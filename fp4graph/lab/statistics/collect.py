@@ -12,8 +12,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.lab.statistics import storage
 from fp4graph.lab.statistics.metrics import METRICS
-from fp4graph.lab.statistics.oscillation import Moving
-from fp4graph.lab.statistics.recordings import OperandRecording, OutputRecording, matches
+from fp4graph.lab.statistics.recordings import Moving, OperandRecording, OutputRecording, matches
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, rank, unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
@@ -33,23 +32,22 @@ class Statistics:
     ...     train(model, optimizer)
 
     An observed step draws the same noise and computes the same values as any other, but runs uncompiled. The very first
-    step, the first step of a phase, and evaluations between steps are not observed. Of several processes the first one
-    records what it sees.
+    step, the first step of a phase, and evaluations are not observed. Of several processes the first one records.
 
     Args:
         model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
-        directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.lab.statistics.storage`).
+        directory: holds ``statistics.jsonl`` (:mod:`fp4graph.lab.statistics.storage`), to which lines are appended.
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
         sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
-        window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
-            ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
+        window: steps over which weights are followed, one window before each ``window_every``-th step (ten times
+            ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are measured, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
             for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
-        stream: one or several places that get each record's numbers as well: a ``SummaryWriter`` of TensorBoard or a
-            folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
+        stream: one or several that get each record's numbers as well: a ``SummaryWriter`` of TensorBoard or a folder
+            for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
         Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
@@ -75,7 +73,7 @@ class Statistics:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
-        runtime = require_runtime(model, "Statistics")
+        self._runtime = require_runtime(model, "Statistics")
         if not getattr(type(optimizer).step, "hooked", False):
             raise Error(
                 f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
@@ -83,22 +81,20 @@ class Statistics:
             )
         self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
         self._metrics = _checked(metrics)
-        patterns = (sites,) if isinstance(sites, str) else tuple(sites)
+        self._patterns = (sites,) if isinstance(sites, str) else tuple(sites)
         planned = [own.fqn or "(root)" for own in state.states(self._model) if own.has_sites]
         if planned:  # a call's number is known once the model has run
-            _check_sites([pattern.partition("#")[0] for pattern in patterns], planned)
+            _check_sites([pattern.partition("#")[0] for pattern in self._patterns], planned)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
-        self._window_every = max(window, 10 * every if window_every is None else window_every)
-        self._operands = OperandRecording(patterns, self._metrics, sample, runtime.device.type)
-        self._outputs = OutputRecording(patterns)
+        self._window, self._window_every = window, max(window, 10 * every if window_every is None else window_every)
+        self._sample = sample
+        self._operands = OperandRecording(self._patterns, self._metrics, sample, self._runtime.device.type)
+        self._outputs = OutputRecording(self._patterns)
         self._moving: list[Moving] = []
         self._left = 0  # calls of _follow() until the open window ends; 0 where none is open
-        self._window, self._sample, self._patterns = window, sample, patterns
-        self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
         streams = stream if isinstance(stream, list | tuple) else [] if stream is None else [stream]
         self._log = storage.Log(directory, self._header(), *streams) if is_first else None
-        self._rehook = False
         self._gradients: list[dict[str, Any]] = []
         self._arm()
         self._before = optimizer.register_step_pre_hook(self._before_step)
@@ -135,23 +131,20 @@ class Statistics:
 
     def _before_step(self, *args: Any) -> None:
         runtime = self._current()
-        if runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew: ours come last again
-            self._runtime = runtime
-            self._left = 0
+        if runtime is not self._runtime:  # a phase has begun
+            self._runtime, self._left = runtime, 0
             self._outputs.clear()
-            self._after.remove()
-            self._after = self._optimizer.register_step_post_hook(self._after_step)
-            self._rehook = True  # torch is going through the hooks before the step now; they may not change
+        # A phase hooks its techniques anew. Ours come last again; those before the step may not change during them.
+        self._after.remove()
+        self._after = self._optimizer.register_step_post_hook(self._after_step)
         if self._log is not None:
             self._open_window()
         if self._armed and "gradient_norm" in self._metrics:
             self._gradients = self._gradient_norms()
 
     def _after_step(self, *args: Any) -> None:
-        if self._rehook:
-            self._before.remove()
-            self._before = self._optimizer.register_step_pre_hook(self._before_step)
-            self._rehook = False
+        self._before.remove()
+        self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._step += 1
         if self._log is None:
             return
@@ -178,14 +171,11 @@ class Statistics:
     def _gradient_norms(self) -> list[dict[str, Any]]:
         """Return one measurement for each weight that has a gradient: its norm as the optimizer gets it."""
         scale = getattr(self._optimizer, "grad_scale", None)  # which a fused optimizer divides by itself
-        norms = {
-            (weight.fqn or "(root)", f"{weight.parameter_name}.grad"): weight.parameter.grad.detach().float().norm()
-            for weight in self._weights()
-            if weight.parameter.grad is not None
-        }
-        divided = (torch.stack([*norms.values()]) / (1 if scale is None else scale)).tolist() if norms else []
-        return [{"site": site, "tensor": tensor, "gradient_norm": norm}
-                for (site, tensor), norm in zip(norms, divided, strict=True)]  # fmt: skip
+        weights = [weight for weight in self._weights() if weight.parameter.grad is not None]
+        norms = [weight.parameter.grad.detach().float().norm() for weight in weights]  # type: ignore[union-attr]
+        divided = (torch.stack(norms) / (1 if scale is None else scale)).tolist() if norms else []
+        return [{"site": weight.fqn or "(root)", "tensor": f"{weight.parameter_name}.grad", "gradient_norm": norm}
+                for weight, norm in zip(weights, divided, strict=True)]  # fmt: skip
 
     def _open_window(self) -> None:
         """Begin to follow the weights, if a window begins at this step and none is open."""
@@ -223,26 +213,15 @@ class Statistics:
             self._current().observe(self._operands if self._armed else None)
 
     def _header(self) -> dict[str, Any]:
-        policy, weights = self._runtime.policy, self._runtime.weights
-        return {
-            "policy": policy.name,
-            "fingerprint": policy.fingerprint,
-            "step": self._step,
-            "every": self._every,
-            "window": self._window,
-            "window_every": self._window_every,
-            "sample": self._sample,
-            "metrics": sorted(self._metrics),
-            "weights": [
-                {
-                    "site": weight.fqn or "(root)",
-                    "shape": list(weight.parameter.shape),
-                    "rule": weight.rule.name,
-                    "operands": {operand.value: describe(spec) for operand, spec in weight.plan.specs},
-                }
-                for weight in weights
-            ],
-        }
+        policy = self._runtime.policy
+        options = {name: getattr(self, f"_{name}") for name in ("step", "every", "window", "window_every", "sample")}
+        weights = [
+            {"site": weight.fqn or "(root)", "shape": list(weight.parameter.shape), "rule": weight.rule.name,
+             "operands": {operand.value: describe(spec) for operand, spec in weight.plan.specs}}
+            for weight in self._runtime.weights
+        ]  # fmt: skip
+        return {"policy": policy.name, "fingerprint": policy.fingerprint, **options, "metrics": sorted(self._metrics),
+                "weights": weights}  # fmt: skip
 
 
 def _checked(metrics: Iterable[str] | None) -> frozenset[str]:

@@ -1,10 +1,10 @@
-"""The error of a quantizer in three parts that add up: scale bias, dead zone, grid noise."""
+"""The error of a quantizer, relative to what it quantizes, or in parts: scale bias, dead zone, grid noise."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.ops.state import OperandState
+from fp4graph.technique.registry import default_registry
 
 #: Total, scale bias, dead zone and grid noise.
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -35,9 +36,9 @@ class Decomposition:
     ``scale_bias + grid_noise + dead_zone == total`` without any rounding: where the values lie 2^27 and more apart,
     they are first rounded to 2^-51 of the largest. Blocks with NaN or Inf are NaN in every term.
 
-    The terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning", defined by us
-    (``ideal``). By the formula of the paper's rebuttal (``printed``) the scale bias is (S − S*)·x/S, and the rest of
-    the error is dead zone where Q_S(x) = 0 and grid noise elsewhere; these add up to float64's rounding.
+    The terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning", as we define them
+    (``ideal``). By the rebuttal's formula (``printed``) the scale bias is (S − S*)·x/S, and the other error is dead
+    zone where Q_S(x) = 0, else grid noise; these add up to float64's rounding.
     """
 
     total: Tensor
@@ -61,19 +62,14 @@ def decompose(
     state: OperandState | None = None,
     definition: Literal["ideal", "printed"] = "ideal",
 ) -> Decomposition:
-    """Return the three parts of a quantizer's error on ``x``.
+    """Return the three parts of a quantizer's error on ``x``, floating point of any shape, rounded to fp32 first.
 
     Args:
-        x: floating point, at least one axis; rounded to fp32 first.
         quantizer: a spec, or an operand's whole program: Q_S* leaves out the rounding of scales in every pass of it.
         dim: the contraction axis, which blocks run along.
-        key: of the random bits, which both quantizations share, where ``draw`` is not given.
-        draw, state: what the program is called with inside a model.
-        definition: of the three terms, see :class:`Decomposition`.
-
-    Raises:
-        Error: ``printed`` is asked of a program that quantizes more than once or changes what its quantizer returns: it
-            does not have one scale.
+        key: of the random bits, which both quantizations share; inside a model ``draw`` and ``state`` take its place.
+        definition: of the three terms, see :class:`Decomposition`. ``printed`` raises an Error for a program without
+            one scale, which quantizes twice or changes the result.
     """
     if definition not in ("ideal", "printed"):
         raise Error(f"definition must be ideal or printed; got {definition!r}")
@@ -92,12 +88,9 @@ def decompose(
 
 def _printed(program: OperandProgram, x: Tensor, draw: Draw | None, state: OperandState | None) -> Parts:
     """Return the parts by the paper's formula, float64."""
-    several = [t.name for stage in ("split", "around", "after") for t in program.at(stage)]
-    if several:
-        raise Error(
-            f"the printed decomposition is of one quantization with one scale, and {several[0]} makes more of it; use "
-            "definition='ideal'"
-        )
+    for technique in (t for stage in ("split", "around", "after") for t in program.at(stage)):
+        raise Error(f"the printed decomposition is of one quantization with one scale, and {technique.name} makes more "
+                    "of it; use definition='ideal'")  # fmt: skip
     parts = program.quantize(x, draw, state)
     spec, join = parts.spec, parts.blocking.join
     stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
@@ -111,10 +104,9 @@ def _printed(program: OperandProgram, x: Tensor, draw: Draw | None, state: Opera
 
 
 def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round float64 numbers to multiples of a unit, for each element 2^-51 of the largest of the three.
+    """Round float64 numbers to multiples of 2^-51 of the largest of the three, so that differences and sums are exact.
 
-    Their differences, and the sums of these, are then exact. Numbers of 24 bits less than 2^27 apart are such
-    multiples.
+    Numbers of 24 bits less than 2^27 apart are such multiples.
     """
     ideal = torch.where(quantized == 0, 0.0, ideal)  # takes no part there
     largest = torch.stack([x, quantized, ideal]).abs().amax(0)
@@ -139,3 +131,29 @@ def with_ideal_scales(program: OperandProgram) -> OperandProgram:
     assert spec is not None, "a high-precision operand has no error"
     scale = ScaleSpec("fp32", rounding="nearest_even", convention=spec.scale.convention)  # type: ignore[arg-type]
     return dataclasses.replace(program, spec=dataclasses.replace(spec, scale=scale))
+
+
+class RelativeError(NamedTuple):
+    """The mean of abs(Q(x) − x)/abs(x) over elements that are not zero, and ‖Q(x) − x‖/‖x‖.
+
+    ``elementwise`` is the relative error of "Elucidating the design space of FP4 training", A.12; to ``normwise`` small
+    elements contribute little.
+    """
+
+    elementwise: float
+    normwise: float
+
+
+def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> RelativeError:
+    """Return the relative errors of Q(x), blocks along the last axis; ``x`` is rounded to fp32 first.
+
+    ``beta`` makes the block statistic Z = log(Σ exp(β·abs(x)))/β in place of the maximum.
+    """
+    smooth_max: Any = default_registry().techniques["smooth_max"]
+    program = OperandProgram(spec, () if beta is None else (smooth_max(kind="softmax", beta=beta),))
+    x = x.to(torch.float32)
+    with operators.tensor_code():  # a kernel would be compiled for every point of a curve
+        error = (total(program(x)).double() - x.double()).abs()
+    size = x.double().abs()
+    nonzero = size > 0
+    return RelativeError((error[nonzero] / size[nonzero]).mean().item(), (error.norm() / size.norm()).item())

@@ -1,8 +1,6 @@
-"""The statistics, by their definitions: functions of tensors, without knowledge of models.
+"""The statistics, by their definitions: sums of tensors over a step, and from these the fields of docs/analysis.md.
 
-Sums over elements are added up over a step, and made into the fields that docs/analysis.md describes.
-
-Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary.
+Source: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the others are elementary.
 """
 
 from __future__ import annotations
@@ -44,16 +42,14 @@ RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 OSCILLATING = 16.0
 #: The share of the larger of two quantized values that their distance must exceed for a flip (:func:`flipped`).
 _FLIP = 1 / 8
-#: Fields of an operand by metric: the quotient of the sum of this name, or of the one given, and the other.
-_SHARES: dict[str, dict[str, tuple[str, str]]] = {
-    "snr": {"gain": ("product", "signal")},
-    "error": {
-        "relative_error": ("error", "signal"),
-        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
-    },
-    "saturation": {"saturated": ("saturated", "elements")},
-    "underflow": {"underflowed": ("underflowed", "elements")},
-}
+#: Fields of an operand that are the quotient of two sums: the metric, the field and both sums.
+_SHARES = (
+    ("snr", "gain", "product", "signal"),
+    ("error", "relative_error", "error", "signal"),
+    *(("error", term, term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")),
+    ("saturation", "saturated", "saturated", "elements"),
+    ("underflow", "underflowed", "underflowed", "elements"),
+)
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
@@ -76,8 +72,7 @@ def operand_sums(sample: Sample) -> dict[str, Tensor]:
 def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
     """Count the positive finite scales by exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up.
 
-    ``blocks`` counts all scales, ``zero_blocks`` those of blocks of zeros, and ``limit_blocks`` those that are the
-    smallest or the largest value of the scales' format.
+    ``blocks`` counts all, ``zero_blocks`` those of zeros, ``limit_blocks`` scales at an end of their format.
     """
     place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
     place = place[scales.isfinite() & (scales > 0)]
@@ -92,28 +87,23 @@ def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
     """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
 
-    thr_i are the thresholds between neighbouring values of the format. MaxDist is half the width of the interval of
-    weights with the same quantized value; for the largest value, the way from the last threshold to it. What lies
-    beyond the largest value counts as that value. (TetraJet A.2.)
+    thr_i are the thresholds between values of the format. MaxDist is half the width of the interval of one quantized
+    value; for the largest, whose value weights beyond have too, its distance to the last threshold. (TetraJet A.2.)
     """
-    thresholds, largest = (t.to(ratio.device) for t in _intervals(element))
+    edges, largest = (t.to(ratio.device) for t in _intervals(element))
     u = ratio.abs().clamp(max=element.max)
-    place = torch.bucketize(u, thresholds)
-    last = len(thresholds) - 1
-    # The interval of zero reaches to the negative of the first threshold, which is farther from abs(u).
-    below = torch.where(place > 0, u - thresholds[(place - 1).clamp(min=0)], torch.inf)
-    above = torch.where(place <= last, thresholds[place.clamp(max=last)] - u, torch.inf)
-    return torch.minimum(below, above) / largest[place]
+    place = torch.bucketize(u, edges[1:-1])
+    return torch.minimum(u - edges[place], edges[place + 1] - u) / largest[place]
 
 
 @functools.cache
 def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Return the positive thresholds, and MaxDist of each magnitude; fp32."""
+    """Return the ends of the intervals of all magnitudes, from that of zero to infinity, and their MaxDist; fp32."""
     values = torch.tensor(element.magnitudes(), dtype=torch.float64)
     thresholds = (values[1:] + values[:-1]) / 2
     edges = torch.cat([-thresholds[:1], thresholds])
-    widths = torch.cat([(edges[1:] - edges[:-1]) / 2, values[-1:] - thresholds[-1:]])
-    return thresholds.float(), widths.float()
+    widths = torch.cat([edges.diff() / 2, values[-1:] - thresholds[-1:]])
+    return torch.cat([edges, torch.tensor([torch.inf])]).float(), widths.float()
 
 
 def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
@@ -137,10 +127,10 @@ def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
 def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:
     """Return sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 0-d.
 
-    The arguments hold lines ``[P, n, K]`` and ``[P, m, K]`` of the factors: their moments, and their values before any
-    quantization. Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the
-    variance and mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk. The sums are of ``exact`` g²,
-    ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; there are none where a mean is unknown.
+    The arguments hold lines ``[P, n, K]`` and ``[P, m, K]`` of the factors: moments, and values before quantization.
+    Rounding noise of different elements is independent: E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with an element's variance v and
+    mean m, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk. The sums are of ``exact`` g², ``offset`` (E[ĝ] − g)²,
+    ``variance``, ``product`` g·E[ĝ]; there are none where a mean is unknown.
     """
     if left.mean is None or right.mean is None:
         return {}
@@ -165,9 +155,7 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
     if "snr" in metrics:
         signal, error = sums["signal"], sums["error"]
         fields["snr_db"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
-    for metric, shares in _SHARES.items():
-        if metric in metrics:
-            fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
+    fields |= {field: _ratio(sums[part], sums[of]) for metric, field, part, of in _SHARES if metric in metrics}
     if "scales" in sums:
         filled = [place for place, count in enumerate(sums["scales"]) if count] or [-LOWEST_EXPONENT, 0]
         counts = list(map(int, sums["scales"][filled[0] : filled[-1] + 1]))
@@ -184,8 +172,8 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
 def gemm_fields(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Return a backward GEMM's fields from :func:`gradient_sums`; all None without sums."""
     bias, variance, gain = (_ratio(sums.get(name), sums.get("exact", 0)) for name in ("offset", "variance", "product"))
-    roots = {"bias": bias, "deviation": variance}
-    return {**{name: None if each is None else math.sqrt(each) for name, each in roots.items()}, "gain": gain}
+    bias, deviation = (None if each is None else math.sqrt(each) for each in (bias, variance))
+    return {"bias": bias, "deviation": deviation, "gain": gain}
 
 
 def _ratio(part: Any, whole: float) -> float | None:
@@ -200,9 +188,9 @@ def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
 def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
     """Return where the quantized value changed by more than an eighth of the larger of the two values.
 
-    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more; formats with finer grids count
-    half their smallest step instead. A scale that was rounded anew moves values by a ninth at most (E4M3). A
-    power-of-two scale that doubles or halves moves the grid itself and is a flip for the elements that change.
+    Values of the 4-bit formats are a seventh of the larger apart or more; formats with finer grids count half their
+    smallest step instead. A scale that was rounded anew moves values by a ninth at most (E4M3); a power of two that
+    doubles or halves moves the grid itself, which is a flip.
     """
     return (q - former).abs() > _least_change(element) * torch.maximum(q.abs(), former.abs())
 

@@ -1,4 +1,4 @@
-"""Recordings of a sample of each operand, and of each site's output (:class:`fp4graph.graph.observe.Recording`)."""
+"""Recordings of operands, of sites' outputs (:class:`fp4graph.graph.observe.Recording`), and of moving weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ import torch
 from torch import Tensor
 
 from fp4graph.lab.statistics import metrics as m
-from fp4graph.lab.statistics.sampling import Moments, Selection, sample
+from fp4graph.lab.statistics.sampling import Moments, Selection, by_block, sample
+from fp4graph.model.weight import Weight
+from fp4graph.numerics.sharding import whole
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm, Operand
+
+#: Elements of each weight that are followed step by step, and the number of them whose paths are recorded.
+FOLLOWED, SHOWN = 256, 2
+
+
+def matches(patterns: Sequence[str], site: str) -> bool:
+    """Return whether a pattern fits a site, or the module whose second or later site it is."""
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in (site, site.partition("#")[0]))
 
 
 class OperandRecording:
     """Sums over sampled operands, added up over the forwards and backwards of a step.
 
-    Sums are added as Python numbers: a checkpointed region must run the same operators when it is recomputed.
+    They are Python numbers, because a checkpointed region must run the same operators when it is recomputed.
     """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
@@ -31,7 +42,7 @@ class OperandRecording:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._sums: dict[tuple[str, str], dict[str, Any]] = {}
+        self._sums: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
         self._limits: dict[str, float] = {}
         self._left_out: dict[tuple[str, str], list[str]] = {}
         self.seen = False
@@ -54,9 +65,8 @@ class OperandRecording:
         for (site, tensor), sums in self._sums.items():
             is_gemm = tensor in set(Gemm)
             fields = m.gemm_fields(sums) if is_gemm else m.operand_fields(sums, self._metrics, self._limits.get(site))
-            if left_out := self._left_out.get((site, tensor)):
-                fields["left_out"] = left_out
-            measured.append({"site": site, "tensor": tensor, **fields})
+            left_out = self._left_out.get((site, tensor))
+            measured.append({"site": site, "tensor": tensor, **fields, **({"left_out": left_out} if left_out else {})})
         return measured
 
     @torch.no_grad()
@@ -87,17 +97,16 @@ class OperandRecording:
                 # A threshold belongs to one element format: where blocks choose, none is common to the weights.
                 several = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()
                 sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - several)
-                if several:
-                    self._left_out[site, str(seen.operand)] = sorted(several)
+                self._left_out[site, str(seen.operand)] = sorted(several)
                 self._limits[site] = sampled.element.max
             self._add(site, str(seen.operand), sums)
         given = exact.get(seen.operand, seen.given)
         return moments, x if given is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(given)
 
     def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
+        former = self._sums[site, tensor]
         # One transfer off the device for scalars and histograms.
         values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
-        former = self._sums.setdefault((site, tensor), {})
         for name, each in sums.items():
             if each.dim():
                 counts = former.get(name, [0.0] * each.numel())
@@ -134,13 +143,82 @@ class OutputRecording:
 
     def measurements(self) -> list[dict[str, Any]]:
         """Return one measurement for each site, in the model's order: the mean over the window's steps."""
+        rates = {site: torch.stack(self._rates[site]).nanmean().item() for site in self._last if self._rates[site]}
+        return [{"site": site, "tensor": "output", "rate_of_change": rate} for site, rate in rates.items()]
+
+
+class Moving:
+    """Sampled lines of one weight over a window: :meth:`advance` once to begin, then after each optimizer step."""
+
+    def __init__(self, weight: Weight, sample: int | None) -> None:
+        self._weight, stored, program = weight, weight.parameter, weight.plan.program
+        assert program is not None
+        self._selection = Selection(tuple((stored.mT if weight.stored_transposed else stored).shape), sample)
+        quantizer = program.fprop.right
+        self._spec = quantizer.spec
+        # A flip is told from a new scale by the grid of the format; blocks that choose theirs have none in common.
+        self._element = None if self._spec is None or self._spec.others else self._spec.element
+        composed = quantizer.draws or program.fprop.transforms or program.apart is not None
+        self._program = quantizer if by_block(quantizer) and not composed else None  # else lines depend on each other
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._moved = self._moved_q = self._flips = torch.zeros(())
+        self._rates: list[Tensor] = []
+        self._path: list[Tensor] = []
+
+    @torch.no_grad()
+    def advance(self, step: Tensor) -> None:
+        """Measure the movement since the last call; ``step`` is the noise of the latest forward."""
+        now = self._sampled(self._weight.parameter)
+        q = self._quantized(now, step)
+        if self._last is not None:
+            former, former_q = self._last
+            self._moved, self._moved_q = self._moved + (now - former).abs(), self._moved_q + (q - former_q).abs()
+            if self._element is not None:
+                self._flips = self._flips + m.flipped(q, former_q, self._element)
+            self._rates.append(torch.stack([m.relative_change(now, former), m.relative_change(q, former_q)]))
+        self._last = now, q
+        self._path.append(torch.stack([now.flatten()[:FOLLOWED], q.flatten()[:FOLLOWED]]))
+
+    def _quantized(self, now: Tensor, step: Tensor) -> Tensor:
+        """Return the sampled lines quantized as the graph does it, in the weight's basis."""
+        if self._spec is None:
+            return now
+        if self._program is not None:
+            return total(self._program(now, None, self._weight.fprop_state(self._selection.of)))
+        return self._sampled(self._weight.quantize(self._weight.parameter, step))
+
+    def _sampled(self, w: Tensor) -> Tensor:
+        w = whole(w.detach())
+        return self._selection.of(w.mT if self._weight.stored_transposed else w)
+
+    def measurement(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
+        """Return the measurement of a window of so many steps."""
+        site, tensor = self._weight.fqn or "(root)", self._weight.parameter_name
+        fields: dict[str, Any] = {"site": site, "tensor": tensor, "window": steps}
+        if "oscillation" in metrics:
+            ratio = m.oscillation_ratio(self._moved_q, self._moved)
+            edges = torch.tensor(m.RATIO_EDGES, device=ratio.device)
+            fields["oscillating"] = (ratio > m.OSCILLATING).float().mean().item()
+            counts = torch.bincount(torch.bucketize(ratio.flatten(), edges), minlength=len(edges) + 1)
+            fields["ratio_counts"] = counts.tolist()
+            fields["trajectories"] = self._trajectories(ratio.flatten()[:FOLLOWED])
+        if "flips" in metrics and self._spec is not None and self._element is None:
+            fields["left_out"] = ["flips"]
+        elif "flips" in metrics:
+            fields["flips"] = (self._flips / steps).mean().item()
+            fields["flipping"] = (self._flips > 0).float().mean().item()
+        if "rate_of_change" in metrics:
+            rates = torch.stack(self._rates)
+            fields["rate_of_change"], fields["quantized_rate_of_change"] = rates.nanmean(0).tolist()
+            fields["skipped_steps"] = int(rates.isnan().any(1).sum())
+        return fields
+
+    def _trajectories(self, ratio: Tensor) -> list[dict[str, Any]]:
+        """Return the paths of the followed elements with the largest finite ratios."""
+        ratio = torch.where(ratio.isfinite(), ratio, -1.0)
+        path = torch.stack(self._path)  # [steps + 1, 2, followed]
         return [
-            {"site": site, "tensor": "output", "rate_of_change": torch.stack(self._rates[site]).nanmean().item()}
-            for site in self._last
-            if self._rates[site]
+            {"ratio": ratio[i].item(), "weight": path[:, 0, i].tolist(), "quantized": path[:, 1, i].tolist()}
+            for i in ratio.topk(min(SHOWN, len(ratio))).indices.tolist()
+            if ratio[i] > 0
         ]
-
-
-def matches(patterns: Sequence[str], site: str) -> bool:
-    """Return whether a pattern fits a site, or the module whose second or later site it is."""
-    return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in (site, site.partition("#")[0]))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Selection:
             return matrices.to(torch.float32, copy=True)
         chosen, lines = (each.to(x.device) for each in self._chosen)
         # index_select is slow on transposed views.
-        taken = matrices[chosen[:, None], lines] if self._matrices > MATRICES else matrices[:, lines]
+        taken = matrices[chosen[:, None], lines] if len(matrices) > MATRICES else matrices[:, lines]
         return taken.to(torch.float32)
 
     def index(self, device: torch.device) -> Tensor:
@@ -55,34 +56,26 @@ class Selection:
         return (starts[..., None] + torch.arange(length, dtype=torch.int32)).to(device)
 
     @cached_property
-    def _matrices(self) -> int:
-        return math.prod(self.shape[:-2])
-
-    @cached_property
     def _chosen(self) -> tuple[Tensor, Tensor]:
         """The numbers of the sampled matrices, and of the sampled lines of each."""
-        if self.elements is None:
-            return torch.arange(self._matrices), torch.arange(self.shape[-2])
-        (count, length), matrices = self.shape[-2:], min(self._matrices, MATRICES)
-        lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, length) * max(1, matrices)))
-        chosen = ((self._matrices, matrices), (count, min(lines, count)))
-        first, second = (torch.arange(some) * every // max(1, some) for every, some in chosen)
+        (count, length), every = self.shape[-2:], math.prod(self.shape[:-2])
+        matrices, lines = every, count
+        if self.elements is not None:
+            matrices = min(every, MATRICES)
+            lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, length) * max(1, matrices)))
+        chosen = ((every, matrices), (count, min(lines, count)))
+        first, second = (torch.arange(some) * whole // max(1, some) for whole, some in chosen)
         return first, second
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Mean and variance of the multiplied values over the random bits of their rounding, fp32 ``[P, n, K]``.
+class Moments(NamedTuple):
+    """Mean and variance of the multiplied values over the random bits of their rounding, fp32 ``[P, n, K]``."""
 
-    ``mean`` is None where the moments are unknown; ``variance`` is None where nothing is random.
-    """
-
-    mean: Tensor | None
-    variance: Tensor | None = None
+    mean: Tensor | None  # None where the moments are unknown
+    variance: Tensor | None = None  # None where nothing is random
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis."""
 
     x: Tensor
@@ -100,30 +93,22 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
 
     Where blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
     """
-    program, draw, state = seen.program, seen.draw, seen.state
+    program, draw, state, segments = seen.program, seen.draw, seen.state, seen.segments
     spec = program.spec
     assert spec is not None
-    x, q = selection.of(seen.x), selection.of(total(seen.terms))
+    given, x, q, picked = seen.x, selection.of(seen.x), selection.of(total(seen.terms)), selection.of
     if by_block(program):
-        given = x
-        state = {
-            technique: {name: selection.of(entry) for name, entry in entries.items()}
-            for technique, entries in state.items()
-        }
+        given, segments, picked = x, None, lambda x: x
+        state = {name: {key: selection.of(entry) for key, entry in own.items()} for name, own in state.items()}
         if draw is not None and spec.needs_key:
             draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
-    else:
-        given = seen.x
     with operators.tensor_code():  # a kernel would be compiled for these few calls
-        segments = seen.segments if given is seen.x else None
         parts = program.quantize(given, draw, state, segments)
-        ideal = total(with_ideal_scales(program)(given, draw, state, segments))
+        ideal = picked(total(with_ideal_scales(program)(given, draw, state, segments)))
 
     def joined(values: Tensor) -> Tensor:
-        values = parts.blocking.join(values)
-        return values if given is x else selection.of(values)
+        return picked(parts.blocking.join(values))
 
-    ideal = ideal if given is x else selection.of(ideal)
     scales = torch.where(parts.z == 0, 0.0, parts.scale).flatten()
     return Sample(x, q, ideal, joined(parts.ratio), _moments(program, parts, q, joined), spec.element, scales)
 
@@ -136,17 +121,16 @@ def by_block(program: OperandProgram) -> bool:
         and (isinstance(spec.block, int) or spec.block == "row")
         and spec.scale.rounding != "stochastic"
         and all(slot.entry.weight_like for slot in program.state)
-        and all(_acts_by_block(technique) for technique in program.techniques)
+        and all(map(_acts_by_block, program.techniques))
     )
 
 
 def _acts_by_block(technique: Technique) -> bool:
     """Return whether the technique's own class declares it: a derived class may do more than its base."""
-    if not any(overrides(technique, stage) for stage in QUANTIZER_STAGES):
-        return True
-    composes = technique.draws or any(overrides(technique, stage) for stage in ("split", "around", "after"))
+    stages = {stage for stage in QUANTIZER_STAGES if overrides(technique, stage)}
+    composes = technique.draws or stages & {"split", "around", "after"}
     mixes_less = vars(type(technique)).get("mixes") in ("none", "block") and technique.group_granularity is None
-    return mixes_less and not composes
+    return not stages or (mixes_less and not composes)
 
 
 @dataclass(frozen=True, eq=False)

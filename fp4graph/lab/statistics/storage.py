@@ -10,7 +10,8 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -35,63 +36,53 @@ class Log:
     ``header`` has the fields of the line that marks where this training begins.
 
     Raises:
-        Error: the file cannot be written, or TensorBoard is not installed.
+        Error: a file cannot be written, or TensorBoard is not installed. What was written before is as it was.
     """
 
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
-        self.path = Path(directory).absolute() / FILE
-        self._events = [_summary_writer(each) for each in streams if isinstance(each, str | PathLike)]
-        self._sinks = [sink_of(each) for each in (*self._events, *streams) if not isinstance(each, str | PathLike)]
-        try:
+        self.path, self._open = Path(directory).absolute() / FILE, ExitStack()
+        self._sinks = [sink_of(self._opened(each)) for each in streams]
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
-        except OSError as error:
-            raise Error(f"cannot write statistics to {self.path}: {error}") from error
-        self._append_lines([{"format": FORMAT, "version": VERSION, **header}])
+            jsonlines.append(self.path, [_plain({"format": FORMAT, "version": VERSION, **header})])
 
     def append(self, measurements: Sequence[Measurement]) -> None:
         """Write all measurements of a step or none, so that they are there if the process is killed.
 
         Streams get every number as ``column/site/tensor``, so that TensorBoard shows one column in one card.
-
-        Raises:
-            Error: the disk is full, say. What was written before is as it was.
         """
-        self._append_lines(measurements)
+        with self._writing():
+            jsonlines.append(self.path, map(_plain, measurements))
         values = {
             f"{column}/{measured['site']}/{measured['tensor']}": value
             for measured in measurements
             for column, value in measured.items()
             if isinstance(value, int | float) and column not in ("step", "window")
         }
-        for sink in self._sinks:
-            try:
+        with self._writing("a stream"):
+            for sink in self._sinks:
                 sink(measurements[0]["step"], values)
-            except OSError as error:
-                raise Error(
-                    f"cannot write statistics to a stream: {error.strerror or error}; make room, or go without it. "
-                    f"What was written before is readable, and {self.path} is complete"
-                ) from error
 
     def close(self) -> None:
-        for events in self._events:
-            events.close()
+        self._open.close()
 
-    def _append_lines(self, lines: Iterable[Measurement]) -> None:
+    @contextmanager
+    def _writing(self, stream: str = "") -> Iterator[None]:
         try:
-            jsonlines.append(self.path, map(_plain, lines))
+            yield
         except OSError as error:
-            raise Error(
-                f"cannot write statistics to {self.path}: {error}. What was recorded before is there and readable; "
-                "make room, or train without statistics"
-            ) from error
+            what = f"cannot write statistics to {stream or self.path}: {error.strerror or error}"
+            kept = "What was recorded before is there and readable; make room, or train without statistics"
+            raise Error(f"{what}. {kept}") from error
 
+    def _opened(self, stream: Any) -> Any:
+        if not isinstance(stream, str | PathLike):
+            return stream
+        needs("tensorboard", "streaming to a folder needs TensorBoard", "analysis")
+        from torch.utils.tensorboard import SummaryWriter
 
-def _summary_writer(folder: str | PathLike[str]) -> Any:
-    needs("tensorboard", "streaming to a folder needs TensorBoard", "analysis")
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))
+        return self._open.enter_context(SummaryWriter(str(stream)))
 
 
 def sink_of(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
@@ -126,11 +117,7 @@ class Recorded:
         return f"Recorded({self.header.get('policy')!r}: {counts})"
 
     def to_frame(self) -> Any:
-        """Return a ``pandas.DataFrame`` with a row for each step, site and tensor, and a column for each field.
-
-        Raises:
-            Error: pandas is not installed.
-        """
+        """Return a ``pandas.DataFrame`` with a row for each step, site and tensor, and a column for each field."""
         needs("pandas", "tables need pandas", "analysis")
         import pandas
 
@@ -139,11 +126,8 @@ class Recorded:
     def worst(self, column: str = "snr_db", count: int | None = 10) -> list[dict[str, Any]]:
         """Return the sites and tensors where the mean of ``column`` over all records is worst, the worst first.
 
-        Low values are bad of ``snr_db``, ``gain`` and ``confidence``, high values of the other columns. Each item has
+        Low values are bad of ``snr_db``, ``gain`` and ``confidence``, high values of other columns. Each item has
         ``site``, ``tensor``, the mean under the column's name, ``worst``, and ``step``, at which that was recorded.
-
-        Raises:
-            Error: no row has a number in ``column``.
         """
         places: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
         for row in self.having(column):
@@ -152,13 +136,12 @@ class Recorded:
         if not places:
             numbers = {name for row in self.rows for name, value in row.items() if isinstance(value, int | float)}
             raise Error(f"no numbers called {column!r} were recorded; {suggest(column, sorted(numbers - {'step'}))}")
-        sign = 1 if column in LOW_IS_BAD else -1
-        found = []
+        sign, worst = (1 if column in LOW_IS_BAD else -1), []
         for (site, tensor), rows in places.items():
             row = min(rows, key=lambda row: sign * row[column])
             mean = statistics.fmean(row[column] for row in rows)
-            found.append({"site": site, "tensor": tensor, column: mean, "worst": row[column], "step": row["step"]})
-        return sorted(found, key=lambda item: sign * item[column])[:count]
+            worst.append({"site": site, "tensor": tensor, column: mean, "worst": row[column], "step": row["step"]})
+        return sorted(worst, key=lambda item: sign * item[column])[:count]
 
     def having(self, column: str) -> list[Measurement]:
         """Return the rows with a value of ``column``."""
@@ -170,10 +153,7 @@ class Recorded:
         return [row for row in rows if row["step"] == rows[-1]["step"]]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """Return ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``, lists of equal length.
-
-        They have an item for each row that has ``column``, optionally those of one tensor or site.
-        """
+        """Return lists "step", "site", "tensor" and "value" of the rows that have ``column``, of a tensor or site."""
         rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}
         return {name: [row[key] for row in rows] for name, key in keys.items()}
@@ -182,8 +162,8 @@ class Recorded:
     def sites(self) -> list[str]:
         """The sites that have rows, in the model's order."""
         order = {weight["site"]: place for place, weight in enumerate(self.header.get("weights", ()))}
-        found = dict.fromkeys(row["site"] for row in self.rows)
-        return sorted(found, key=lambda site: order.get(site.partition("#")[0], len(order)))
+        sites = dict.fromkeys(row["site"] for row in self.rows)
+        return sorted(sites, key=lambda site: order.get(site.partition("#")[0], len(order)))
 
     @property
     def steps(self) -> list[int]:
@@ -199,10 +179,8 @@ def find(path: str | PathLike[str]) -> Path | None:
 def read(path: str | PathLike[str]) -> Recorded:
     """Read the statistics of a run: a ``statistics.jsonl``, or the directory that holds one or its ``statistics/``.
 
-    Where a training was resumed, the former training's rows beyond that step are left out.
-
-    Raises:
-        Error: there are none, they are of another version, or a line is damaged.
+    Where a training was resumed, the former training's rows beyond that step are left out. Raises an Error if there are
+    none, they are of another version, or a line is damaged.
     """
     file = find(path)
     if file is None:
