@@ -59,16 +59,16 @@ def puzzles(count: int, *seeds: int, held_out: bool = False) -> list[tuple[str, 
     """
     random = np.random.default_rng([held_out, *seeds])
     choices = sets(held_out)
-    found: list[tuple[str, str]] = []
-    while len(found) < count:
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < count:
         numbers = choices[random.integers(len(choices))]
-        given, used = (random.permutation(numbers).tolist() for _ in range(2))
+        shown, used = (random.permutation(numbers).tolist() for _ in range(2))
         signs = [1, *random.choice([1, -1], NUMBERS - 1).tolist()]
         terms = [sign * number for sign, number in zip(signs, used, strict=True)]
         if sum(terms) >= 0:
             answer = "".join(f"{term:+d}" for term in terms).removeprefix("+")
-            found.append((f"{','.join(map(str, given))}={sum(terms):02d}:", answer))
-    return found
+            drawn.append((f"{','.join(map(str, shown))}={sum(terms):02d}:", answer))
+    return drawn
 
 
 def prompts(count: int, *seeds: int, held_out: bool = False) -> list[str]:

@@ -69,11 +69,11 @@ def text_files(path: Path) -> Parts:
         validation = [file for file in files if "valid" in file.name.lower()]
     if not files:
         raise Error(f"--data {path} has no text files")
-    if not validation and len(files) == 1:
-        (text,) = _read(files, []).train
-        cut = int(0.95 * len(text))
-        return Parts([text[:cut]], [text[cut:]])
-    return _read(files, validation or files[::20])
+    if validation or len(files) > 1:
+        return _read(files, validation or files[::20])
+    (text,) = _read(files, []).train
+    cut = int(0.95 * len(text))
+    return Parts([text[:cut]], [text[cut:]])
 
 
 def _read(files: Sequence[Path], validation: Sequence[Path]) -> Parts:
@@ -101,7 +101,7 @@ def wikitext() -> Parts:
             f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
             "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
         ) from error
-    return Parts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
+    return Parts(*(["".join(rows[part]["text"])] for part in ("train", "validation")))
 
 
 def prepared(texts: Parts, vocabulary: int) -> Parts:
@@ -123,8 +123,8 @@ def prepared(texts: Parts, vocabulary: int) -> Parts:
                     np.save(file, tokens)
         return Parts(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
     except OSError as error:
-        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; $FP4GRAPH_DATA names another "
-                    "place for what is derived from data") from error  # fmt: skip
+        place = "$FP4GRAPH_DATA names another place for what is derived from data"
+        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; {place}") from error
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from fp4graph.errors import Error
 from fp4graph.lab.data import text
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
 #: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
@@ -51,28 +51,22 @@ class Language(Problem):
     """
 
     def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
-        *_, vocabulary = SIZES[size]
-        self.tokens = tokens_of(settings.run.data or data, vocabulary)
-        self.context = self.tokens_per_sample = context
-        self.samples = len(self.tokens.train) // context
-        if not (self.samples and len(self.tokens.validation) >= context):
+        tokens = tokens_of(settings.data or data, SIZES[size][-1])
+        self.tokens, self.context, self.tokens_per_sample = tokens.train, context, context
+        self.samples, sequences = len(tokens.train) // context, len(tokens.validation) // context
+        if not (self.samples and sequences):
             raise Error(
-                f"{len(self.tokens.train)} tokens to train on and {len(self.tokens.validation)} to validate on are too "
-                f"few for sequences of {context}; give more text"
+                f"{len(tokens.train)} tokens to train on and {len(tokens.validation)} to validate on are too few for "
+                f"sequences of {context}; give more text"
             )
-        super().__init__(settings)
+        ids = np.asarray(tokens.validation[: min(VALIDATED, sequences) * context], dtype=np.int64)
+        super().__init__(settings, None, InMemory(torch.from_numpy(ids).view(-1, context)))
         options = {"max_position_embeddings": max(1024, context), "use_cache": False}
         self.model = llama(*SIZES[size], bos_token_id=text.SEPARATOR, eos_token_id=text.SEPARATOR, **options)
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
-            yield (text.batch(self.tokens.train, self.batch_size, self.context, self.seed, number),)
-
-    def validation(self) -> Iterator[Batch]:
-        sequences = min(VALIDATED, len(self.tokens.validation) // self.context)
-        ids = np.asarray(self.tokens.validation[: sequences * self.context], dtype=np.int64)
-        for rows in torch.split(torch.from_numpy(ids).view(sequences, self.context), self.batch_size):
-            yield (rows,)
+            yield (text.batch(self.tokens, self.batch_size, self.context, self.seed, number),)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         (ids,) = batch

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from fp4graph.errors import Error
 from fp4graph.lab.data import countdown
-from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.language import llama
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
@@ -37,26 +37,16 @@ Reward = Callable[[str, str], float]
 
 def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """Return the reward of each completion; raise an Error if one is NaN or infinite."""
-    found = [float(reward(*pair)) for pair in zip(prompts, completions, strict=True)]
-    for value, prompt, completion in zip(found, prompts, completions, strict=True):
-        if not math.isfinite(value):
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        rewards.append(float(reward(prompt, completion)))
+        if not math.isfinite(rewards[-1]):
             name = getattr(reward, "__qualname__", repr(reward))
             raise Error(
-                f"the reward function {name} returned {value} for the completion {completion!r} of the prompt "
+                f"the reward function {name} returned {rewards[-1]} for the completion {completion!r} of the prompt "
                 f"{prompt!r}; advantages need a finite number for every completion"
             )
-    return found
-
-
-def check_length(model: Any, prompt: int, completion: int) -> None:
-    """Raise an Error if a rollout of ``prompt + completion`` tokens is longer than the model's key-value cache."""
-    room: int = model.config.max_position_embeddings
-    if prompt + completion > room:
-        raise Error(
-            f"a rollout of {prompt + completion} tokens (a prompt of {prompt}, a completion of up to {completion}) is "
-            f"longer than the key-value cache: the model has {room} positions; shorten the completion to "
-            f"{max(room - prompt, 0)} tokens, or make the model with max_position_embeddings={prompt + completion}"
-        )
+    return rewards
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -67,19 +57,17 @@ def advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def make_model(seed: int) -> Any:
-    """Return an untrained LLaMA of 2 blocks and 108,992 parameters; its weights are a function of the seed."""
+@lru_cache(maxsize=8)  # a comparison trains from one start many times
+def started(seed: int, steps: int = WARM_UP) -> Any:
+    """Return a LLaMA of 2 blocks and 108,992 parameters that solves some puzzles, which GRPO needs. Train a copy of it.
+
+    It is a function of the arguments: ``steps`` of AdamW in high precision, with a warm-up of a tenth of them, on the
+    cross-entropy of an answer's tokens.
+    """
     tokens = {"bos_token_id": countdown.END, "eos_token_id": countdown.END, "pad_token_id": countdown.PAD}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return llama(64, 192, 2, 4, countdown.VOCABULARY, max_position_embeddings=POSITIONS, **tokens)
-
-
-def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
-    """Train ``model`` on answers in high precision, so that it solves some puzzles: the start that GRPO needs.
-
-    Cross-entropy of the answer's tokens, AdamW with a warm-up of a tenth of the steps.
-    """
+        model = llama(64, 192, 2, 4, countdown.VOCABULARY, max_position_embeddings=POSITIONS, **tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LR, weight_decay=0.0)
     model.train()
     for step in range(steps):
@@ -92,13 +80,6 @@ def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
         cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-
-
-@lru_cache(maxsize=8)  # a comparison trains from one start many times
-def started(seed: int, steps: int = WARM_UP) -> Any:
-    """Return :func:`make_model` after :func:`supervise`, of which each training takes a copy."""
-    model = make_model(seed)
-    supervise(model, seed, steps)
     return model
 
 
@@ -129,23 +110,25 @@ class Countdown(Problem):
     ) -> None:  # fmt: skip
         if group < 2:
             raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
-        super().__init__(settings)
-        check_length(make_model(settings.seed), countdown.PROMPT, completion)
-        self.model = copy.deepcopy(started(settings.seed, warm_up))
+        if (room := POSITIONS - countdown.PROMPT) < completion:
+            tokens = countdown.PROMPT + completion
+            raise Error(
+                f"a rollout of {tokens} tokens (a prompt of {countdown.PROMPT}, a completion of up to {completion}) is "
+                f"longer than the key-value cache: the model has {POSITIONS} positions; shorten the completion to "
+                f"{room} tokens"
+            )
         self.group, self.completion, self.reward = group, completion, reward
-        self.samples = countdown.DIFFERENT
-        self.tokens_per_sample = group * (countdown.PROMPT + completion)
+        self.samples, self.tokens_per_sample = countdown.DIFFERENT, group * (countdown.PROMPT + completion)
+        prompts = list(dict.fromkeys(countdown.prompts(8 * VALIDATED, _VALIDATION, held_out=True)))[:VALIDATED]
+        noise = self._noise(VALIDATED, True, _VALIDATION)
+        super().__init__(settings, None, InMemory(countdown.encode(prompts), noise))
+        self.model = copy.deepcopy(started(settings.seed, warm_up))
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
             key = self.seed, _TRAINING, number
             prompts = countdown.encode(countdown.prompts(self.batch_size, *key))
             yield prompts, self._noise(self.batch_size, False, *key)
-
-    def validation(self) -> Iterator[Batch]:
-        prompts = list(dict.fromkeys(countdown.prompts(8 * VALIDATED, _VALIDATION, held_out=True)))[:VALIDATED]
-        whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
-        yield from zip(*(torch.split(part, self.batch_size) for part in whole), strict=True)
 
     def _noise(self, size: int, *seeds: int) -> Tensor:
         """Return Gumbel noise, fp32 ``[size, group, completion, VOCABULARY]``."""
@@ -177,25 +160,21 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
     tokens ``[n, completion]``, PAD after an END, and the logits that they were drawn from, fp32 ``[n, longest,
     vocabulary]``, up to the END of the longest completion.
     """
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import LogitsProcessorList
 
-    longest, prompt = noise.shape[1], prompts.shape[1]
+    longest, prompt, training = noise.shape[1], prompts.shape[1], model.training
 
     def perturb(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.float() + noise[:, ids.shape[1] - prompt]
 
-    config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=longest, do_sample=False, use_cache=True, eos_token_id=countdown.END, pad_token_id=countdown.PAD,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    training = model.training
-    found = model.eval().generate(
-        prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
-        logits_processor=LogitsProcessorList([perturb]),
+    generated = model.eval().generate(
+        prompts, attention_mask=torch.ones_like(prompts), logits_processor=LogitsProcessorList([perturb]),
+        max_new_tokens=longest, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
+        eos_token_id=countdown.END, pad_token_id=countdown.PAD,
     )  # fmt: skip
     model.train(training)
-    tokens = found.sequences[:, prompt:]
-    logits = torch.stack(found.logits, 1).float()
+    tokens = generated.sequences[:, prompt:]
+    logits = torch.stack(generated.logits, 1).float()
     return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=countdown.PAD), logits
 
 
