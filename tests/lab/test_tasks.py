@@ -16,7 +16,6 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data import text
 from fp4graph.lab.data.loading import Order
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS, Settings, language, placed, regression, task_named
@@ -247,7 +246,7 @@ def test_language_loss_is_the_models_own() -> None:
     [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
 )
 def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = text.Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
+    tokens = language.Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
     monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
     with torch.device("meta"):
         problem = language.Language(size, 128, settings("text"))
@@ -256,11 +255,11 @@ def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monk
 
 def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
-    texts = text.Parts(["one two three " * 500], ["two one three " * 50])
-    first = text.prepared(texts, 300)
+    texts = language.Parts(["one two three " * 500], ["two one three " * 50])
+    first = language.prepared(texts, 300)
     (folder,) = (tmp_path / "kept" / "tokens").iterdir()
-    monkeypatch.setattr(text, "train_tokenizer", lambda *_: pytest.fail("it was kept"))
-    second = text.prepared(texts, 300)
+    monkeypatch.setattr(language, "train_tokenizer", lambda *_: pytest.fail("it was kept"))
+    second = language.prepared(texts, 300)
     assert np.array_equal(first.train, second.train)
     from tokenizers import Tokenizer
 
