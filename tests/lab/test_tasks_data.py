@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import Order, in_memory, normalized
+from fp4graph.lab.data.loading import Order, in_memory
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
 from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, language, task_named
 
@@ -472,10 +472,14 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
 
 
 def test_pixels_are_normalized_channel_by_channel() -> None:
-    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1).expand(1, 2, 3, 3)
-    result = normalized(pixels, mean=(0.25, 0.5), std=(0.5, 0.25))
-    assert result[0, 0].unique().item() == -0.5
-    assert result[0, 1].unique().item() == 2.0
+    pixels = np.stack([np.full((3, 3), 0, np.uint8), np.full((3, 3), 255, np.uint8), np.zeros((3, 3), np.uint8)], -1)
+    pairs = [(Image.fromarray(pixels), 0)]
+    split = sources.Split(pairs, pairs, 1, (0.25, 0.5, 0.5), (0.5, 0.25, 0.5))
+    for centred, expected in ((False, [-0.5, 2.0, -1.0]), (True, [-1.0, 1.0, -1.0])):
+        _, train_part, _ = in_memory(lambda _: split, None, centred=centred)  # called at once
+        ((images, labels),) = train_part.batches(iter([(0, torch.tensor([0]))]))
+        assert [channel.unique().item() for channel in images[0]] == expected
+        assert (images.shape, labels.tolist()) == ((1, 3, 3, 3), [0])
 
 
 def test_what_is_not_installed_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import math
@@ -279,6 +280,8 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     with pytest.raises(Error, match=r"another run: seed was 0, is 3; lr was 0.002, is 0.1"):
         train(run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2, lr=0.1, seed=3),
               directory=tmp_path / "stopped", resume=True)  # fmt: skip
+    with pytest.raises(Error, match=r"another run: steps was 6, is 8"):
+        train(dataclasses.replace(chosen, steps=8), directory=tmp_path / "stopped", resume=True)
     resumed = train(chosen, directory=tmp_path / "stopped", resume=True)
     assert losses(resumed) == losses(whole)
     assert resumed.steps == whole.steps

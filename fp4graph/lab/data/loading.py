@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -62,7 +62,7 @@ class Order:
 class InMemory:
     """Tensors with the samples along their first axis; ``prepare`` makes the first of a batch what a model takes."""
 
-    def __init__(self, *tensors: Tensor, prepare: Callable[[Tensor], Tensor] = torch.Tensor.contiguous) -> None:
+    def __init__(self, *tensors: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
         self.tensors, self.prepare = tensors, prepare
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class InMemory:
     def batches(self, rows: Rows) -> Iterator[Batch]:
         for _, chosen in rows:
             first, *others = (tensor[chosen] for tensor in self.tensors)
-            yield self.prepare(first), *others
+            yield first if self.prepare is None else self.prepare(first), *others
 
 
 class Streamed(Dataset[Any]):
@@ -98,20 +98,21 @@ Samples = InMemory | Streamed
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one data set many times
-def in_memory(load: Callable[[str | None], Split], data: str | None) -> tuple[Split, InMemory, InMemory]:
-    """Return ``load(data)``, and its images ``[N, channels, height, width]`` to train on and to validate on."""
+def in_memory(
+    load: Callable[[str | None], Split], data: str | None, *, centred: bool = False
+) -> tuple[Split, InMemory, InMemory]:
+    """Return ``load(data)``, and its images ``[N, channels, height, width]`` to train on and to validate on.
+
+    These are normalized per channel, to (x - mean)/std, or with ``centred`` to [-1, 1].
+    """
+    from torchvision import transforms
+
     split, parts = load(data), []
+    moments = (0.5, 0.5) if centred else (split.mean, split.std)
+    prepare = transforms.Compose([transforms.ConvertImageDtype(torch.float32), transforms.Normalize(*moments)])
     for images in (split.train, split.validation):
         pictures, labels = zip(*(images[index] for index in range(len(images))), strict=True)
-        pixels = torch.from_numpy(np.stack([np.asarray(picture, dtype=np.uint8) for picture in pictures]))
-        pixels = pixels.view(*pixels.shape[:3], len(split.mean)).movedim(-1, 1).contiguous()
-        prepare = partial(normalized, mean=split.mean, std=split.std)
+        pixels = torch.stack([transforms.functional.pil_to_tensor(picture) for picture in pictures])
         parts.append(InMemory(pixels, torch.tensor(labels), prepare=prepare))
     train, held_out = parts
     return split, train, held_out
-
-
-def normalized(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return (pixels/255 - mean)/std per channel, fp32, of uint8 ``pixels``."""
-    centre, spread = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
-    return (pixels / 255 - centre) / spread

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split
-from fp4graph.lab.data.loading import Batch, InMemory, Samples, Streamed, generator, in_memory, normalized
+from fp4graph.lab.data.loading import Batch, Samples, Streamed, generator, in_memory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
 #: Steps of the noise schedule.
@@ -57,11 +57,9 @@ class Diffusion(Problem):
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
     """Make a U-Net with options ``model``, on the images that ``load`` reads."""
-    _, *parts = in_memory(load, settings.data)
-    prepare = partial(normalized, mean=[0.5], std=[0.5])
-    train, held_out = (InMemory(*part.tensors, prepare=prepare) for part in parts)
-    _, channels, size, _ = train.tensors[0].shape
-    return Diffusion(settings, train, held_out, channels, sample_size=size, layers_per_block=1, **model)
+    split, train, held_out = in_memory(load, settings.data, centred=True)
+    size = train.tensors[0].shape[-1]
+    return Diffusion(settings, train, held_out, len(split.mean), sample_size=size, layers_per_block=1, **model)
 
 
 def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
