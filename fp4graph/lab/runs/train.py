@@ -28,10 +28,10 @@ from fp4graph.lab.runs.run import Outcome, Run, Validation
 from fp4graph.lab.tasks import Settings, placed, task_named
 from fp4graph.model.api import apply
 from fp4graph.model.runtime import require_runtime
-from fp4graph.optim import StableSPAM
 from fp4graph.policy import load_policy
 from fp4graph.technique.registry import default_registry
 from fp4graph.training import checkpoint, grad_scaler, prepare_optimizer
+from fp4graph.training.stable_spam import StableSPAM
 
 __all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 
