@@ -25,9 +25,8 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 from trl import GRPOConfig, GRPOTrainer
 
 import fp4graph  # fp4graph
-from fp4graph.lab.data import countdown
 from fp4graph.lab.runs.run import Run
-from fp4graph.lab.tasks import reinforcement as task
+from fp4graph.lab.tasks import countdown
 
 PARTS = ("macro_block_scaling", "outlier_fallback", "adaptive_quantization_noise")
 
@@ -53,16 +52,16 @@ def tokenizer():
 
 
 def solved(prompts, completions, **_):
-    return task.rewards_of(countdown.reward, prompts, completions)
+    return countdown.rewards_of(countdown.reward, prompts, completions)
 
 
 def rollouts(prompts, trainer):
     """Generate what a step trains on, in evaluation mode, in the form that TRL's ``rollout_func`` has."""
     ids = countdown.encode(prompts)
-    gumbel = -torch.empty(len(ids), task.COMPLETION, countdown.VOCABULARY).exponential_().log()
-    tokens, logits = task.rollout(trainer.accelerator.unwrap_model(trainer.model), ids, gumbel)
+    gumbel = -torch.empty(len(ids), countdown.COMPLETION, countdown.VOCABULARY).exponential_().log()
+    tokens, logits = countdown.rollout(trainer.accelerator.unwrap_model(trainer.model), ids, gumbel)
     logs = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
-    lengths = task.before_end(tokens).sum(1).int().tolist()
+    lengths = countdown.before_end(tokens).sum(1).int().tolist()
     cut = [[row[:length].tolist() for row, length in zip(side, lengths, strict=True)] for side in (tokens, logs)]
     return {"prompt_ids": ids.tolist(), "completion_ids": cut[0], "logprobs": cut[1]}
 
@@ -85,7 +84,8 @@ class Logging(TrainerCallback):
 
 def train(policy, seed, log, steps, prompts, start):
     torch.set_num_threads(1)  # sums, and so all digits, depend on the number of threads
-    problem = task.Countdown(task.COUNTDOWN.settings(Run("countdown", seed=seed, device="cpu")), warm_up=start)
+    settings = countdown.COUNTDOWN.settings(Run("countdown", seed=seed, device="cpu"))
+    problem = countdown.Countdown(settings, warm_up=start)
     model = fp4graph.apply(problem.model, policy, backend="eager", seed=seed, total_forwards=steps)  # fp4graph
     begin = held_out(problem, model)["reward"]
     with tempfile.TemporaryDirectory() as folder:  # TRL wants one, and writes nothing to it here

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
+import fp4graph
 from fp4graph.commands.models import architecture
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import needs
 
+#: Validation batches of a run that scales of activations are measured on.
+CALIBRATION = 4
 #: The dtypes of ``--autocast``.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,9 +69,7 @@ def export(
             raise Error(f"{source} does not say under which policy it was trained; give it with --policy")
         if autocast is not None and autocast not in _AUTOCAST:
             raise Error(f"--autocast takes {' or '.join(_AUTOCAST)}; got {autocast!r}")
-        model = _hugging_face(source, policy)
-        with torch.autocast("cpu", _AUTOCAST[autocast]) if autocast is not None else nullcontext():
-            _export_model(model, output, options)
+        _export_model(source, policy, autocast, output, options)
     else:
         raise Error(
             f"{source} is neither the folder of a run (run.json) nor of a Hugging Face model (config.json); other "
@@ -79,34 +80,26 @@ def export(
 
 
 def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
-    from fp4graph.exports import export as write
-    from fp4graph.lab.runs.restore import restore
+    from fp4graph.lab.runs.train import restored
 
-    run = restore(folder)
-    calls = [partial(run.measure, batch) for batch in run.batches]
-    with run.autocast():
-        write(run.model, output, calibration=calls, **options)
-
-
-def _export_model(model: nn.Module, output: Path, options: dict[str, Any]) -> None:
-    from fp4graph.exports import export as write
-
-    inputs: Any = model.dummy_inputs
-    with torch.no_grad():
-        model.eval()(**inputs)
-    write(model, output, **options)
+    run = restored(folder)
+    calls = [partial(run.measure, batch) for batch in islice(run.problem.validation(), CALIBRATION)]
+    with torch.no_grad(), run.autocast():
+        calls[0]()  # captures the model
+        fp4graph.export(run.model, output, calibration=calls, **options)
 
 
-def _hugging_face(folder: Path, policy: str) -> nn.Module:
-    """Return the model of a folder under ``policy``, with the state of techniques that was saved beside it."""
+def _export_model(folder: Path, policy: str, autocast: str | None, output: Path, options: dict[str, Any]) -> None:
+    """Export the model of a folder under ``policy``, with the state of techniques that was saved beside it."""
     needs("transformers", f"{folder} is read by transformers", "export")
     import transformers
-
-    import fp4graph
 
     config: Any = transformers.AutoConfig.from_pretrained(str(folder))
     kind = architecture(config, folder / "config.json")
     if getattr(config, "quantization_config", None):
         raise Error(f"{folder} is quantized already; export the folder that training wrote")
-    model: nn.Module = kind.from_pretrained(str(folder), config=config)
-    return fp4graph.apply(model, policy, backend="eager")
+    model: Any = fp4graph.apply(kind.from_pretrained(str(folder), config=config), policy, backend="eager")
+    with torch.autocast("cpu", _AUTOCAST[autocast]) if autocast is not None else nullcontext():
+        with torch.no_grad():
+            model.eval()(**model.dummy_inputs)
+        fp4graph.export(model, output, **options)

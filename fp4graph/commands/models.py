@@ -97,17 +97,16 @@ def named_model(
     """
     path = Path(text)
     if text.startswith("hf:"):
-        return _with_inputs(text, _hugging_face(text, _config_of(text), device), input_size, batch_size)
-    if path.suffix == ".json" or (path / "config.json").is_file():
-        return _with_inputs(text, _hugging_face(text, _config_in(path), device), input_size, batch_size)
-    if ":" not in text:
-        return _with_inputs(text, _timm(text), input_size, batch_size)
-    named = _built(text)
-    if named.args or named.kwargs:
-        if input_size or batch_size:
-            raise Error(f"{text} returns its inputs itself; leave --input-size and --batch-size out")
-        return named
-    return _with_inputs(text, named.model, input_size, batch_size)
+        named = Named(_hugging_face(text, _config_of(text), device))
+    elif path.suffix == ".json" or (path / "config.json").is_file():
+        named = Named(_hugging_face(text, _config_in(path), device))
+    else:
+        named = _built(text) if ":" in text else Named(_timm(text))
+    if not (named.args or named.kwargs):
+        return _with_inputs(text, named.model, input_size, batch_size)
+    if input_size or batch_size:
+        raise Error(f"{text} returns its inputs itself; leave --input-size and --batch-size out")
+    return named
 
 
 def architecture(config: Any, source: object) -> Any:
@@ -143,22 +142,18 @@ def _built(text: str) -> Named:
     try:
         result = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     except Exception as error:
-        raise Error(
-            f"{text}() raised {type(error).__name__}: {error}; a factory is called without arguments"
-        ) from error
+        what = f"{text}() raised {type(error).__name__}: {error}"
+        raise Error(f"{what}; a factory is called without arguments") from error
     parts = result if isinstance(result, tuple) else (result,)
-    if not isinstance(parts[0] if parts else None, nn.Module) or len(parts) > 3:
-        raise Error(f"{text} gave {_types(result)}; return a model, (model, args) or (model, args, kwargs)")
+    if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module)):
+        types = ", ".join(type(part).__name__ for part in parts)
+        gave = f"({types})" if isinstance(result, tuple) else types
+        raise Error(f"{text} gave {gave}; return a model, (model, args) or (model, args, kwargs)")
     args: Any = parts[1] if len(parts) > 1 else ()
     kwargs = parts[2] if len(parts) > 2 else {}
     if isinstance(args, Mapping):
         args, kwargs = (), {**args, **kwargs}
     return Named(parts[0], tuple(args) if isinstance(args, tuple | list) else (args,), kwargs)
-
-
-def _types(value: Any) -> str:
-    names = [type(part).__name__ for part in value] if isinstance(value, tuple) else None
-    return f"({', '.join(names)})" if names is not None else type(value).__name__
 
 
 def _config_of(text: str) -> Any:

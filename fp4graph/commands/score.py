@@ -53,7 +53,7 @@ def score(
     if every and choices:
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
-    from fp4graph.lab.runs.progress import best_table, effects_table, trial_table
+    from fp4graph.commands.sweep_tables import best_table, effects_table, trial_table
     from fp4graph.lab.sweeps.results import to_csv, to_json
 
     for path in export or []:

@@ -50,7 +50,7 @@ def sweep(
     needs("optuna", "sweeps need Optuna", "sweep")
     import optuna
 
-    from fp4graph.lab.runs.progress import Progress, best_table
+    from fp4graph.commands.sweep_tables import Progress, best_table
     from fp4graph.lab.runs.run import Run
     from fp4graph.lab.sweeps.database import url_of
     from fp4graph.lab.sweeps.pareto import png

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 import json
@@ -80,12 +79,10 @@ def train(
             run, report=report, tick=tick, directory=folder, resume=resume, statistics=statistics, stream=opened
         )
     if as_json:
-        print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
-    else:
-        console = new_console()
-        console.print(_summary(run, outcome))
-        console.print(f"record: {folder}", soft_wrap=True)
-    return None
+        return print_json({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)})
+    console = new_console()
+    console.print(_summary(run, outcome))
+    return console.print(f"record: {folder}", soft_wrap=True)
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
@@ -181,8 +178,8 @@ def _list(as_json: bool) -> None:
 
     if as_json:
         keys = ("name", "family", "description", "source", "embedded", "data")
-        rows = [{key: getattr(task, key) for key in keys} for task in TASKS.values()]
-        print_json([row | {"recipe": dataclasses.asdict(TASKS[row["name"]].recipe)} for row in rows])
+        rows = [{key: getattr(task, key) for key in keys} | {"recipe": vars(task.recipe)} for task in TASKS.values()]
+        print_json(rows)
         return
     columns = (Column("task", no_wrap=True), "family", "what", "data", "batch", "lr", "length")
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)

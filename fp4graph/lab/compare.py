@@ -33,6 +33,11 @@ __all__ = ["Comparison", "Log", "compare"]
 
 #: Records of the statistics in a training, and the steps between them where no length is known.
 RECORDS, EVERY = 8, 50
+#: A note about a training that leaves its seed alone.
+SAME_LOSS = (
+    "{} has the same loss under every seed, so that the intervals say nothing: train() sets a seed of its own; give "
+    "torch.manual_seed the argument seed, or leave it to compare"
+)
 #: Seconds between two writings of the page while trainings go on.
 PAGE_EVERY = 30.0
 
@@ -218,6 +223,9 @@ class _Job:
         names = [policy.name for policy in self._policies]
         runs = [run for (name, seed), run in self._record.runs.items() if name in names and seed in self._seeds]
         notes = dict.fromkeys([*self.notes, *(run["note"] for run in runs if run["note"])])
+        losses = [run["loss"] for run in runs if run["policy"] == names[0] and run["state"] == "finished"]
+        if len(losses) > 1 and len({*losses}) == 1:
+            notes[SAME_LOSS.format(names[0])] = None
         timings = {name: line for name, line in self._record.timings.items() if name in names and "ratio" in line}
         return Comparison(
             self._record.folder, name_of(self._train).rpartition(":")[2], names[0], tuple(self._policies),

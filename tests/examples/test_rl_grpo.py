@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.lab.data import countdown
+from fp4graph.lab.tasks import countdown
 
 pytest.importorskip("trl", reason="needs fp4graph[clients]")
 

@@ -680,3 +680,16 @@ def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list
 def test_seeds_are_different_whole_numbers(tmp_path: Path, seeds: Any) -> None:
     with pytest.raises(Error, match="seeds is a number of seeds, at least 1"):
         compare(loop, "tetrajet", seeds=seeds, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_training_that_sets_one_seed_for_all_is_noted(tmp_path: Path) -> None:
+    def fixed(policy: Any, seed: int, log: Any) -> None:
+        trainings.loop(policy, 7, log)
+
+    options: dict[str, Any] = {"seeds": 2, "timing": False, "statistics": 0}
+    noted, silent = (
+        compare(train, "mxfp4", folder=tmp_path / train.__name__, **options) for train in (fixed, trainings.loop)
+    )
+    assert ["bf16 has the same loss under every seed" in note for note in noted.notes] == [True]
+    assert not silent.notes

@@ -9,7 +9,7 @@ from math import factorial, prod
 import pytest
 
 from fp4graph.errors import Error
-from fp4graph.lab.data import countdown
+from fp4graph.lab.tasks import countdown
 
 #: All expressions of three digits and two signs, with what Python makes of them.
 EXPRESSIONS = {

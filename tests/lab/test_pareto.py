@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from fp4graph.cli import app
 from fp4graph.commands.score import score as score_command
+from fp4graph.commands.sweep_tables import Progress, effects_table
 from fp4graph.errors import Error
 from fp4graph.files import replacing, write
-from fp4graph.lab.runs.progress import Progress, effects_table
 from fp4graph.lab.sweeps.pareto import figure, png
 from fp4graph.lab.sweeps.results import (
     Effect,

@@ -14,16 +14,15 @@ import torch
 
 import fp4graph
 from fp4graph.errors import Error
-from fp4graph.lab.data import countdown
 from fp4graph.lab.runs.train import Run, train
-from fp4graph.lab.tasks import TASKS, reinforcement
+from fp4graph.lab.tasks import TASKS, countdown
 from fp4graph.model.runtime import runtime_of
 
 
-def problem(**options: Any) -> reinforcement.Countdown:
+def problem(**options: Any) -> countdown.Countdown:
     """Make the problem without a supervised start."""
     settings = TASKS["countdown"].settings(Run("countdown", device="cpu", batch_size=2, seed=3))
-    return reinforcement.Countdown(settings, **{"warm_up": 0, "group": 4, **options})
+    return countdown.Countdown(settings, **{"warm_up": 0, "group": 4, **options})
 
 
 def by_length(prompt: str, completion: str) -> float:
@@ -52,8 +51,8 @@ def test_advantages_are_normalised_in_each_group() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 1.0]])
     given = rewards.numpy().astype(np.float64)
     expected = (given - given.mean(1, keepdims=True)) / (given.std(1, ddof=1, keepdims=True) + 1e-4)
-    assert np.allclose(reinforcement.advantages(rewards), expected, atol=1e-6)
-    assert not reinforcement.advantages(rewards)[1].any()
+    assert np.allclose(countdown.advantages(rewards), expected, atol=1e-6)
+    assert not countdown.advantages(rewards)[1].any()
 
 
 @pytest.mark.slow
@@ -62,8 +61,8 @@ def test_a_rollout_is_the_largest_of_logits_and_noise() -> None:
     prompts, noise = next(made.batches(0))
     prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
     noise[:, :, countdown.END] += 2  # so that some end early
-    tokens, logits = reinforcement.rollout(made.model, prompts, noise)
-    entropy = reinforcement.mean_entropy(logits, reinforcement.before_end(tokens))
+    tokens, logits = countdown.rollout(made.model, prompts, noise)
+    entropy = countdown.mean_entropy(logits, countdown.before_end(tokens))
     assert made.model.training
     assert tokens.shape == (8, made.completion)
     lengths = set()
@@ -104,7 +103,7 @@ def test_the_gradient_is_that_of_the_objective_written_out() -> None:
     prompts, noise = batch
     objective = torch.zeros((), dtype=torch.float64)
     for place, (prompt, own_noise) in enumerate(zip(prompts, noise, strict=True)):
-        tokens, _ = reinforcement.rollout(model, prompt.expand(4, -1), own_noise)
+        tokens, _ = countdown.rollout(model, prompt.expand(4, -1), own_noise)
         rows = [until_end(row) for row in tokens.tolist()]
         rewards = np.array([len(countdown.decode(row)) % 3 for row in rows], dtype=np.float64)
         assert losses[place].item() == pytest.approx(1 - rewards.mean())
@@ -126,7 +125,7 @@ def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
     made = problem(reward=by_length)
     model = made.model.eval()
     batches = list(made.validation())
-    assert sum(len(prompts) for prompts, _ in batches) == reinforcement.VALIDATED
+    assert sum(len(prompts) for prompts, _ in batches) == countdown.VALIDATED
     texts = [countdown.decode(row) for prompts, _ in batches for row in prompts.tolist()]
     numbers = {tuple(sorted(map(int, text.split("=")[0].split(",")))) for text in texts}
     assert numbers <= set(countdown.sets(held_out=True))
@@ -143,7 +142,7 @@ def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
 def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size: int) -> None:
     made = problem()
     expected = [torch.cat(parts) for parts in zip(*made.validation(), strict=True)]
-    assert len({tuple(prompt) for prompt in expected[0].tolist()}) == reinforcement.VALIDATED == 128
+    assert len({tuple(prompt) for prompt in expected[0].tolist()}) == countdown.VALIDATED == 128
     made.batch_size = batch_size
     batches = list(made.validation())
     assert [len(prompts) for prompts, _ in batches] == ([1] * 128 if batch_size == 1 else [48, 48, 32])
@@ -155,8 +154,8 @@ def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch
 def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4
     quantizes, 2 products of attention (one node each) and a head."""
-    made = partial(reinforcement.Countdown, warm_up=1, group=2, completion=4)
-    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(reinforcement.COUNTDOWN, make=made))
+    made = partial(countdown.Countdown, warm_up=1, group=2, completion=4)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=made))
     outcome = train(
         Run("countdown", policy="mxfp4", device="cpu", steps=1, batch_size=2, validation_batches=1, backend="eager")
     )
@@ -172,19 +171,15 @@ def test_batches_are_functions_of_seed_and_number() -> None:
 
 
 def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() -> None:
-    first, again, other = (reinforcement.started.__wrapped__(seed, 2).state_dict() for seed in (0, 0, 1))
+    start = countdown.started.__wrapped__  # not the cached one
+    first, again, other = (start(seed, 2).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    assert sum(p.numel() for p in reinforcement.make_model(0).parameters()) == 108_992
+    assert sum(p.numel() for p in start(0, 0).parameters()) == 108_992
 
     def loss(steps: int) -> float:
-        model = reinforcement.make_model(0)
-        reinforcement.supervise(model, 0, steps)
-        prompts, answers = (
-            countdown.encode(texts) for texts in zip(*countdown.puzzles(32, 9), strict=True)
-        )
-        with torch.no_grad():
-            chosen, _ = reinforcement.log_probs(model, prompts, answers)
+        prompts, answers = map(countdown.encode, zip(*countdown.puzzles(32, 9), strict=True))
+        chosen, _ = countdown.log_probs(start(0, steps), prompts, answers)
         return -chosen.mean().item()
 
     assert loss(10) < loss(0) - 0.5
@@ -196,7 +191,7 @@ def test_a_reward_that_is_no_number_is_an_error_that_names_it(value: str) -> Non
         return float(value) if completion == "1+2" else 0.0
 
     with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
-        reinforcement.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
+        countdown.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
 
 
 def test_a_training_with_a_broken_reward_ends_with_the_error() -> None:
@@ -216,8 +211,8 @@ def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs() -> N
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under mxfp4-rl, whose noise is a function of the count of training forwards, in rollouts too."""
-    made = partial(reinforcement.Countdown, warm_up=3, group=4, reward=by_length)
-    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(reinforcement.COUNTDOWN, make=made))
+    made = partial(countdown.Countdown, warm_up=3, group=4, reward=by_length)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=made))
     chosen = Run(
         "countdown", policy="mxfp4-rl", device="cpu", steps=6, batch_size=4, validate_every=2, validation_batches=1
     )
@@ -257,10 +252,10 @@ def test_rollouts_under_a_policy_have_the_trainers_probabilities() -> None:
         {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 9,
                                          "rollout": True}}]}  # fmt: skip
     for policy in ("mxfp4", data):
-        model = fp4graph.apply(reinforcement.make_model(3), policy, backend="eager", seed=1)
+        model = fp4graph.apply(countdown.started.__wrapped__(3, 0), policy, backend="eager", seed=1)
         model.load_state_dict(made.model.state_dict())
-        tokens, logits = reinforcement.rollout(model, prompts, noise)
+        tokens, logits = countdown.rollout(model, prompts, noise)
         sampled = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
-        chosen, mask = reinforcement.log_probs(model.train(), prompts, tokens)
+        chosen, mask = countdown.log_probs(model.train(), prompts, tokens)
         longest = logits.shape[1]
         assert ((chosen[:, :longest] - sampled).abs() * mask[:, :longest]).max() < 1e-4

@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader
 
 from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data import text as text_data
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import WholePasses, in_memory, normalized
+from fp4graph.lab.data.loading import Order, in_memory
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
-from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, task_named
+from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, language, task_named
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,7 @@ def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
 
 
 def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
-    order = WholePasses(100, 16, seed=5)
+    order = Order(100, 16, seed=5, like_loader=True)
     assert order.samples == 96
     expected = []
     for epoch in range(2):
@@ -418,37 +417,35 @@ def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
     (folder / "wiki.valid.raw").write_text("café")
     (folder / "wiki.test.raw").write_text("never")
     (folder / "picture.png").write_bytes(b"\x89PNG\0")
-    texts = text_data.text_files(folder)
+    texts = language.text_files(folder)
     assert [len(texts.train), len(texts.validation)] == [1, 1]
     assert texts.validation == ["café"]
-    tokenizer = None if vocabulary == text_data.BYTES else text_data.train_tokenizer(texts.train, vocabulary)
-    tokens = text_data.tokenize(texts, tokenizer)
-    assert tokens.train[-1] == tokens.validation[-1] == text_data.SEPARATOR
+    tokenizer = None if vocabulary == language.BYTES else language.train_tokenizer(texts.train, vocabulary)
+    tokens = language.tokenize(texts, tokenizer)
+    assert tokens.train[-1] == tokens.validation[-1] == language.SEPARATOR
     assert tokens.train.max() < vocabulary
     if tokenizer is None:
         assert bytes(tokens.train[:-1].tolist()).decode() == texts.train[0]
     else:
         assert tokenizer.decode(tokens.train[:-1].tolist()) == texts.train[0]
         assert len(tokens.train) < len(texts.train[0])
-        again = text_data.tokenize(texts, tokenizer)
-        assert np.array_equal(tokens.train, again.train)
-        assert np.array_equal(tokens.validation, again.validation)
+        assert all(map(np.array_equal, vars(tokens).values(), vars(language.tokenize(texts, tokenizer)).values()))
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
     tokens = np.arange(1000, dtype=np.uint32)
-    rows = text_data.batch(tokens, 4, 16, seed=1, step=2)
+    rows = language.batch(tokens, 4, 16, seed=1, step=2)
     assert rows.shape == (4, 16)
     assert (rows.diff(dim=1) == 1).all()
-    assert torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=2))
-    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=3))
-    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=2, step=2))
-    assert text_data.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
+    assert torch.equal(rows, language.batch(tokens, 4, 16, seed=1, step=2))
+    assert not torch.equal(rows, language.batch(tokens, 4, 16, seed=1, step=3))
+    assert not torch.equal(rows, language.batch(tokens, 4, 16, seed=2, step=2))
+    assert language.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
 
 
 @pytest.mark.slow
 def test_the_standard_library_is_text_enough() -> None:
-    texts = text_data.standard_library()
+    texts = language.standard_library()
     assert sum(map(len, texts.train)) > 4_000_000
     assert len(texts.train) > 15 * len(texts.validation) > 100
     assert not set(texts.train[:5]) & set(texts.validation)
@@ -456,8 +453,6 @@ def test_the_standard_library_is_text_enough() -> None:
 
 def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
-
-    from fp4graph.lab.data import text
 
     def offline(*_: Any) -> None:
         raise ConnectionError("no network")
@@ -467,31 +462,26 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
         train(Run("llama-9m", device="cpu"))
     parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(parts))
-    assert text.given("wikitext") == text.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
+    assert language.given("wikitext") == language.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
     for part in ("train", "valid", "test"):
         (tmp_path / f"wiki.{part}.raw").write_text(part)
-    assert text.given(str(tmp_path)) == text.Parts(["train"], ["valid"])
+    assert language.given(str(tmp_path)) == language.Parts(["train"], ["valid"])
 
 
 # ------------------------------------------------------------------ the rest
 
 
 def test_pixels_are_normalized_channel_by_channel() -> None:
-    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1).expand(1, 2, 3, 3)
-    result = normalized(pixels, mean=(0.25, 0.5), std=(0.5, 0.25))
-    assert result[0, 0].unique().item() == -0.5
-    assert result[0, 1].unique().item() == 2.0
+    pixels = np.stack([np.full((3, 3), 0, np.uint8), np.full((3, 3), 255, np.uint8), np.zeros((3, 3), np.uint8)], -1)
+    pairs = [(Image.fromarray(pixels), 0)]
+    split = sources.Split(pairs, pairs, 1, (0.25, 0.5, 0.5), (0.5, 0.25, 0.5))
+    for centred, expected in ((False, [-0.5, 2.0, -1.0]), (True, [-1.0, 1.0, -1.0])):
+        _, train_part, _ = in_memory(lambda _: split, None, centred=centred)  # called at once
+        ((images, labels),) = train_part.batches(iter([(0, torch.tensor([0]))]))
+        assert [channel.unique().item() for channel in images[0]] == expected
+        assert (images.shape, labels.tolist()) == ((1, 3, 3, 3), [0])
 
 
 def test_what_is_not_installed_is_named() -> None:
-    with pytest.raises(
-        Error, match=r"models are made by nobody, which is not installed; pip install 'fp4graph\[tasks\]'"
-    ):
+    with pytest.raises(Error, match=r"made by nobody, which is not installed; pip install 'fp4graph\[tasks\]'"):
         needs("a_package_of_nobodys", "models are made by nobody")
-
-
-def test_models_are_a_function_of_the_seed() -> None:
-    first, again, other = (TASKS["digits"].make(settings("digits", seed=seed)).model for seed in (0, 0, 1))
-    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b, _ in pairs)
-    assert not all(torch.equal(a, c) for a, _, c in pairs)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import data_folder, needs
 
 #: Means and standard deviations of the channels of ImageNet's training images.
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,28 @@ def digits(data: str | None = None) -> Split:
 def mnist(data: str | None = None) -> Split:
     """Return MNIST from the folder ``data``, fetched there by torchvision if need be."""
     files = "{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
-    return Split(*_torchvision("MNIST", data, files), 10, (0.1307,), (0.3081,))
+    return _torchvision("MNIST", data, files, (0.1307,), (0.3081,))
 
 
 def cifar10(data: str | None = None) -> Split:
     """Return CIFAR-10 from the folder ``data``, fetched there by torchvision if need be."""
-    parts = _torchvision("CIFAR10", data, "{root}/cifar-10-batches-py exists (unpack cifar-10-python.tar.gz in {root})")
-    return Split(*parts, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    files = "{root}/cifar-10-batches-py exists (unpack cifar-10-python.tar.gz in {root})"
+    return _torchvision("CIFAR10", data, files, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
-def _torchvision(name: str, data: str | None, files: str) -> tuple[Any, Any]:
-    """Return the training and the validation images of a data set; an error says that ``files`` are needed."""
+def _torchvision(name: str, data: str | None, files: str, mean: tuple[float, ...], std: tuple[float, ...]) -> Split:
+    """Return a data set of 10 classes; an error says that ``files`` are needed."""
     needs("torchvision", f"{name} is read by torchvision")
     from torchvision import datasets
 
-    kind, root = getattr(datasets, name), data_folder(name.lower(), data)
+    root = data_folder(name.lower(), data)
     try:
-        try:
-            return kind(str(root), train=True), kind(str(root), train=False)
-        except RuntimeError:  # it is not there, or is damaged
-            return kind(str(root), train=True, download=True), kind(str(root), train=False, download=True)
+        train, validation = (getattr(datasets, name)(str(root), train=part, download=True) for part in (True, False))
     except (RuntimeError, OSError) as error:
         last = str(error).splitlines()[-1]  # torchvision's last attempt
         where = f"Make sure that {files.format(root=root)}"
         raise Error(f"{name} is not in {root}: it cannot be downloaded ({last}). {where}") from error
+    return Split(train, validation, 10, mean, std)
 
 
 def given(data: str | None, needed: str, *, labelled: bool) -> Split:
@@ -109,7 +106,7 @@ def image_folder(root: Path) -> Split:
     train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
     classes = train.reader.class_to_idx
     validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
-    return Split(train, validation, len(classes), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    return Split(train, validation, len(classes), *IMAGENET)
 
 
 def flat_folder(root: Path) -> Split:
@@ -117,7 +114,7 @@ def flat_folder(root: Path) -> Split:
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
-    return _unlabelled(_Read(files, _from_file))
+    return _unlabelled(_Images(files))
 
 
 def hugging_face(name: str, *, labelled: bool) -> Split:
@@ -131,12 +128,12 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     import datasets
 
     try:
-        found = datasets.load_dataset(name)
+        parts = datasets.load_dataset(name)
     except Exception as error:  # whatever the hub, the network or a loading script raises
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         places = "hf:NAME of the hub where there is a network, or hf:FOLDER with its files"
         raise Error(f"dataset {name!r} cannot be loaded ({what}); give {places}") from error
-    columns = found["train"].features if "train" in found else {}
+    columns = parts["train"].features if "train" in parts else {}
     image, label = (
         next((key for key, column in columns.items() if isinstance(column, kind)), None)
         for kind in (datasets.Image, datasets.ClassLabel)
@@ -144,44 +141,37 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     if image is None or (labelled and label is None):
         lacks = "images" if image is None else "class labels"
         raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(columns)}")
-    read = partial(_from_row, image, label)
-    if other := next((key for key in ("validation", "val", "test") if key in found), None):
-        classes = 1 if label is None else columns[label].num_classes
-        train, validation = (_Read(found[part], read) for part in ("train", other))
-        return Split(train, validation, classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if other := next((key for key in ("validation", "val", "test") if key in parts), None):
+        train, validation = (_Images(parts[part], image, label) for part in ("train", other))
+        return Split(train, validation, 1 if label is None else columns[label].num_classes, *IMAGENET)
     if labelled:
-        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
-    return _unlabelled(_Read(found["train"], read))
+        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(parts)}")
+    return _unlabelled(_Images(parts["train"], image))
 
 
-class _Read:
-    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
+class _Images(Dataset[Any]):
+    """The images and class numbers of rows in columns of these names, or the images of files; without label 0."""
 
-    def __init__(self, items: Any, read: Callable[[Any], tuple[Any, int]]) -> None:
-        self.items, self.read = items, read
+    def __init__(self, items: Any, image: str | None = None, label: str | None = None) -> None:
+        self.items, self.image, self.label = items, image, label
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.read(self.items[index])
+        item = self.items[index]
+        if self.image is not None:
+            return item[self.image].convert("RGB"), 0 if self.label is None else int(item[self.label])
+        from PIL import Image
+
+        with Image.open(item) as image:
+            return image.convert("RGB"), 0
 
 
-def _from_file(file: Path) -> tuple[Any, int]:
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return image.convert("RGB"), 0
-
-
-def _from_row(image: str, label: str | None, row: Any) -> tuple[Any, int]:
-    return row[image].convert("RGB"), 0 if label is None else int(row[label])
-
-
-def _unlabelled(images: Any) -> Split:
+def _unlabelled(images: _Images) -> Split:
     numbers = range(len(images))
     train = Subset(images, [number for number in numbers if number % 50])
-    return Split(train, Subset(images, numbers[::50]), classes=1, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return Split(train, Subset(images, numbers[::50]), 1, (0.5,) * 3, (0.5,) * 3)
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from fp4graph.errors import Error
-from fp4graph.files import read_json, replacing
+from fp4graph.files import read_json, write
 from fp4graph.lab import jsonlines
+from fp4graph.lab.comparison.record import locked
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.runs.run import Outcome, finite
 from fp4graph.lab.statistics import storage
@@ -30,8 +29,8 @@ from fp4graph.lab.statistics import storage
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 LOCK = "run.lock"
 FORMAT, VERSION = "fp4graph.run", 1
-#: Settings that say where a run takes place, not what it computes.
-PLACE = ("device", "backend", "mode", "workers")
+#: Settings that say where a run takes place, not what it computes, or what is compared as its number of steps.
+NOT_COMPARED = ("device", "backend", "mode", "workers", "epochs", "tokens", "validations")
 
 
 class Ended(Error):
@@ -41,8 +40,8 @@ class Ended(Error):
 class RunFolder:
     """Writes the files of one run into the folder ``path``, which no other process uses until :meth:`close`.
 
-    ``streams``, which are those of :class:`fp4graph.lab.Statistics`, get every line of metrics as well. By default these
-    are TensorBoard's events below ``path``, where TensorBoard is installed.
+    ``streams``, which are those of :class:`fp4graph.lab.Statistics`, get every line of metrics too. By default these are
+    TensorBoard's events below ``path``, where TensorBoard is installed.
     """
 
     def __init__(self, path: Path, streams: Any = None) -> None:
@@ -52,8 +51,7 @@ class RunFolder:
         self._streams = streams if isinstance(streams, list | tuple) else [streams]
         self._sinks: list[Callable[[int, Mapping[str, float]], object]] | None = None
         self._first_step: int | None = None
-        self._lock = FileLock(path / LOCK)
-        self._open = ExitStack()
+        self._lock, self._open = ExitStack(), ExitStack()
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
         """Lock the folder and write ``run.json``, or with ``resume`` check that the run there is this one.
@@ -61,38 +59,29 @@ class RunFolder:
         Raises:
             Error: another process writes here, the folder holds a run, or another one, or cannot be written.
         """
-        with self._writing(LOCK):
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self._lock.acquire(timeout=0)
-            except Timeout:
-                holder = "another process"
-                with suppress(Error, KeyError, TypeError):  # where it has just begun
-                    holder = "process {pid} on {host}".format(**read_run(self.path)["process"])
-                raise Error(f"{self.path} is in use by {holder}; let it end, or give another folder") from None
-        metrics = self.path / METRICS  # a folder with run.json alone can be used again
-        if self.checkpoint.exists() or (self.path / OUTCOME).exists() or (metrics.exists() and metrics.stat().st_size):
+        self._lock.enter_context(locked(self.path / LOCK, self._holder))
+        ended, metrics = (self.path / OUTCOME).exists(), self.path / METRICS
+        if ended or self.checkpoint.exists() or (metrics.exists() and metrics.stat().st_size):  # not run.json alone
             if not resume:
                 raise Error(f"{self.path} holds a run already: resume it, or give another folder")
-            before = read_run(self.path)
-            was, now = before["settings"], finite(content["settings"])
-            differ = [name for name in now if name not in PLACE and was.get(name) != now[name]]
-            changed = [f"{name} was {was.get(name)!r}, is {now[name]!r}" for name in differ]
-            changed += ["the policy is another one"] if before["policy"] != content["policy"] else []
-            if changed:
+            if changed := _changes(read_run(self.path), finite(content)):
                 raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
-            if (self.path / OUTCOME).exists():
+            if ended:
                 raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, "process": process, **content})
 
+    def _holder(self) -> str:
+        with suppress(Error, KeyError, TypeError):  # where it has just begun
+            return "process {pid} on {host}".format(**read_run(self.path)["process"])
+        return "another process"
+
     def keep_until(self, step: int) -> None:
         """Drop the lines after ``step``, and hide TensorBoard's events: a run that goes on there writes them again."""
         self._first_step = step + 1
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        with self._writing(METRICS), replacing(self.path / METRICS) as file:
-            file.writelines(map(jsonlines.line, kept))
+        write(self.path / METRICS, b"".join(map(jsonlines.line, kept)))
 
     def line(self, step: int, **values: float) -> None:
         """Add a line to ``metrics.jsonl``, and hand its values to the streams."""
@@ -126,11 +115,10 @@ class RunFolder:
         """Flush TensorBoard's events, and let others write."""
         self._open.close()
         self._sinks = None
-        self._lock.release()
+        self._lock.close()
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
-        with self._writing(name), replacing(self.path / name) as file:
-            file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
+        write(self.path / name, json.dumps(finite(content), indent=1, ensure_ascii=False) + "\n")
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -142,6 +130,14 @@ class RunFolder:
             remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
             what = f"cannot write {self.path / name}: {error.strerror or error}"
             raise Error(f"{what}. What was written before is readable; {remedy}") from error
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two runs in what they compute, from the contents of ``run.json``."""
+    was, is_ = ({**run["settings"], "steps": run.get("steps")} for run in (before, now))
+    names = [name for name in is_ if name not in NOT_COMPARED and was.get(name) != is_[name]]
+    changed = [f"{name} was {was.get(name)!r}, is {is_[name]!r}" for name in names]
+    return changed + (["the policy is another one"] if before["policy"] != now["policy"] else [])
 
 
 def read_run(folder: Path) -> dict[str, Any]:

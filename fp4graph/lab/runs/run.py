@@ -91,18 +91,17 @@ class Run:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read the data that :meth:`to_json` wrote; raise an Error for an unknown key or a value out of its range."""
-        known = {item.name for item in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - known)
+        known = sorted(item.name for item in dataclasses.fields(cls))
+        unknown = sorted(set(data).difference(known))
         if unknown or "task" not in data:
             what = f"it has {', '.join(map(repr, unknown))}" if unknown else "it names no task"
-            known_keys = ", ".join(sorted(known))
-            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {known_keys}")
+            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(known)}")
         return cls(**data)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Means after ``step`` steps: ``train_loss`` since the validation before, the others over the validation samples."""
+    """Means after ``step`` steps: ``train_loss`` since the former validation, the others over the validation samples."""
 
     step: int
     train_loss: float

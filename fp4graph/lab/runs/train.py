@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.lab import Statistics
 from fp4graph.lab.data.loading import Batch
-from fp4graph.lab.runs.folder import RunFolder
+from fp4graph.lab.runs.folder import CHECKPOINT, RunFolder, read_run
 from fp4graph.lab.runs.run import Outcome, Run, Validation
-from fp4graph.lab.tasks import Problem, Settings, placed, task_named
+from fp4graph.lab.tasks import Settings, placed, task_named
 from fp4graph.model.api import apply
 from fp4graph.model.runtime import require_runtime
-from fp4graph.optim import StableSPAM
-from fp4graph.policy import Policy, load_policy
+from fp4graph.policy import load_policy
 from fp4graph.technique.registry import default_registry
 from fp4graph.training import checkpoint, grad_scaler, prepare_optimizer
+from fp4graph.training.stable_spam import StableSPAM
 
-__all__ = ["Outcome", "Run", "Validation", "train"]
+__all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 
 #: Steps between looks at the loss where each look waits for an accelerator.
 LOOK_EVERY = 10
@@ -43,6 +43,9 @@ LINES = 1000
 COUNTS = "step", "seconds", "sites", "quantized"
 #: Validation samples whose way through the model is compared from step to step.
 PROBE = 8
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
+}  # fmt: skip
 #: Called with (step, steps of the whole training, last training loss), and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
@@ -71,65 +74,81 @@ def train(
     Raises:
         Error: task, data, policy and device do not fit or are not there, or ``directory`` cannot be written.
     """
-    task, policy = task_named(run.task), load_policy(run.policy)
-    settings = task.settings(run)
-    folder = RunFolder(directory, stream) if directory is not None else None
     if statistics is not None and directory is None:
         raise Error("statistics are kept in the folder of the run; give one")
-    with torch.random.fork_rng():
-        training = Training(settings, task.make(settings), policy)
+    folder = RunFolder(directory, stream) if directory is not None else None
+    with torch.random.fork_rng(), ExitStack() as watching:
+        training = Training(run)
         if statistics is not None and not 1 <= statistics <= training.steps:
             raise Error(
                 f"statistics at every {statistics}th step of {training.steps} record nothing; "
                 f"give a number from 1 to {training.steps}"
             )
         probe = training.probe() if statistics is not None else None  # before the state of random numbers is set
-        with ExitStack() as watching:
-            if folder is not None:
-                watching.callback(folder.close)
-                folder.begin(training.description(), resume=resume)
-            if folder is not None and resume:
-                if folder.checkpoint.exists():
-                    training.load(folder.checkpoint)
+        if folder is not None:
+            watching.callback(folder.close)
+            folder.begin(training.description(), resume=resume)
+            if resume and folder.checkpoint.exists():
+                training.load(folder.checkpoint)
+            if resume:
                 folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
-            if watch is not None:
-                watching.enter_context(watch(training.model, training.optimizer))
-            if statistics is not None and folder is not None:
-                span = min(10 * statistics, training.steps)  # weights are followed at the end of a short training too
-                watching.enter_context(
-                    Statistics(
-                        training.model, training.optimizer, every=statistics, window=min(30, span), window_every=span,
-                        probe=probe, directory=folder.path / "statistics", stream=folder.stream, step=training.step,
-                    )
-                )  # fmt: skip
-            return training.go_on(folder, report, tick)
+        if watch is not None:
+            watching.enter_context(watch(training.model, training.optimizer))
+        if statistics is not None and folder is not None:
+            span = min(10 * statistics, training.steps)  # weights are followed at the end of a short training too
+            watching.enter_context(
+                Statistics(
+                    training.model, training.optimizer, every=statistics, window=min(30, span), window_every=span,
+                    probe=probe, directory=folder.path / "statistics", stream=folder.stream, step=training.step,
+                )
+            )  # fmt: skip
+        return training.go_on(folder, report, tick)
+
+
+def restored(folder: Path) -> Training:
+    """Return the training in ``folder`` on the CPU as its last checkpoint has it, its model in evaluation mode.
+
+    Raises:
+        Error: the folder holds no run, or no checkpoint.
+    """
+    run = Run.from_json(read_run(folder)["run"] | {"device": "cpu", "backend": "eager"})
+    with torch.random.fork_rng():
+        training = Training(run)
+    if not (folder / CHECKPOINT).exists():
+        raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation, or kept none")
+    checkpoint.load(folder / CHECKPOINT, training.model)
+    training.model.eval()
+    return training
 
 
 class Training:
     """A training in progress, of a problem whose model is applied here."""
 
-    def __init__(self, settings: Settings, problem: Problem, policy: Policy) -> None:
+    def __init__(self, run: Run) -> None:
+        self.policy, task = load_policy(run.policy), task_named(run.task)
+        self.run, self.settings = run, (settings := task.settings(run))
+        self.problem = problem = task.make(settings)
         if problem.blocks is not None:
-            policy = placed(policy, problem.blocks)
-        self.settings, self.problem, self.policy = settings, problem, policy
+            self.policy = placed(self.policy, problem.blocks)
         self.steps = settings.total_steps(problem)
-        self.every = settings.run.validate_every or math.ceil(self.steps / settings.validations)
-        self.model = problem.model.to(settings.device, settings.parameter_dtype)
+        self.every = settings.validate_every or math.ceil(self.steps / settings.validations)
+        self.device = torch.device(settings.device)
+        self.model = problem.model.to(self.device, settings.parameter_dtype)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        compiled: dict[str, Any] = {"backend": settings.backend, "mode": settings.run.mode}
+        compiled: dict[str, Any] = {"backend": settings.backend, "mode": settings.mode}
         forwards = self.steps * settings.accumulate
-        apply(self.model, policy, **compiled, seed=settings.seed, total_forwards=forwards)
+        apply(self.model, self.policy, **compiled, seed=settings.seed, total_forwards=forwards)
         self.optimizer = prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = grad_scaler(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, self.steps, settings)
         )
         #: Ω: the policy's, and what the optimizer adds as the technique that is the same would.
-        self.complexity = policy.complexity
+        self.complexity = self.policy.complexity
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
         self.step = self.sites = self.quantized = 0
-        self.largest_norm = torch.zeros((), device=settings.device)  # of the gradient, since the last line of metrics
+        self.largest_norm = torch.zeros((), device=self.device)  # of the gradient, since the last line of metrics
         self.seconds = 0.0
         self.history: list[Validation] = []
 
@@ -140,7 +159,7 @@ class Training:
             "policy": self.policy.to_yaml(), "policy_name": self.policy.name, "complexity": self.complexity,
             "parameters": self.parameters, "versions": {"fp4graph": version("fp4graph"), **versions},
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-            "run": self.settings.run.to_json(), "settings": self.settings.to_json(), "steps": self.steps,
+            "run": self.run.to_json(), "settings": self.settings.to_json(), "steps": self.steps,
         }  # fmt: skip
 
     def load(self, file: Path) -> None:
@@ -163,7 +182,7 @@ class Training:
         """Return a function that runs the model on a few validation samples, the same each time."""
         batch = next(iter(self.problem.validation()), None)
         if batch is None:
-            raise Error(f"task {self.settings.run.task!r} has no validation data")
+            raise Error(f"task {self.run.task!r} has no validation data")
         few = tuple(tensor[:PROBE] for tensor in batch)
         return lambda: self.measure(few)
 
@@ -173,7 +192,7 @@ class Training:
         if not self.step:
             torch.manual_seed(settings.seed)
         batches = self.problem.batches(self.step * settings.accumulate)
-        look_every = 1 if settings.device.type == "cpu" else LOOK_EVERY
+        look_every = 1 if self.device.type == "cpu" else LOOK_EVERY
         line_every = max(1, self.steps // LINES)
         since_validation: list[Tensor] = []
         since_line: list[Tensor] = []
@@ -228,7 +247,7 @@ class Training:
 
     def _step(self, batches: list[Batch]) -> Tensor:
         """Make one step of the optimizer, and return the mean loss of its batches, 0-d."""
-        total = torch.zeros((), device=self.settings.device)
+        total = torch.zeros((), device=self.device)
         for batch in batches:
             loss = self.measure(batch)["loss"].mean() / len(batches)
             torch.autograd.backward(self.scaler.scale(loss))
@@ -246,11 +265,11 @@ class Training:
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model is called."""
-        return torch.autocast(self.settings.device.type, torch.bfloat16, enabled=self.settings.autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
     def measure(self, batch: Batch) -> Mapping[str, Tensor]:
         """Return the loss and the metrics of each sample of a batch."""
-        moved = tuple(tensor.to(self.settings.device, non_blocking=True) for tensor in batch)
+        moved = tuple(tensor.to(self.device, non_blocking=True) for tensor in batch)
         with self.autocast():
             return self.problem.measure(self.model, moved)
 
@@ -267,7 +286,7 @@ class Training:
                 parts.setdefault(name, []).append(values[: len(batch[0])].double())
         self.model.train()
         if not parts:
-            raise Error(f"task {self.settings.run.task!r} has no validation data")
+            raise Error(f"task {self.run.task!r} has no validation data")
         return {name: torch.cat(values).mean().item() for name, values in parts.items()}
 
 
@@ -282,14 +301,11 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     decays: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         decays[parameter.dim() >= 2 and name not in exempt].append(parameter)
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
-    }  # fmt: skip
     rates = {True: settings.weight_decay, False: 0.0}
     groups = [{"params": some, "weight_decay": rates[kind]} for kind, some in decays.items() if some]
-    options = dict(settings.run.optimizer_options)
+    options = dict(settings.optimizer_options)
     try:
-        return kinds[settings.optimizer](groups, lr=settings.lr, **options)
+        return OPTIMIZERS[settings.optimizer](groups, lr=settings.lr, **options)
     except (TypeError, ValueError) as error:
         raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
 

@@ -1,21 +1,16 @@
 """The tasks of the papers, and small ones that run anywhere."""
 
-from __future__ import annotations
-
 from fp4graph.errors import Error
 from fp4graph.lab.data.loading import Batch
-from fp4graph.lab.tasks import classification, diffusion, language, regression, reinforcement
+from fp4graph.lab.tasks import classification, countdown, diffusion, language, regression
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task, placed
 from fp4graph.text import suggest
 
 __all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]
 
+FAMILIES = regression, classification, diffusion, language, countdown
 #: Every task by name, in the order of ``fp4graph train --list``.
-TASKS: dict[str, Task] = {
-    task.name: task
-    for family in (regression, classification, diffusion, language, reinforcement)
-    for task in family.TASKS
-}
+TASKS: dict[str, Task] = {task.name: task for family in FAMILIES for task in family.TASKS}
 
 
 def task_named(name: str) -> Task:

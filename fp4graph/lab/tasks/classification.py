@@ -13,13 +13,13 @@ from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split, seeded
-from fp4graph.lab.data.loading import Batch, Order, Samples, Streamed, WholePasses, in_memory
-from fp4graph.lab.tasks.task import PAPER, Passes, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch, Samples, Streamed, in_memory
+from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
 VIT = "vit_tiny_patch16_224"
 
 
-class Classification(Passes):
+class Classification(Problem):
     """Cross-entropy of ``model(images)`` against labels, and the share of images whose highest logit is the label's.
 
     ``model`` is the name of a model of timm, which takes ``options``; ``mixup`` is of ``timm.data.Mixup``.
@@ -27,9 +27,9 @@ class Classification(Passes):
 
     def __init__(
         self, settings: Settings, train: Samples, held_out: Samples, model: str, *, classes: int,
-        order: type[Order] = Order, mixup: Mapping[str, float] | None = None, **options: Any,
+        like_loader: bool = False, mixup: Mapping[str, float] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(settings, train, held_out, order)
+        super().__init__(settings, train, held_out, like_loader=like_loader)
         needs("timm", "this task's model is timm's")
         import timm
         from timm.data.mixup import Mixup
@@ -69,28 +69,28 @@ def transformed(
     plain: dict[str, Any] = {"input_size": size, "mean": split.mean, "std": split.std, "interpolation": "bicubic"}
     still: Any = create_transform(**plain, crop_pct=crop)
     moving: Any = still if augmentation is None else create_transform(**plain, is_training=True, **augmentation)
-    reading = settings.seed, settings.run.workers
+    reading = settings.seed, settings.workers
     train, held_out = Streamed(split.train, moving, *reading), Streamed(split.validation, still, *reading)
     return Classification(settings, train, held_out, model, classes=split.classes, **options)
 
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
     """Make a ViT with options ``model``, on the images that ``load`` reads."""
-    split, train, held_out = in_memory(load, settings.run.data)
-    shape: dict[str, Any] = {"img_size": train.first.shape[-1], "in_chans": len(split.mean)}
+    split, train, held_out = in_memory(load, settings.data)
+    shape: dict[str, Any] = {"img_size": train.tensors[0].shape[-1], "in_chans": len(split.mean)}
     return Classification(settings, train, held_out, VIT, classes=split.classes, **shape, **model)
 
 
 def _augmented(load: Callable[..., Split], size: int, settings: Settings, **options: Any) -> Problem:
     """Make the same of images enlarged to ``size`` pixels, in the order of a shuffling DataLoader."""
-    split = load(settings.run.data)
+    split = load(settings.data)
     shape: dict[str, Any] = {"img_size": size, "in_chans": len(split.mean), "patch_size": 4}
-    return transformed(split, VIT, settings, size=size, crop=1.0, order=WholePasses, **shape, **options)
+    return transformed(split, VIT, settings, size=size, crop=1.0, like_loader=True, **shape, **options)
 
 
 def _large(data: str, model: str, settings: Settings, **options: Any) -> Problem:
     """Make a model on the images of a folder in ImageNet's layout, or of Hugging Face's datasets."""
-    split = sources.given(settings.run.data, f"task {settings.run.task!r} needs {data}", labelled=True)
+    split = sources.given(settings.data, f"task {settings.task!r} needs {data}", labelled=True)
     return transformed(split, model, settings, **options)
 
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split
-from fp4graph.lab.data.loading import Batch, InMemory, Samples, Streamed, generator, in_memory, normalized
-from fp4graph.lab.tasks.task import PAPER, Passes, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch, Samples, Streamed, generator, in_memory
+from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
 #: Steps of the noise schedule.
 TIMESTEPS = 1000
 
 
-class Diffusion(Passes):
+class Diffusion(Problem):
     """ε from √ᾱ_t·x + √(1 - ᾱ_t)·ε, with images x in [-1, 1], ε ~ N(0, 1) of their shape, t uniform over the schedule.
 
     The loss is the squared error of the predicted ε, averaged over an image. Noise and t of a training batch are a
@@ -57,15 +57,14 @@ class Diffusion(Passes):
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
     """Make a U-Net with options ``model``, on the images that ``load`` reads."""
-    _, *parts = in_memory(load, settings.run.data)
-    train, held_out = (InMemory(part.first, part.second, partial(normalized, mean=[0.5], std=[0.5])) for part in parts)
-    _, channels, size, _ = train.first.shape
-    return Diffusion(settings, train, held_out, channels, sample_size=size, layers_per_block=1, **model)
+    split, train, held_out = in_memory(load, settings.data, centred=True)
+    size = train.tensors[0].shape[-1]
+    return Diffusion(settings, train, held_out, len(split.mean), sample_size=size, layers_per_block=1, **model)
 
 
 def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
     """Return the diffusion of images in files, cut to squares of ``size`` pixels and mirrored at random."""
-    split = sources.given(settings.run.data, f"task {settings.run.task!r} needs FFHQ", labelled=False)
+    split = sources.given(settings.data, f"task {settings.task!r} needs FFHQ", labelled=False)
     from torchvision import transforms
 
     cut = [transforms.Resize(size), transforms.CenterCrop(size)]
@@ -73,7 +72,7 @@ def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
     mirrored = transforms.RandomHorizontalFlip()
     parts = (split.train, [*cut, mirrored, *scaled]), (split.validation, [*cut, *scaled])
     train, held_out = (
-        Streamed(images, transforms.Compose(how), settings.seed, settings.run.workers) for images, how in parts
+        Streamed(images, transforms.Compose(how), settings.seed, settings.workers) for images, how in parts
     )
     return Diffusion(settings, train, held_out, channels=3, sample_size=size, **model)
 

@@ -1,29 +1,47 @@
-"""Language modelling: LLaMAs of Hugging Face."""
+"""Language modelling: LLaMAs of Hugging Face on the standard library's own source, WikiText, or any text files.
+
+The tokens of a step are a pure function of (seed, step): a resumed run, or one under another policy, sees the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fp4graph.errors import Error
-from fp4graph.lab.data import text
-from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import Batch
+from fp4graph.files import replacing
+from fp4graph.lab.data.extras import data_folder, needs
+from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
+#: Ids of tokens, one after the other.
+TokenArray = npt.NDArray[np.uint32]
+#: Token between two documents, in every vocabulary.
+SEPARATOR = 0
+#: A vocabulary of this size is the bytes themselves.
+BYTES = 256
+#: Characters that a tokenizer is trained on at most, and those given to it at a time.
+TRAINED_ON, PIECE = 50_000_000, 1 << 20
+#: Folders of the standard library that are tests, tables, or not its own.
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
 #: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
 #: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
 #: its 350M and 1B from Tseng et al. 2025 instead, "Training LLMs with MXFP4", and prints the sizes of none.
 SIZES = {
-    "tiny": (64, 176, 2, 2, text.BYTES),
+    "tiny": (64, 176, 2, 2, BYTES),
     "9m": (128, 352, 4, 4, 32_000),
     "60m": (512, 1376, 8, 8, 32_000),
     "350m": (1024, 2736, 24, 16, 32_000),
@@ -31,6 +49,150 @@ SIZES = {
 }
 #: Sequences validated on, at most.
 VALIDATED = 1024
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Documents to train on and to validate on: lists of texts, or arrays of tokens."""
+
+    train: Any
+    validation: Any
+
+
+def given(data: str) -> Parts:
+    """Return ``stdlib``, ``wikitext``, or the text files of a path."""
+    if data == "stdlib":
+        return standard_library()
+    return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
+
+
+def standard_library() -> Parts:
+    """Return the source of Python's modules, 8 to 12 MB, every 20th for validation. It differs between versions."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    return _read(files, files[::20])
+
+
+def text_files(path: Path) -> Parts:
+    """Return the text of a file, whose last 5 % are for validation, or of a folder's files.
+
+    In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
+    are ignored. Without such names every 20th file is for validation, or the last 5 % of a single file.
+    """
+    if not path.exists():
+        raise Error(f"--data {path}: there is no such file or folder")
+    files, validation = [path], []
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if "test" not in file.name.lower() and _is_text(file))
+        validation = [file for file in files if "valid" in file.name.lower()]
+    if not files:
+        raise Error(f"--data {path} has no text files")
+    if validation or len(files) > 1:
+        return _read(files, validation or files[::20])
+    (text,) = _read(files, []).train
+    cut = int(0.95 * len(text))
+    return Parts([text[:cut]], [text[cut:]])
+
+
+def _read(files: Sequence[Path], validation: Sequence[Path]) -> Parts:
+    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
+    held_out = [texts.pop(file) for file in validation]
+    return Parts(list(texts.values()), held_out)
+
+
+def _is_text(file: Path) -> bool:
+    if not file.is_file() or file.name.startswith("."):
+        return False
+    with file.open("rb") as opened:
+        return b"\0" not in opened.read(4096)
+
+
+def wikitext() -> Parts:
+    """Return WikiText-103 from the Hugging Face hub, or from the cache of ``datasets``."""
+    needs("datasets", "WikiText is loaded by Hugging Face's datasets")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1")
+    except Exception as error:  # whatever the hub or the network raises
+        raise Error(
+            f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
+            "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
+        ) from error
+    return Parts(*(["".join(rows[part]["text"])] for part in ("train", "validation")))
+
+
+def prepared(texts: Parts, vocabulary: int) -> Parts:
+    """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
+    if vocabulary == BYTES:
+        return tokenize(texts)
+    checksum = 0
+    for part in (*texts.train, *texts.validation):
+        checksum = zlib.crc32(part.encode(), checksum)
+    kept = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
+    try:
+        if not (kept / "validation.npy").exists():  # the file that is written last
+            kept.mkdir(parents=True, exist_ok=True)
+            tokenizer = train_tokenizer(texts.train, vocabulary)
+            with replacing(kept / "tokenizer.json") as file:
+                file.write(tokenizer.to_str().encode())
+            for name, tokens in vars(tokenize(texts, tokenizer)).items():
+                with replacing(kept / f"{name}.npy") as file:
+                    np.save(file, tokens)
+        return Parts(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
+    except OSError as error:
+        place = "$FP4GRAPH_DATA names another place for what is derived from data"
+        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; {place}") from error
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
+    """Return a byte-pair tokenizer that was trained on the first :data:`TRAINED_ON` characters of ``texts``."""
+    needs("tokenizers", "text is cut by tokenizers")
+    from tokenizers import ByteLevelBPETokenizer
+
+    def head() -> Iterator[str]:
+        seen = 0
+        for piece in chain.from_iterable(map(_pieces, texts)):
+            if seen >= TRAINED_ON:
+                return
+            yield piece
+            seen += len(piece)
+
+    tokenizer = ByteLevelBPETokenizer()
+    options: dict[str, Any] = {"min_frequency": 0, "special_tokens": ["<|separator|>"], "show_progress": False}
+    tokenizer.train_from_iterator(head(), vocabulary, **options)
+    return tokenizer
+
+
+def tokenize(texts: Parts, tokenizer: Any = None) -> Parts:
+    """Return both parts as tokens of ``tokenizer``, or without one as bytes."""
+    return Parts(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
+
+
+def _encode(texts: Sequence[str], tokenizer: Any) -> TokenArray:
+    parts: list[TokenArray] = []
+    for text in texts:
+        if tokenizer is None:
+            parts.append(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32))
+        else:
+            parts += [np.array(piece.ids, np.uint32) for piece in tokenizer.encode_batch(list(_pieces(text)))]
+        parts.append(np.array([SEPARATOR], np.uint32))
+    return np.concatenate(parts)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield ``text`` in pieces that end at line ends, which a tokenizer encodes in parallel."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
+    """Return ``[size, context]`` tokens from ``size`` random places."""
+    places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
+    return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))
 
 
 def llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: int, **options: Any) -> Any:
@@ -51,28 +213,22 @@ class Language(Problem):
     """
 
     def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
-        *_, vocabulary = SIZES[size]
-        self.tokens = tokens_of(settings.run.data or data, vocabulary)
-        self.context = self.tokens_per_sample = context
-        self.samples = len(self.tokens.train) // context
-        if not (self.samples and len(self.tokens.validation) >= context):
+        tokens = tokens_of(settings.data or data, SIZES[size][-1])
+        self.tokens, self.context, self.tokens_per_sample = tokens.train, context, context
+        self.samples, sequences = len(tokens.train) // context, len(tokens.validation) // context
+        if not (self.samples and sequences):
             raise Error(
-                f"{len(self.tokens.train)} tokens to train on and {len(self.tokens.validation)} to validate on are too "
-                f"few for sequences of {context}; give more text"
+                f"{len(tokens.train)} tokens to train on and {len(tokens.validation)} to validate on are too few for "
+                f"sequences of {context}; give more text"
             )
-        super().__init__(settings)
+        ids = np.asarray(tokens.validation[: min(VALIDATED, sequences) * context], dtype=np.int64)
+        super().__init__(settings, None, InMemory(torch.from_numpy(ids).view(-1, context)))
         options = {"max_position_embeddings": max(1024, context), "use_cache": False}
-        self.model = llama(*SIZES[size], bos_token_id=text.SEPARATOR, eos_token_id=text.SEPARATOR, **options)
+        self.model = llama(*SIZES[size], bos_token_id=SEPARATOR, eos_token_id=SEPARATOR, **options)
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
-            yield (text.batch(self.tokens.train, self.batch_size, self.context, self.seed, number),)
-
-    def validation(self) -> Iterator[Batch]:
-        sequences = min(VALIDATED, len(self.tokens.validation) // self.context)
-        ids = np.asarray(self.tokens.validation[: sequences * self.context], dtype=np.int64)
-        for rows in torch.split(torch.from_numpy(ids).view(sequences, self.context), self.batch_size):
-            yield (rows,)
+            yield (batch(self.tokens, self.batch_size, self.context, self.seed, number),)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         (ids,) = batch
@@ -85,9 +241,9 @@ class Language(Problem):
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one text many times
-def tokens_of(data: str, vocabulary: int) -> text.Parts:
+def tokens_of(data: str, vocabulary: int) -> Parts:
     """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
-    return text.prepared(text.given(data), vocabulary)
+    return prepared(given(data), vocabulary)
 
 
 _task = partial(Task, "language", data="wikitext, stdlib, FILE or FOLDER of text")

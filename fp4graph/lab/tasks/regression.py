@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.lab.data.loading import Batch, InMemory
-from fp4graph.lab.tasks.task import Passes, Recipe, Settings, Task
+from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
 SAMPLES, FEATURES = 100_000, 1024
 
 
-class Gaussian(Passes):
+class Gaussian(Problem):
     """y = X·w with X ``[samples, features]``, w ``[features, 1]``, all entries iid N(0, 1); one linear layer learns w.
 
     The last tenth of the samples validates. The loss is (y' - y)², whose expectation for weights w' is Σ(w' - w)², plus
@@ -26,8 +26,7 @@ class Gaussian(Passes):
     def __init__(self, settings: Settings, samples: int = SAMPLES, features: int = FEATURES) -> None:
         self.x, self.w, self.y = _drawn(settings.seed, samples, features)
         kept = samples - samples // 10
-        train, held_out = (InMemory(self.x[part], self.y[part]) for part in (slice(kept), slice(kept, None)))
-        super().__init__(settings, train, held_out)
+        super().__init__(settings, InMemory(self.x[:kept], self.y[:kept]), InMemory(self.x[kept:], self.y[kept:]))
         self.model = nn.Linear(features, 1)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:

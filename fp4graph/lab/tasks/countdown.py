@@ -1,12 +1,19 @@
-"""Reinforcement learning with a verifiable reward: a small LLaMA that solves countdown puzzles."""
+"""Reinforcement learning with a verifiable reward: a small LLaMA that solves countdown puzzles.
+
+A puzzle gives numbers, and a target to reach by + and -. A program checks every answer.
+
+>>> reward("3,5,7=09:", "7+5-3")
+1.0
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import combinations_with_replacement, count, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,15 +22,24 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from fp4graph.errors import Error
-from fp4graph.lab.data import countdown
-from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.language import llama
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
+#: Numbers in a puzzle, each a digit from 1 to 9.
+NUMBERS = 3
+#: Every text is of these characters. Token 0 pads, token 1 ends a completion, the others are the characters in order.
+CHARACTERS = "0123456789+-,=:"
+PAD, END, FIRST = 0, 1, 2
+VOCABULARY = FIRST + len(CHARACTERS)
+#: Tokens of a prompt, and of a shortest answer with its END.
+PROMPT, ANSWER = 2 * NUMBERS + 3, 2 * NUMBERS
+#: Different prompts that can be drawn for training.
+DIFFERENT = 2195
 #: Positions of the model, and so the most tokens that its key-value cache holds.
 POSITIONS = 32
 #: Tokens that a completion may have: the shortest answer's with its END, and one that is too many.
-COMPLETION = countdown.ANSWER + 1
+COMPLETION = ANSWER + 1
 #: Held-out puzzles validated on.
 VALIDATED = 128
 #: Steps, batch and learning rate of the supervised start.
@@ -35,28 +51,77 @@ _WARM_UP, _TRAINING, _VALIDATION = range(3)
 Reward = Callable[[str, str], float]
 
 
+def reward(prompt: str, completion: str) -> float:
+    """Return 1 for an expression with each number of ``prompt`` once that has the target, and 0 for any other text.
+
+    Raises:
+        Error: the text is no prompt.
+    """
+    if not re.fullmatch(r"\d(,\d)*=\d\d:", prompt):
+        raise Error(f"{prompt!r} is not a countdown prompt; write the numbers and the target as in '3,5,7=09:'")
+    numbers, target = prompt.rstrip(":").split("=")
+    terms = [int(term) for term in re.findall(r"[+-]?\d", completion)]
+    is_expression = re.fullmatch(r"\d([+-]\d)*", completion) is not None
+    is_answer = sorted(map(abs, terms)) == sorted(map(int, numbers.split(","))) and sum(terms) == int(target)
+    return float(is_expression and is_answer)
+
+
+def sets(held_out: bool) -> list[tuple[int, ...]]:
+    """Return the sets of numbers to train on, or those held out: every fifth of all 165, in order.
+
+    No held-out puzzle is one of training with its numbers in another order.
+    """
+    everything = enumerate(combinations_with_replacement(range(1, 10), NUMBERS))
+    return [numbers for place, numbers in everything if (place % 5 == 0) == held_out]
+
+
+def puzzles(count: int, *seeds: int, held_out: bool = False) -> list[tuple[str, str]]:
+    """Return prompts such as ``3,5,7=09:``, each with an answer, as a function of the arguments.
+
+    Numbers, their order, and the signs of the answer are uniform; draws with a negative target are repeated.
+    """
+    random = np.random.default_rng([held_out, *seeds])
+    choices = sets(held_out)
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < count:
+        numbers = choices[random.integers(len(choices))]
+        shown, used = (random.permutation(numbers).tolist() for _ in range(2))
+        signs = [1, *random.choice([1, -1], NUMBERS - 1).tolist()]
+        terms = [sign * number for sign, number in zip(signs, used, strict=True)]
+        if sum(terms) >= 0:
+            answer = "".join(f"{term:+d}" for term in terms).removeprefix("+")
+            drawn.append((f"{','.join(map(str, shown))}={sum(terms):02d}:", answer))
+    return drawn
+
+
+def prompts(count: int, *seeds: int, held_out: bool = False) -> list[str]:
+    """Return the prompts of :func:`puzzles`."""
+    return [prompt for prompt, _ in puzzles(count, *seeds, held_out=held_out)]
+
+
+def encode(texts: Iterable[str]) -> Tensor:
+    """Return the tokens of equally long texts, int64 ``[texts, characters]``."""
+    return torch.tensor([[FIRST + CHARACTERS.index(character) for character in text] for text in texts])
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return the text before the first END or PAD."""
+    kept = takewhile(lambda token: token >= FIRST, tokens)
+    return "".join(CHARACTERS[token - FIRST] for token in kept)
+
+
 def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """Return the reward of each completion; raise an Error if one is NaN or infinite."""
-    found = [float(reward(*pair)) for pair in zip(prompts, completions, strict=True)]
-    for value, prompt, completion in zip(found, prompts, completions, strict=True):
-        if not math.isfinite(value):
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        rewards.append(float(reward(prompt, completion)))
+        if not math.isfinite(rewards[-1]):
             name = getattr(reward, "__qualname__", repr(reward))
             raise Error(
-                f"the reward function {name} returned {value} for the completion {completion!r} of the prompt "
+                f"the reward function {name} returned {rewards[-1]} for the completion {completion!r} of the prompt "
                 f"{prompt!r}; advantages need a finite number for every completion"
             )
-    return found
-
-
-def check_length(model: Any, prompt: int, completion: int) -> None:
-    """Raise an Error if a rollout of ``prompt + completion`` tokens is longer than the model's key-value cache."""
-    room: int = model.config.max_position_embeddings
-    if prompt + completion > room:
-        raise Error(
-            f"a rollout of {prompt + completion} tokens (a prompt of {prompt}, a completion of up to {completion}) is "
-            f"longer than the key-value cache: the model has {room} positions; shorten the completion to "
-            f"{max(room - prompt, 0)} tokens, or make the model with max_position_embeddings={prompt + completion}"
-        )
+    return rewards
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -67,38 +132,29 @@ def advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def make_model(seed: int) -> Any:
-    """Return an untrained LLaMA of 2 blocks and 108,992 parameters; its weights are a function of the seed."""
-    tokens = {"bos_token_id": countdown.END, "eos_token_id": countdown.END, "pad_token_id": countdown.PAD}
+@lru_cache(maxsize=8)  # a comparison trains from one start many times
+def started(seed: int, steps: int = WARM_UP) -> Any:
+    """Return a LLaMA of 2 blocks and 108,992 parameters that solves some puzzles, which GRPO needs. Train a copy of it.
+
+    It is a function of the arguments: ``steps`` of AdamW in high precision, with a warm-up of a tenth of them, on the
+    cross-entropy of an answer's tokens.
+    """
+    tokens = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": PAD}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return llama(64, 192, 2, 4, countdown.VOCABULARY, max_position_embeddings=POSITIONS, **tokens)
-
-
-def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
-    """Train ``model`` on answers in high precision, so that it solves some puzzles: the start that GRPO needs.
-
-    Cross-entropy of the answer's tokens, AdamW with a warm-up of a tenth of the steps.
-    """
+        model = llama(64, 192, 2, 4, VOCABULARY, max_position_embeddings=POSITIONS, **tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LR, weight_decay=0.0)
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = WARM_UP_LR * min(1.0, 10 * (step + 1) / steps)
-        drawn = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
-        prompts, answers = map(countdown.encode, zip(*drawn, strict=True))
-        answers = torch.cat([answers, torch.full((len(answers), 1), countdown.END)], 1)
-        logits = model(input_ids=torch.cat([prompts, answers], 1)).logits[:, countdown.PROMPT - 1 : -1]
+        drawn = puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
+        prompts, answers = map(encode, zip(*drawn, strict=True))
+        answers = torch.cat([answers, torch.full((len(answers), 1), END)], 1)
+        logits = model(input_ids=torch.cat([prompts, answers], 1)).logits[:, PROMPT - 1 : -1]
         cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-
-
-@lru_cache(maxsize=8)  # a comparison trains from one start many times
-def started(seed: int, steps: int = WARM_UP) -> Any:
-    """Return :func:`make_model` after :func:`supervise`, of which each training takes a copy."""
-    model = make_model(seed)
-    supervise(model, seed, steps)
     return model
 
 
@@ -125,31 +181,31 @@ class Countdown(Problem):
 
     def __init__(
         self, settings: Settings, group: int = 8, completion: int = COMPLETION, warm_up: int = WARM_UP,
-        reward: Reward = countdown.reward,
+        reward: Reward = reward,
     ) -> None:  # fmt: skip
         if group < 2:
             raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
-        super().__init__(settings)
-        check_length(make_model(settings.seed), countdown.PROMPT, completion)
-        self.model = copy.deepcopy(started(settings.seed, warm_up))
+        if (room := POSITIONS - PROMPT) < completion:
+            tokens = PROMPT + completion
+            raise Error(
+                f"a rollout of {tokens} tokens (a prompt of {PROMPT}, a completion of up to {completion}) is "
+                f"longer than the key-value cache: the model has {POSITIONS} positions; shorten the completion to "
+                f"{room} tokens"
+            )
         self.group, self.completion, self.reward = group, completion, reward
-        self.samples = countdown.DIFFERENT
-        self.tokens_per_sample = group * (countdown.PROMPT + completion)
+        self.samples, self.tokens_per_sample = DIFFERENT, group * (PROMPT + completion)
+        texts = list(dict.fromkeys(prompts(8 * VALIDATED, _VALIDATION, held_out=True)))[:VALIDATED]
+        super().__init__(settings, None, InMemory(encode(texts), self._noise(VALIDATED, True, _VALIDATION)))
+        self.model = copy.deepcopy(started(settings.seed, warm_up))
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
             key = self.seed, _TRAINING, number
-            prompts = countdown.encode(countdown.prompts(self.batch_size, *key))
-            yield prompts, self._noise(self.batch_size, False, *key)
-
-    def validation(self) -> Iterator[Batch]:
-        prompts = list(dict.fromkeys(countdown.prompts(8 * VALIDATED, _VALIDATION, held_out=True)))[:VALIDATED]
-        whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
-        yield from zip(*(torch.split(part, self.batch_size) for part in whole), strict=True)
+            yield encode(prompts(self.batch_size, *key)), self._noise(self.batch_size, False, *key)
 
     def _noise(self, size: int, *seeds: int) -> Tensor:
         """Return Gumbel noise, fp32 ``[size, group, completion, VOCABULARY]``."""
-        shape = size, self.group, self.completion, countdown.VOCABULARY
+        shape = size, self.group, self.completion, VOCABULARY
         noise = np.random.default_rng([*seeds, 1]).gumbel(size=shape)
         return torch.from_numpy(noise.astype(np.float32))
 
@@ -157,7 +213,7 @@ class Countdown(Problem):
         prompts, noise = batch
         prompts, noise = prompts.repeat_interleave(self.group, 0), noise.flatten(0, 1)
         tokens, logits = rollout(model, prompts, noise)
-        texts = [list(map(countdown.decode, side.tolist())) for side in (prompts, tokens)]
+        texts = [list(map(decode, side.tolist())) for side in (prompts, tokens)]
         rewards = torch.tensor(rewards_of(self.reward, *texts), device=tokens.device).view(-1, self.group)
         failed = 1 - rewards.mean(1)
         if not model.training:
@@ -177,31 +233,27 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
     tokens ``[n, completion]``, PAD after an END, and the logits that they were drawn from, fp32 ``[n, longest,
     vocabulary]``, up to the END of the longest completion.
     """
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import LogitsProcessorList
 
-    longest, prompt = noise.shape[1], prompts.shape[1]
+    longest, prompt, training = noise.shape[1], prompts.shape[1], model.training
 
     def perturb(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.float() + noise[:, ids.shape[1] - prompt]
 
-    config = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=longest, do_sample=False, use_cache=True, eos_token_id=countdown.END, pad_token_id=countdown.PAD,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    training = model.training
-    found = model.eval().generate(
-        prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
-        logits_processor=LogitsProcessorList([perturb]),
+    generated = model.eval().generate(
+        prompts, attention_mask=torch.ones_like(prompts), logits_processor=LogitsProcessorList([perturb]),
+        max_new_tokens=longest, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
+        eos_token_id=END, pad_token_id=PAD,
     )  # fmt: skip
     model.train(training)
-    tokens = found.sequences[:, prompt:]
-    logits = torch.stack(found.logits, 1).float()
-    return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=countdown.PAD), logits
+    tokens = generated.sequences[:, prompt:]
+    logits = torch.stack(generated.logits, 1).float()
+    return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=PAD), logits
 
 
 def before_end(tokens: Tensor) -> Tensor:
     """Return 1 for every token up to the first END, which is included, and 0 after it: fp32 in the shape of tokens."""
-    ended = (tokens == countdown.END).cumsum(1) - (tokens == countdown.END).int()
+    ended = (tokens == END).cumsum(1) - (tokens == END).int()
     return (ended == 0).float()
 
 

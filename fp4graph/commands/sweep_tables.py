@@ -1,4 +1,4 @@
-"""The progress of a sweep: a table on a terminal, a line per result elsewhere."""
+"""Tables of sweeps, and their progress: a table on a terminal, a line per result elsewhere."""
 
 from __future__ import annotations
 
