@@ -22,8 +22,8 @@ from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.listening import listener
-from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
+from fp4graph.model.source import release_all, released
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.text import suggest
 from fp4graph.versions import warn_once
@@ -100,7 +100,7 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    with unpacked(root):
+    with released(root):
         _check_methods(root, methods)
         if total_forwards is not None:
             _check_total(total_forwards)
@@ -179,7 +179,9 @@ def remove(model: M) -> M:
     """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
     if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied")
-    detach(unwrapped(model))
+    root = unwrapped(model)
+    release_all(root)
+    detach(root)
     return model
 
 

@@ -216,7 +216,7 @@ class Capture:
         if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.packed:  # the hooks set a weight and take it away again, which leaves no effect
+        if self._plan.sources:  # their hooks set a weight and take it away again, which leaves no effect
             changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
             with torch_internals.dynamo_settings(**changes):

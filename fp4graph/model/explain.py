@@ -28,6 +28,7 @@ from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
+from fp4graph.model.source import release_all
 from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
@@ -252,6 +253,7 @@ def _captured(
     python_state = random.getstate()
     with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
+    release_all(twin)
     detach(twin)
     twin._compiled_call_impl = None
     given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]

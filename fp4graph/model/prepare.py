@@ -6,6 +6,7 @@ Planning touches nothing, so that a refusal leaves the model as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
+from fp4graph.model.source import Source, as_parameters, sources_below
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
@@ -37,21 +39,33 @@ class PhasePlan:
 
     Attributes:
         weights: every weight that a rule quantizes, or may quantize.
-        packed: whether some of them are packed (:mod:`fp4graph.model.packed`).
     """
-
-    packed = False
 
     def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
         self.root, self.policy = root, policy
         state.require_free(root)
-        self.names = Names(root) if names is None else names
-        self.weights = [
-            weight
-            for fqn, module in root.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if (weight := self._weight(fqn, module, name, parameter)) is not None
-        ]
+        with as_parameters(root):
+            self.names = Names(root) if names is None else names
+            self.weights = [
+                weight
+                for fqn, module in root.named_modules(remove_duplicate=False)
+                for name, parameter in module._parameters.items()
+                if (weight := self._weight(fqn, module, name, parameter)) is not None
+            ]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of the weights that are no parameters now."""
+        return [source for weight in self.weights if (source := weight.source) is not None]
+
+    def require_sources(self) -> None:
+        """Raise PolicyError where the plan asks other values of a weight than its source gives."""
+        weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}
+        for module, source in sources_below(self.root):
+            weight = weights.get((id(module), source.name))
+            choices = () if weight is None else weight.choices
+            source.path = source.path if weight is None else weight.name
+            source.require([(choice.rule, choice.plan.program) for choice in choices])
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
@@ -108,6 +122,7 @@ class PhasePlan:
         """Return the modules that may multiply activations with each other, or use parameters directly, under a rule
         that quantizes such products."""
         found = set()
+        weighing = {weight.module for weight in self.weights}
         for fqn, module in self.root.named_modules(remove_duplicate=False):
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
@@ -116,7 +131,8 @@ class PhasePlan:
                 continue
             if isinstance(module, parametrize.ParametrizationList):
                 continue  # it computes a weight, also for those who read the weight outside of a forward
-            owns = computes or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+            owns = computes or module in weighing
+            owns = owns or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
@@ -137,8 +153,10 @@ def computes_weight(module: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
-    """Return the device of the first parameter of ``module``; without parameters, ``default`` or the CPU."""
-    return next((p.device for p in module.parameters()), default or torch.device("cpu"))
+    """Return the device of the first parameter of ``module``; without parameters, ``default``, else that of the first
+    buffer, else the CPU."""
+    tensors = module.parameters() if default is not None else chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), default or torch.device("cpu"))
 
 
 def prepare(

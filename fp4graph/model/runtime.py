@@ -22,9 +22,7 @@ from fp4graph.model.conversion import opaque, refuse_conversion, refuse_other_mo
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.forward import CALL, Forward, Kind
 from fp4graph.model.optimizers import PreparedOptimizers
-from fp4graph.model.packed import release_all, unpacked
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
-from fp4graph.model.repacking import Packing
 from fp4graph.model.running import Runner
 from fp4graph.model.steps import Steps
 from fp4graph.model.tree import Tree
@@ -59,7 +57,6 @@ class Runtime:
         capture: the model's compiled forward, and what its graphs came to. sites: the captured ones.
         optimizers: the optimizers that techniques act through.
         inspection: what observes the forwards.
-        packing: packs the weights again that were packed, where some were.
         intercept: called with the arguments in the place of the model's call; None lets the call run.
     """
 
@@ -84,7 +81,6 @@ class Runtime:
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._tree = Tree(root, self.plan.weights, quantizes=policy.quantizes)
-        self.packing: Packing | None = None
         self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.count_from, self.over_ranks = self._steps.count_from, self._steps.over_ranks
         self.check_coverage = self._runner.check_coverage
@@ -199,8 +195,8 @@ class Runtime:
         first = forward.training and not (of_parts and self._current.ran)
         if first and self._steps.trained == 1:
             self.optimizers.check(self.plan)
-        if first and self.packing is not None:
-            self.packing.warn_unfrozen()
+        for source in self.plan.sources if first else ():
+            source.before_training()
         own = self.root_state
         if own is not None and first and own.count_unknown and own.count == 0 and self.policy.phases:
             self._runner.uncompiled.warn("count", _COUNT_UNKNOWN.format(policy=repr(self.policy.name)))
@@ -268,16 +264,9 @@ def _follow(runtime: Runtime, *, training: bool) -> None:
 
 def _replaced(runtime: Runtime, phase: int) -> Runtime:
     """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
-    with unpacked(runtime.root) as packed:  # plans are made of parameters
-        following = Runtime(runtime.root, runtime.policy, runtime.settings, phase)
-        following.attach()
-    following.packing = runtime.packing
-    if packed and runtime.packing is not None:
-        try:
-            runtime.packing.again(following.plan, packed)
-        except Error as error:
-            following._runner.failure = error  # the values of bytes are no weights of this phase
-            raise
+    following = Runtime(runtime.root, runtime.policy, runtime.settings, phase)
+    following.plan.require_sources()
+    following.attach()
     following._original = runtime._original
     if following.root_state is not None and runtime.root_state is not None:
         following.root_state.followed = runtime.root_state.followed
@@ -314,12 +303,8 @@ def _apply_to_copy(runtime: Runtime, memo: dict[Any, Any]) -> None:
     def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
         del twin.__dict__["__setstate__"]
         twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
-        packed = release_all(twin)
         copied = Runtime(twin, runtime.policy, runtime.settings, runtime.phase)
         copied.attach()
-        if packed and runtime.packing is not None:
-            runtime.packing.again(copied.plan, packed)
-            copied.packing = Packing(p for p in twin.parameters() if not p.requires_grad)
         copied.count_from(runtime.count or 0)
         if copied.root_state is not None and runtime.root_state is not None:
             copied.root_state.count_unknown = runtime.root_state.count_unknown
@@ -345,8 +330,7 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
 
 
 def detach(root: nn.Module) -> None:
-    """Take hooks, state and the compiled call off ``root``; packed weights become parameters again."""
-    release_all(root)
+    """Take hooks, state and the compiled call off ``root``."""
     unprepare(root)
     if (runtime := runtime_of(root)) is not None:
         runtime.give_back(root)

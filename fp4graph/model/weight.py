@@ -11,7 +11,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
-from fp4graph.model.packed import packed_parameter
+from fp4graph.model.source import Source, sources_of
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.sharding import is_sharded, like, whole
@@ -162,34 +162,35 @@ class Weight:
 
     @property
     def stored(self) -> Tensor:
-        """The parameter that the module holds now: under FSDP sharded or gathered; without data if it is packed."""
+        """The parameter that the module holds now: under FSDP sharded or gathered; without data where a source gives
+        the weight."""
         parameter = self.module._parameters.get(self.parameter_name)
         if parameter is None:
-            unpacking = packed_parameter(self.module, self.parameter_name)
-            if unpacking is None:
-                raise CaptureError(
-                    "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
-                    "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
-                    site=self.name,
-                )
-            return unpacking.stand_in
+            parameter = None if self.source is None else self.source.stand_in
+        if parameter is None:
+            raise CaptureError(
+                "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
+                "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
+                site=self.name,
+            )
         return parameter
 
     @property
     def values(self) -> Tensor:
-        """The parameter's values as they are now, made from bytes if it is packed."""
-        unpacking = packed_parameter(self.module, self.parameter_name)
-        return self.stored if unpacking is None else unpacking.weight(self.module)
+        """The weight's values as they are now."""
+        return self.stored if self.source is None else self.source.values(self.module)
+
+    @property
+    def source(self) -> Source | None:
+        """The source of a weight that is no parameter now, or None."""
+        if self.module._parameters.get(self.parameter_name) is not None:
+            return None
+        return next((source for source in sources_of(self.module) if source.name == self.parameter_name), None)
 
     @property
     def is_held(self) -> bool:
-        """Return whether the module holds the parameter, as it is or packed."""
-        return self.is_present or packed_parameter(self.module, self.parameter_name) is not None
-
-    @property
-    def is_present(self) -> bool:
-        """Return whether the module holds the parameter, so that it is not packed."""
-        return self.module._parameters.get(self.parameter_name) is not None
+        """Return whether the module has the weight, as a parameter or from a source."""
+        return self.module._parameters.get(self.parameter_name) is not None or self.source is not None
 
     @property
     def parameter(self) -> Tensor:
