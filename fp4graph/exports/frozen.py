@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error, PolicyError
 from fp4graph.exports.packing import nibbles
-from fp4graph.exports.unpacking import Bytes, Frozen, Layout, Unpack, dtype_to_quantize
+from fp4graph.exports.unpacking import Bytes, Frozen, Unpack, dtype_to_quantize
 from fp4graph.kernels import operators
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.runtime import Runtime, require_runtime
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.runtime import require_runtime
 from fp4graph.model.source import release_all
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.numerics.packing import element_codes, scale_codes
@@ -25,6 +26,8 @@ from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
 
 M = TypeVar("M", bound=nn.Module)
+#: A later phase of the policy: when it begins, and its plan of the model.
+_Phase = tuple[int | float, PhasePlan]
 
 
 def pack_frozen(model: M) -> M:
@@ -61,13 +64,17 @@ def pack_frozen(model: M) -> M:
         Error: the model is not applied, or is sharded.
     """
     runtime = require_runtime(model, "pack_frozen")
-    due = [weight for weight in runtime.weights if weight.source is None and not weight.stored.requires_grad]
-    packed = [(weight, made) for weight in due if (made := _packed(runtime, weight)) is not None]
-    parameters = {id(weight.stored) for weight, _ in packed}
-    frozen = Frozen(p for p in runtime.root.parameters() if not p.requires_grad and id(p) not in parameters)
-    for weight, (layout, kept, programs) in packed:
-        name = weight.parameter_name
-        Unpack(name, weight.name, weight.stored, layout, programs, frozen).hold(weight.module, kept)
+    later = [(phase.at, runtime.plan_of(index)) for index, phase in enumerate(runtime.policy.phases, 1)][
+        runtime.phase :
+    ]
+    weights = [weight for weight in runtime.weights if weight.source is None and not weight.stored.requires_grad]
+    frozen = Frozen()
+    packed = [
+        (weight, made) for weight in weights if (made := _packed(runtime.root, weight, later, frozen)) is not None
+    ]
+    for weight, (unpacking, kept) in packed:
+        unpacking.hold(weight.module, kept)
+    frozen.watch(p for p in runtime.root.parameters() if not p.requires_grad)
     return model
 
 
@@ -101,20 +108,18 @@ class _Case:
         return self.planned.rule.error(named)
 
 
-def _later_cases(runtime: Runtime, weight: Weight) -> Iterator[_Case]:
+def _later_cases(weight: Weight, later: Sequence[_Phase]) -> Iterator[_Case]:
     """Yield the weight under every decision about it in later phases of the policy."""
-    for index, phase in enumerate(runtime.policy.phases[runtime.phase :], runtime.phase + 1):
-        plan = runtime.plan_of(index)
+    for at, plan in later:
         alike = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
         view, decision = plan.policy.decide_weight(weight.view)[0]
         for planned in alike[0].possible if alike else (PlannedWeight.of(view, decision.rule),):
-            yield _Case(weight, planned, f"in the phase that begins at {phase.at:g}, ")
+            yield _Case(weight, planned, f"in the phase that begins at {at:g}, ")
 
 
 @torch.no_grad()
-def _packed(runtime: Runtime, weight: Weight) -> tuple[Layout, Bytes, frozenset[MatmulProgram]] | None:
-    """Return the bytes of a weight and the programs that they are right for; None where the policy keeps the weight in
-    high precision in fprop."""
+def _packed(root: nn.Module, weight: Weight, later: Sequence[_Phase], frozen: Frozen) -> tuple[Unpack, Bytes] | None:
+    """Return the bytes of a weight; None where the policy keeps the weight in high precision in fprop."""
     if len(weight.choices) > 1:
         raise Error(f"which rule decides {weight.name} depends on the graph; call the model once before pack_frozen()")
     present = _Case(weight, weight.choices[0])
@@ -125,26 +130,26 @@ def _packed(runtime: Runtime, weight: Weight) -> tuple[Layout, Bytes, frozenset[
             f"{weight.name} is sharded, and a rank cannot pack its part; call pack_frozen() before fully_shard, which "
             "then leaves the bytes of all frozen weights whole on every rank"
         )
-    _require_unshared(runtime.root, present)
+    _require_unshared(root, present)
     _require_static(present, present.program)
     w = weight.stored.detach()
     w = w.mT if weight.stored_transposed else w
     dtype = dtype_to_quantize(w.device.type, w.dtype)
-    layout, kept = _bytes(present, present.program, w, dtype)
-    again = layout.matrix(kept)
+    unpacking, kept = _bytes(present, present.program, w, dtype, frozen)
+    again = unpacking.matrix(kept)
     if _difference(present, present.program, w, again, dtype) is not None:
         kept = _with_largest(kept, w)
-        again = layout.matrix(kept)
+        again = unpacking.matrix(kept)
         if (error := _difference(present, present.program, w, again, dtype)) is not None:
             raise error
-    programs = {present.program}
-    for case in _later_cases(runtime, weight):
+    unpacking.programs.add(present.program)
+    for case in _later_cases(weight, later):
         if (program := case.program) is None:
             raise case.refusal(
                 "this rule keeps it in high precision, whose values packing frees",
                 "quantize it in all phases as in this one, or drop the phase",
             )
-        if program in programs:
+        if program in unpacking.programs:
             continue
         _require_static(case, program)
         if (error := _difference(case, program, w, again, dtype)) is not None:
@@ -153,11 +158,11 @@ def _packed(runtime: Runtime, weight: Weight) -> tuple[Layout, Bytes, frozenset[
             raise case.refusal(
                 "it is quantized from another dtype under autocast", "let from_master be equal in all phases"
             )
-        programs.add(program)
-    return layout, kept, frozenset(programs)
+        unpacking.programs.add(program)
+    return unpacking, kept
 
 
-def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype) -> tuple[Layout, Bytes]:
+def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, frozen: Frozen) -> tuple[Unpack, Bytes]:
     """Return the codes, scales and γ of ``w [N, K]``."""
     program = matmul.fprop.right
     spec = program.spec
@@ -188,7 +193,7 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype) ->
     )
     by_kernel = operators.packs(lines, w.dtype, w.dtype, w.device)
     origin = None if program.from_master else dtype
-    return Layout(lines.to_text(), w.dtype, case.weight.stored_transposed, by_kernel, origin), kept
+    return Unpack(case.weight, lines, by_kernel, origin, frozen), kept
 
 
 def _with_largest(kept: Bytes, w: Tensor) -> Bytes:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.model import state
 from fp4graph.model.source import Source
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import MatmulProgram
@@ -48,34 +49,6 @@ class Bytes(NamedTuple):
     largest: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """How bytes stand for a weight ``[N, K]``.
-
-    Attributes:
-        spec: as text, so that Dynamo traces no method of it; 4-bit elements in blocks of a fixed length along K.
-        dtype: of the parameter.
-        transposed: whether the parameter is stored ``[K, N]``.
-        by_kernel: whether an operator reads the bytes, else tensor code.
-        origin: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
-            quantizer reads the parameter itself under autocast too.
-    """
-
-    spec: str
-    dtype: torch.dtype
-    transposed: bool
-    by_kernel: bool
-    origin: torch.dtype | None
-
-    def matrix(self, kept: Bytes) -> Tensor:
-        """Return the weight ``[N, K]``."""
-        read = torch.ops.fp4graph.unpack if self.by_kernel else _unpack
-        w: Tensor = read(kept.codes, kept.scales, self.spec, 2 * kept.codes.shape[1], self.dtype, kept.factor)
-        if kept.place is not None and kept.largest is not None:
-            w = w.flatten().index_copy(0, kept.place, kept.largest).reshape(w.shape)
-        return w
-
-
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     """Compute the operator ``fp4graph::unpack`` in tensor code."""
@@ -99,8 +72,12 @@ def dtype_to_quantize(device: str, dtype: torch.dtype) -> torch.dtype:
 class Frozen:
     """The other parameters that were frozen when weights were packed."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+    def __init__(self) -> None:
+        self._parameters: list[weakref.ref[Tensor]] = []
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Add parameters."""
+        self._parameters += map(weakref.ref, parameters)
 
     def warn_unfrozen(self) -> None:
         """Warn once where they train now: the packed ones do not."""
@@ -116,37 +93,42 @@ class Frozen:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
-        return Frozen([copy.deepcopy(p, memo) for reference in self._parameters if (p := reference()) is not None])
+        memo[id(self)] = twin = Frozen()
+        twin.watch([copy.deepcopy(p, memo) for reference in self._parameters if (p := reference()) is not None])
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Frozen, ((),)
+        return Frozen, ()
 
 
 class Unpack(Source):
-    """The bytes of a weight, as its source.
+    """The bytes of a weight ``[N, K]``, as its source.
 
     Args:
-        parameter: that is packed.
-        programs: the programs under which the bytes give the operands that the parameter gave.
+        weight: that is packed.
+        spec: of the bytes: 4-bit elements in blocks of a fixed length along K.
+        by_kernel: whether an operator reads the bytes, else tensor code.
+        origin: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
+            quantizer reads the parameter itself under autocast too.
         frozen: shared by all that are packed by one call.
+
+    Attributes:
+        programs: the programs under which the bytes give the operands that the parameter gave.
     """
 
     def __init__(
-        self,
-        name: str,
-        path: str,
-        parameter: Tensor,
-        layout: Layout,
-        programs: frozenset[MatmulProgram],
-        frozen: Frozen,
+        self, weight: Weight, spec: QuantSpec, by_kernel: bool, origin: torch.dtype | None, frozen: Frozen
     ) -> None:
-        self.name, self.path, self.layout, self.programs, self._frozen = name, path, layout, programs, frozen
-        self.stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        self._buffers = tuple(f"{state.PACKED}{name}_{part}" for part in Bytes._fields)
+        self.name, self.path, self._transposed = weight.parameter_name, weight.name, weight.stored_transposed
+        self.stand_in = nn.Parameter(torch.empty_like(weight.stored, device="meta"), requires_grad=False)
+        self.programs: set[MatmulProgram] = set()
+        self._spec, self._dtype = spec.to_text(), weight.stored.dtype  # Dynamo traces no method of a text
+        self._by_kernel, self._origin, self._frozen = by_kernel, origin, frozen
+        self._buffers = tuple(f"{state.PACKED}{self.name}_{part}" for part in Bytes._fields)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        origin, weight = self.layout.origin, self.values(module)
-        if origin is not None and (now := dtype_to_quantize(weight.device.type, self.layout.dtype)) != origin:
+        origin, weight = self._origin, self.values(module)
+        if origin is not None and (now := dtype_to_quantize(weight.device.type, self._dtype)) != origin:
             refuse(
                 f"{self.path} was packed from {origin}, and this call quantizes weights from {now}; call the model in "
                 "the autocast context in which it was packed, or load its weights after "
@@ -155,8 +137,16 @@ class Unpack(Source):
         setattr(module, self.name, weight)
 
     def values(self, module: nn.Module) -> Tensor:
-        w = self.layout.matrix(self.kept(module))
-        return w.mT if self.layout.transposed else w
+        w = self.matrix(self.kept(module))
+        return w.mT if self._transposed else w
+
+    def matrix(self, kept: Bytes) -> Tensor:
+        """Return the weight ``[N, K]`` of bytes."""
+        read = torch.ops.fp4graph.unpack if self._by_kernel else _unpack
+        w: Tensor = read(kept.codes, kept.scales, self._spec, 2 * kept.codes.shape[1], self._dtype, kept.factor)
+        if kept.place is not None and kept.largest is not None:
+            w = w.flatten().index_copy(0, kept.place, kept.largest).reshape(w.shape)
+        return w
 
     def kept(self, module: nn.Module) -> Bytes:
         """Return the bytes that ``module`` keeps."""
@@ -178,9 +168,9 @@ class Unpack(Source):
                 )
 
     def require_dtype(self, dtype: torch.dtype) -> None:
-        if dtype != self.layout.dtype:
+        if dtype != self._dtype:
             raise Error(
-                f"{self.path} is packed as bytes of {self.layout.dtype} and cannot become {dtype}; call "
+                f"{self.path} is packed as bytes of {self._dtype} and cannot become {dtype}; call "
                 "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
             )
 
