@@ -19,17 +19,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyError, PolicyWarning
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.model import state
 from fp4graph.model.source import Source
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import MatmulProgram
-from fp4graph.policy import Rule
 from fp4graph.torch_internals import pytree
-
-_REMEDY = "load the original weights and apply the policy again"
 
 
 class Bytes(NamedTuple):
@@ -111,9 +108,6 @@ class Unpack(Source):
         origin: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
             quantizer reads the parameter itself under autocast too.
         frozen: shared by all that are packed by one call.
-
-    Attributes:
-        programs: the programs under which the bytes give the operands that the parameter gave.
     """
 
     def __init__(
@@ -153,19 +147,6 @@ class Unpack(Source):
         buffers: Any = module._buffers
         codes, scales, factor, place, largest = self._buffers
         return Bytes(buffers[codes], buffers[scales], buffers[factor], buffers[place], buffers[largest])
-
-    def require(self, decisions: Sequence[tuple[Rule, MatmulProgram | None]]) -> None:
-        if not decisions:
-            raise PolicyError(
-                f"{self.path} was packed, and no rule quantizes it any more; its high-precision values are gone: "
-                f"{_REMEDY}"
-            )
-        for rule, program in decisions:
-            if program not in self.programs:
-                raise rule.error(
-                    f"{self.path} was packed under another rule or phase, and this one quantizes it from its "
-                    f"high-precision values, which are gone; {_REMEDY}",
-                )
 
     def require_dtype(self, dtype: torch.dtype) -> None:
         if dtype != self._dtype:

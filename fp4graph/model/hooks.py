@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -250,15 +250,16 @@ def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     return found
 
 
-def remove_hooks(root: nn.Module) -> None:
-    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``."""
+def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
+    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``, but for the modules in
+    ``shared``, which another applied model has taken over."""
     if root.__dict__.get("compile") is compiled_already:
         del root.__dict__["compile"]
     for module, key, _ in mark_hooks(root):
-        if key is not None:
+        if key is not None and module not in shared:
             module._forward_pre_hooks.pop(key)
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for module in list(root.modules()):
+    for module in [module for module in root.modules() if module not in shared]:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CarryHook)]:
             del module._forward_pre_hooks[key]
         if (own := state.State.of(module)) is not None:

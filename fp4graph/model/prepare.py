@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fp4graph.errors import CaptureError
+from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
@@ -28,6 +28,7 @@ from fp4graph.technique.site import SiteView
 
 #: DDP's list of buffers that it leaves alone, an attribute of the wrapped module.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_RELOAD = "load the original weights and apply the policy again"
 
 
 class PhasePlan:
@@ -62,10 +63,18 @@ class PhasePlan:
         """Raise PolicyError where the plan asks other values of a weight than its source gives."""
         weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}
         for module, source in sources_below(self.root):
-            weight = weights.get((id(module), source.name))
-            choices = () if weight is None else weight.choices
-            source.path = source.path if weight is None else weight.name
-            source.require([(choice.rule, choice.plan.program) for choice in choices])
+            if (weight := weights.get((id(module), source.name))) is None:
+                raise PolicyError(
+                    f"{source.path} was packed, and no rule quantizes it any more; its high-precision values are gone: "
+                    f"{_RELOAD}"
+                )
+            for choice in weight.choices:
+                if choice.plan.program not in source.programs:
+                    raise choice.rule.error(
+                        f"{weight.name} was packed under another rule or phase, and this one quantizes it from its "
+                        f"high-precision values, which are gone; {_RELOAD}"
+                    )
+            source.path = weight.name
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
@@ -216,9 +225,10 @@ def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForwa
     return hook
 
 
-def unprepare(root: nn.Module) -> None:
-    """Remove what :func:`prepare` has added to ``root``."""
-    hooks.remove_hooks(root)
+def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
+    """Remove what :func:`prepare` has added to ``root``, for any model, or for that of ``current`` alone."""
+    marked = hooks.mark_hooks(root) if current is not None else ()
+    hooks.remove_hooks(root, {module for module, _, hook in marked if hook.current not in (None, current)})
     if ignored := [name for name in root.__dict__.pop(_IGNORED, []) if not state.is_ours(name)]:
         setattr(root, _IGNORED, ignored)
 

@@ -157,7 +157,7 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
-        return self._forward(Forward.of(self.root, name, args, kwargs))
+        return self._forward(Forward.of(self.root, name, args, kwargs, self._current.repeated()))
 
     @opaque
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,14 +176,14 @@ class Runtime:
             with bypass:
                 return forward.run()
         if self._tree.adapted():
-            return self._adapted()._forward(forward)
+            return _replaced(self, self.phase)._forward(forward)
         refuse_conversion(quantizes=self._any_hook is not None)
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
             due = self._due()
             if due != self.phase:
-                return self._enter(due)._forward(forward)
+                return _replaced(self, due)._forward(forward)
             self._begin(forward)
         return self._runner.run(forward)
 
@@ -204,30 +204,18 @@ class Runtime:
 
     def up_to_date(self) -> Runtime:
         """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
-        return self._adapted() if self._tree.adapted() else self
+        return _replaced(self, self.phase) if self._tree.adapted() else self
 
     def _due(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
         return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
 
-    def _enter(self, phase: int) -> Runtime:
-        """Enter another phase: apply its policy, with the present state and optimizers."""
-        if self.inspection.watching:
-            raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        return _replaced(self, phase)
-
-    def _adapted(self) -> Runtime:
-        """Apply the policy to the model with the adapters that have joined or left it."""
-        if self.inspection.watching:
-            raise Error("adapters joined or left the model inside detect_nonfinite(); call the model once before it")
-        return _replaced(self, self.phase)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
         due = self._due()
-        with (self if due == self.phase else self._enter(due)).inspection.watched():
+        with (self if due == self.phase else _replaced(self, due)).inspection.watched():
             yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
@@ -263,7 +251,14 @@ def _follow(runtime: Runtime, *, training: bool) -> None:
 
 
 def _replaced(runtime: Runtime, phase: int) -> Runtime:
-    """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
+    """Apply the policy in ``phase``, another one or the present, to the model as it is now (adapters may have joined or
+    left it), with the present state and optimizers."""
+    if runtime.inspection.watching:
+        raise Error(
+            "a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves"
+            if phase != runtime.phase
+            else "adapters joined or left the model inside detect_nonfinite(); call the model once before it"
+        )
     following = Runtime(runtime.root, runtime.policy, runtime.settings, phase)
     following.plan.require_sources()
     following.attach()
@@ -329,8 +324,10 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
     raise Error(f"{caller}() takes a model that fp4graph.apply has prepared; {why}")
 
 
-def detach(root: nn.Module) -> None:
-    """Take hooks, state and the compiled call off ``root``."""
-    unprepare(root)
-    if (runtime := runtime_of(root)) is not None:
+def detach(root: nn.Module, *, shared: bool = False) -> None:
+    """Take hooks, state and the compiled call off ``root``; with ``shared`` not off modules that another applied model
+    has taken over."""
+    runtime = runtime_of(root)
+    unprepare(root, runtime._current if shared and runtime is not None else None)
+    if runtime is not None:
         runtime.give_back(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.ops.gemm import MatmulProgram
-from fp4graph.policy import Rule
 
 
 class Source(ABC):
@@ -20,11 +19,13 @@ class Source(ABC):
     Attributes:
         name: of the parameter that the weight was. path: its fully qualified name.
         stand_in: that parameter without data (device meta).
+        programs: the programs under which the weight gives the operands that the parameter gave.
     """
 
     name: str
     path: str
     stand_in: nn.Parameter
+    programs: set[MatmulProgram]
 
     @abstractmethod
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -33,11 +34,6 @@ class Source(ABC):
     @abstractmethod
     def values(self, module: nn.Module) -> Tensor:
         """Return the weight of ``module``."""
-
-    @abstractmethod
-    def require(self, decisions: Sequence[tuple[Rule, MatmulProgram | None]]) -> None:
-        """Raise PolicyError unless the weight serves every decision that a plan may take about it; without any, the
-        plan keeps it."""
 
     @abstractmethod
     def require_dtype(self, dtype: torch.dtype) -> None:

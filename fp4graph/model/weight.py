@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -53,6 +53,21 @@ class PlannedWeight:
         return acting, program.fprop.right if acting and program is not None else None
 
 
+def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...]:
+    """Return the state of weight ``name`` under any of the ``possible`` decisions."""
+    slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
+    for planned in possible:
+        for slot in () if planned.plan.program is None else planned.plan.program.state:
+            known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+            if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
+                raise CaptureError(
+                    f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state under "
+                    f"the name {slot.technique}.{slot.label}; tell them apart by module",
+                    site=name,
+                )
+    return tuple(slot for slot, _ in slots.values())
+
+
 class Weight:
     """A weight that the policy quantizes at every use.
 
@@ -72,20 +87,7 @@ class Weight:
         self._settled: PlannedWeight | None = possible[0] if len(possible) == 1 else None
         self._captured = False
         self._sharded: Tensor | None = None
-        self.slots = self._all_slots()
-
-    def _all_slots(self) -> tuple[StateSlot, ...]:
-        slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
-        for planned in self.possible:
-            for slot in () if planned.plan.program is None else planned.plan.program.state:
-                known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
-                if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
-                    raise CaptureError(
-                        f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state "
-                        f"under the name {slot.technique}.{slot.label}; tell them apart by module",
-                        site=self.name,
-                    )
-        return tuple(slot for slot, _ in slots.values())
+        self.slots = _slots(possible, self.name)
 
     def add_entries(self, own: state.State) -> None:
         """Add the entries of techniques for this weight to ``own``, the state of the module."""
@@ -126,8 +128,7 @@ class Weight:
 
     @property
     def is_used(self) -> bool:
-        """Return whether the parameter is known to be multiplied with: one of three axes may be anything until a graph
-        has shown its product."""
+        """Return whether a product is known: a parameter of three axes may be anything until a graph shows one."""
         return self._captured or self.view.op != "grouped"
 
     @property
