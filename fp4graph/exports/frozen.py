@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyError
 from fp4graph.exports.packing import nibbles
 from fp4graph.exports.unpacking import Bytes, Frozen, Unpack, dtype_to_quantize
-from fp4graph.kernels import operators
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import require_runtime
@@ -21,6 +20,7 @@ from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.numerics.packing import element_codes, scale_codes
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.ops.lower import reads_bytes
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
@@ -191,7 +191,7 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, fr
         scale_codes(scales[:, ::length].contiguous(), spec.scale.format),
         None if gamma is None else gamma.flatten()[:1].to(torch.float32).clone(),
     )
-    by_kernel = operators.packs(lines, w.dtype, w.dtype, w.device)
+    by_kernel = reads_bytes(lines, w.dtype, w.device)
     origin = None if program.from_master else dtype
     return Unpack(case.weight, lines, by_kernel, origin, frozen), kept
 

@@ -105,13 +105,10 @@ def _apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    total = settings.total_forwards
     with released(root):
         _check_methods(root, methods)
-        if total is not None:
-            _check_total(total)
-        if total is not None or example_inputs is not None:
-            policy.phase(0, total)  # phases in the wrong order are refused here
+        if settings.total_forwards is not None or example_inputs is not None:
+            policy.phase(0, settings.total_forwards)  # phases in the wrong order are refused here
         if example_inputs is not None:
             rehearse(root, policy, example_inputs, strict=settings.strict)
         first = runtime_of(root) is None and not mark_hooks(root)
@@ -128,9 +125,9 @@ def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
         Error: the model is not applied.
     """
     runtime = require_runtime(model, "set_total_forwards")
-    _check_total(total_forwards)
+    settings = dataclasses.replace(runtime.settings, total_forwards=total_forwards)
     runtime.policy.phase(0, total_forwards)
-    runtime.settings = dataclasses.replace(runtime.settings, total_forwards=total_forwards)
+    runtime.settings = settings
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
@@ -172,11 +169,6 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
             public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
             own = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]
             raise Error(f"{kind.__name__} has no method {name!r}; {suggest(name, own)}")
-
-
-def _check_total(total_forwards: int) -> None:
-    if type(total_forwards) is not int or total_forwards < 1:
-        raise ValueError(f"total_forwards is a number of training forwards, at least 1; got {total_forwards!r}")
 
 
 def remove(model: M) -> M:

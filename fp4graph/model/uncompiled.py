@@ -75,11 +75,11 @@ class Uncompiled:
         follows = running is not None and (region is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
         current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
-        whole, compiled = forward.module is self._plan.root, current.compiled
+        compiled = current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
-            whole=whole,
+            whole=forward.module is self._plan.root,
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
@@ -101,9 +101,7 @@ class Uncompiled:
         direct.finish(result)
         if running is not None:
             running.ran.note(direct.planner, self._plan.root)
-            capture.take_uncaptured(direct.planner, checked=checked)
-        else:
-            capture.take(direct.planner, direct.marked, whole=whole and not checked)
+        capture.take(direct.planner, direct.marked, forward, checked=checked)
         return result
 
     def check(self, capture: Capture) -> None:
