@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, difference, name_in
 from fp4graph.files import read_json, write
 from fp4graph.model.runtime import Runtime, runtime_of
-from fp4graph.text import difference, name_in
 
 #: File in a folder of saved state with the policy that the state was written under.
 POLICY_FILE = "fp4graph.json"
