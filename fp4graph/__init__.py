@@ -25,13 +25,13 @@ if TYPE_CHECKING:
         UncompiledError,
     )
     from fp4graph.exports import export, load_quantized
+    from fp4graph.exports.frozen import pack_frozen, unpack_frozen
     from fp4graph.graph.site import Site
     from fp4graph.lab.compare import compare
     from fp4graph.lab.search import search
     from fp4graph.lab.sensitivity import sensitivity
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
-    from fp4graph.model.packing import pack_frozen, unpack_frozen
     from fp4graph.model.state import strip
     from fp4graph.numerics.packing import Packed, pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
@@ -59,13 +59,13 @@ _HOME = {
     for module, names in {
         "errors": "CaptureError NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
         "exports": "export load_quantized",
+        "exports.frozen": "pack_frozen unpack_frozen",
         "graph.site": "Site",
         "lab.search": "search",
         "lab.sensitivity": "sensitivity",
         "lab.compare": "compare",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
         "model.explain": "Explanation explain",
-        "model.packing": "pack_frozen unpack_frozen",
         "model.state": "strip",
         "numerics.packing": "Packed pack unpack",
         "numerics.quantize": "fake_quantize",

@@ -20,8 +20,7 @@ from fp4graph.commands.search import search
 from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
-from fp4graph.errors import Error
-from fp4graph.text import abridged, printable
+from fp4graph.errors import Error, abridged, printable
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext
 
@@ -49,19 +49,15 @@ frame_hook = eval_frame.get_eval_frame_callback
 
 
 def dynamo_setting(name: str) -> Any:
-    """Return Dynamo's setting ``name``; None where this torch has no such setting.
-
-    The public torch.compiler.config has few of them. Checked on torch 2.13 to 2.15.
-    """
+    """Return Dynamo's setting ``name``; None where this torch has no such setting. The public torch.compiler.config has
+    few of them. Checked on torch 2.13 to 2.15."""
     return getattr(torch._dynamo.config, name, None)
 
 
 @contextmanager
 def dynamo_settings(**changes: Any) -> Iterator[None]:
-    """Change settings of Dynamo in this context, those that this torch has.
-
-    torch.compile has no argument for its limits and for the splits of DDP. Checked on torch 2.13 to 2.15.
-    """
+    """Change settings of Dynamo in this context, those that this torch has. torch.compile has no argument for its
+    limits and for the splits of DDP. Checked on torch 2.13 to 2.15."""
     config: Any = torch._dynamo.config
     with config.patch(**{name: value for name, value in changes.items() if hasattr(config, name)}):
         yield
@@ -99,59 +95,45 @@ def retry_skipped_code() -> None:
 
 def forget_code(code: CodeType) -> None:
     """Drop what Dynamo has compiled of ``code`` and the record of its recompilations, which would keep it for good.
-
-    torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15.
-    """
+    torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15."""
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
     torch._dynamo.utils.guard_failures.pop(code, None)
 
 
 def is_full(function: object) -> bool:
-    """Return whether Dynamo has made as many graphs of ``function``'s code as its recompile limit allows.
-
-    Past the limit Dynamo runs the code uncompiled, and says so in its log only. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether Dynamo has made as many graphs of ``function``'s code as its recompile limit allows. Past the
+    limit Dynamo runs the code uncompiled, and says so in its log only. Checked on torch 2.13 to 2.15."""
     code, limit = getattr(function, "__code__", None), torch._dynamo.config.recompile_limit
     return code is not None and len(eval_frame._debug_get_cache_entry_list(code)) >= limit
 
 
 def guard_failures() -> Mapping[CodeType, list[str]]:
     """Return the guards that have failed of each code object that Dynamo has compiled, as texts; do not change it.
-
-    Guards that fail are in Dynamo's log only. Checked on torch 2.13 to 2.15.
-    """
+    Guards that fail are in Dynamo's log only. Checked on torch 2.13 to 2.15."""
     return torch._dynamo.utils.guard_failures
 
 
 def is_internal_error(error: BaseException) -> bool:
-    """Return whether Dynamo failed with an error of its own, whose context is the error of what it traced.
-
-    Dynamo's errors have no public names. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether Dynamo failed with an error of its own, whose context is the error of what it traced. Dynamo's
+    errors have no public names. Checked on torch 2.13 to 2.15."""
     return isinstance(error, torch._dynamo.exc.InternalTorchDynamoError)
 
 
 def is_runtime_error(error: BaseException) -> bool:
-    """Return whether an operation failed on the fake tensors that Dynamo traces with.
-
-    Dynamo's errors have no public names. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether an operation failed on the fake tensors that Dynamo traces with. Dynamo's errors have no public
+    names. Checked on torch 2.13 to 2.15."""
     return isinstance(error, torch._dynamo.exc.TorchRuntimeError)
 
 
 def compiled_module(model: nn.Module) -> nn.Module | None:
-    """Return the module inside a result of ``torch.compile(module)``; None for any other module.
-
-    The class of that result has no public name. Checked on torch 2.13 to 2.15.
-    """
+    """Return the module inside a result of ``torch.compile(module)``; None for any other module. The class of that
+    result has no public name. Checked on torch 2.13 to 2.15."""
     return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else None
 
 
 def source_of(placeholder: Node) -> str | None:
-    """Return Dynamo's text for the object behind a placeholder, such as ``L['self'].fc1.weight``, or None.
-
-    No public part of the graph says which parameter a placeholder is. Checked on torch 2.13 to 2.15.
-    """
+    """Return Dynamo's text for the object behind a placeholder, such as ``L['self'].fc1.weight``, or None. No public
+    part of the graph says which parameter a placeholder is. Checked on torch 2.13 to 2.15."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return None
@@ -168,18 +150,14 @@ def unmark_static(placeholder: Node) -> None:
 
 
 def backend_named(name: str) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
-    """Return the torch.compile backend ``name``, to be called by another backend.
-
-    torch.compile takes names; a backend that hands its graph on needs the function. Checked on torch 2.13 to 2.15.
-    """
+    """Return the torch.compile backend ``name``, to be called by another backend. torch.compile takes names; a backend
+    that hands its graph on needs the function. Checked on torch 2.13 to 2.15."""
     return torch._dynamo.lookup_backend(name)
 
 
 def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor under ``options``, settings of Inductor by name.
-
-    The backend by name takes no options. Checked on torch 2.13 to 2.15.
-    """
+    """Compile a graph with Inductor under ``options``, settings of Inductor by name. The backend by name takes no
+    options. Checked on torch 2.13 to 2.15."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(options) or None)
@@ -188,9 +166,7 @@ def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: M
 
 def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable[..., Any]:
     """Return ``backend`` behind torch's own cut along DDP's buckets, so that gradients are reduced in the backward.
-
-    torch cuts before it calls a backend; this cut comes after a rewrite. Checked on torch 2.13 to 2.15.
-    """
+    torch cuts before it calls a backend; this cut comes after a rewrite. Checked on torch 2.13 to 2.15."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
@@ -211,26 +187,20 @@ def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
 
 
 def backward_id() -> int:
-    """Return the number of the backward that runs in this thread; -1 where none runs.
-
-    Autograd shows no public sign of it. Checked on torch 2.13 to 2.15.
-    """
+    """Return the number of the backward that runs in this thread; -1 where none runs. Autograd shows no public sign of
+    it. Checked on torch 2.13 to 2.15."""
     return torch._C._current_graph_task_id()
 
 
 def next_sequence_number() -> int:
-    """Return the number of the next node that autograd makes in this thread.
-
-    :func:`compiled_backwards` tells new nodes from old ones by it. Checked on torch 2.13 to 2.15.
-    """
+    """Return the number of the next node that autograd makes in this thread. :func:`compiled_backwards` tells new nodes
+    from old ones by it. Checked on torch 2.13 to 2.15."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
-    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on.
-
-    A node has no public number, and a compiled backward no public class. Checked on torch 2.13 to 2.15.
-    """
+    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on. A
+    node has no public number, and a compiled backward no public class. Checked on torch 2.13 to 2.15."""
     nodes = [x.grad_fn for x in (*tensors, *(x._base for x in tensors if x._base is not None))]
     seen: set[Any] = set()
     while nodes:
@@ -263,10 +233,8 @@ def saved_tensor_hooks_kept() -> Iterator[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks for saved tensors are in force here, as under a checkpoint that is not reentrant.
-
-    torch has a public context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether hooks for saved tensors are in force here, as under a checkpoint that is not reentrant. torch has
+    a public context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -287,43 +255,54 @@ def checkpointed_region() -> Any:
 
 
 def is_functorch_active() -> bool:
-    """Return whether a transform of torch.func is at work, of which torch.func says nothing.
-
-    Checked on torch 2.13 to 2.15.
-    """
+    """Return whether a transform of torch.func, which has no sign of it, is at work. Checked on torch 2.13 to 2.15."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_forward_mode_active() -> bool:
-    """Return whether forward-mode differentiation is at work, of which torch.autograd.forward_ad says nothing.
-
-    Checked on torch 2.13 to 2.15.
-    """
+    """Return whether forward-mode differentiation, which shows no sign, is at work. Checked on torch 2.13 to 2.15."""
     return forward_ad._current_level >= 0
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode, such as fake tensors or a counter of FLOPs, is at work.
-
-    torch has no public getter of modes. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether a TorchDispatchMode, such as fake tensors or a counter of FLOPs, is at work. torch has no public
+    getter of modes. Checked on torch 2.13 to 2.15."""
     return _get_current_dispatch_mode() is not None
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no TorchDispatchMode is at work; a mode can be left, but not from the inside.
-
-    Checked on torch 2.13 to 2.15.
-    """
+    """Return a context in which no TorchDispatchMode is at work; a mode can be left, but not from the inside. Checked
+    on torch 2.13 to 2.15."""
     return _disable_current_modes()
 
 
 @contextmanager
-def fake_tensors_silent() -> Iterator[None]:
-    """Keep fake tensors from writing the traceback of a call that fails to the log, in this context.
+def without_function_modes(kind: type) -> Iterator[None]:
+    """Have no TorchFunctionMode of class ``kind`` at work in this context, as :func:`without_dispatch_modes`. Checked
+    on torch 2.13 to 2.15."""
+    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    others = [mode for mode in stack if not isinstance(mode, kind)]
 
-    No setting of torch does. Checked on torch 2.13 to 2.15.
-    """
+    def replace(present: list[Any], following: list[Any]) -> None:
+        for _ in present:
+            overrides._pop_mode()  # type: ignore[no-untyped-call]
+        for mode in following:
+            overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+    if len(others) == len(stack):
+        yield
+        return
+    replace(stack, others)
+    try:
+        yield
+    finally:
+        replace(others, stack)
+
+
+@contextmanager
+def fake_tensors_silent() -> Iterator[None]:
+    """Keep fake tensors from writing the traceback of a call that fails to the log, in this context. No setting of
+    torch does. Checked on torch 2.13 to 2.15."""
     log = logging.getLogger(FakeTensor.__module__)
     former, log.disabled = log.disabled, True
     try:
@@ -333,27 +312,21 @@ def fake_tensors_silent() -> Iterator[None]:
 
 
 def packet_of(target: Any) -> Any:
-    """Return the operator that a node calls by ``target``, without its overload; any other target as it is.
-
-    The classes of operators have no public names. Checked on torch 2.13 to 2.15.
-    """
+    """Return the operator that a node calls by ``target``, without its overload; any other target as it is. The classes
+    of operators have no public names. Checked on torch 2.13 to 2.15."""
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def qualified_name(target: Any) -> str | None:
-    """Return the library and name of an operator, such as ``aten::mm``; None for any other target.
-
-    An operator has no public name with its library. Checked on torch 2.13 to 2.15.
-    """
+    """Return the library and name of an operator, such as ``aten::mm``; None for any other target. An operator has no
+    public name with its library. Checked on torch 2.13 to 2.15."""
     packet = packet_of(target)
     return packet._qualified_op_name if isinstance(packet, OpOverloadPacket) else None
 
 
 def operator_writes(target: Any) -> bool | None:
-    """Return whether an operator writes into an argument, or may do so; None for any other target.
-
-    An operator has no public schema. Checked on torch 2.13 to 2.15.
-    """
+    """Return whether an operator writes into an argument, or may do so; None for any other target. An operator has no
+    public schema. Checked on torch 2.13 to 2.15."""
     if isinstance(target, HigherOrderOperator):
         return True
     if isinstance(target, OpOverload):
@@ -364,10 +337,7 @@ def operator_writes(target: Any) -> bool | None:
 
 
 def is_alias(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share storage, fake tensors too, whose addresses say nothing.
-
-    Checked on torch 2.13 to 2.15.
-    """
+    """Return whether two tensors share storage; addresses of fake ones say nothing. Checked on torch 2.13 to 2.15."""
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
@@ -376,9 +346,7 @@ def fused_adamw(
     *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
     """Run the fused kernel of AdamW, in place, on gradients that are not those of the parameters.
-
-    torch.optim.AdamW(fused=True) reads ``.grad`` and keeps state of its own. Checked on torch 2.13 to 2.15.
-    """
+    torch.optim.AdamW(fused=True) reads ``.grad`` and keeps state of its own. Checked on torch 2.13 to 2.15."""
     fused: Any = torch._fused_adamw_
     options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     fused(parameters, gradients, m, v, [], steps, amsgrad=False, maximize=False, **options)
@@ -391,9 +359,7 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def fsdp_dtype(module: Any) -> torch.dtype | None:
-    """Return the dtype that a module of ``fully_shard`` computes in; None where FSDP casts nothing.
-
-    fully_shard takes the policy and does not show it. Checked on torch 2.13 to 2.15.
-    """
+    """Return the dtype that a module of ``fully_shard`` computes in; None where FSDP casts nothing. fully_shard takes
+    the policy and does not show it. Checked on torch 2.13 to 2.15."""
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
     return dtype

@@ -467,6 +467,27 @@ def test_without_dispatch_modes() -> None:
     assert counter.get_total_flops() == 0
 
 
+def test_without_function_modes() -> None:
+    class Counting(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    class Other(Counting):
+        pass
+
+    outer, inner = Other(), Counting()
+    x = torch.ones(2)
+    with outer, inner:
+        with internals.without_function_modes(Other):
+            torch.add(x, x)
+        assert (outer.seen, inner.seen) == (0, 1)
+        torch.add(x, x)
+        assert (outer.seen, inner.seen) == (1, 2)
+
+
 def test_fake_tensors_silent() -> None:
     records: list[logging.LogRecord] = []
     log = logging.getLogger(internals.FakeTensor.__module__)

@@ -12,8 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markdown import Markdown
 from rich.segment import Segment
 
+from fp4graph.errors import printable
 from fp4graph.technique.registry import Registry, default_registry
-from fp4graph.text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error, PolicyWarning, suggest
 from fp4graph.exports.activations import input_scales
 from fp4graph.exports.compressed_tensors import CompressedTensors
 from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_json, write_tensors
@@ -27,7 +27,6 @@ from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
 from fp4graph.technique.operands import Operand
-from fp4graph.text import suggest
 
 #: The layouts by the names of ``format=``, with the packages that write them.
 LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {
@@ -88,52 +87,62 @@ def export(
     root = unwrapped(model)
     runtime = require_runtime(root, "export")
     with new_folder(target) as folder:
-        scales, activations = _scales(root, runtime, activations, calibration)
-        tensors: dict[str, Tensor] = {}
-        schemes: dict[str, Scheme] = {}
-        done: set[str] = set()
-        siblings = Siblings()
-
-        def write(weight: Fp4Weight, scale: Tensor | None) -> None:
-            require_storable(weight)
-            for module, parts in layout.packed(root, weight, scale).items():
-                tensors.update({f"{module}.{name}": part for name, part in parts.items()})
-                schemes[module] = weight.scheme
-
-        for weight in fp4_weights(runtime, activations=activations):
-            _require_own(root, weight)
-            write(weight, scales.get(weight.name))
-            siblings.add(weight, scales.get(weight.name))
-            done.add(weight.name)
-        _refuse_computed(root, runtime, done)
-        if not done:
-            raise Error(
-                f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; "
-                "save the model by its own means, with fp4graph.strip()"
-            )
-        differing = [] if sibling_scales == "own" else siblings.differing()
-        if sibling_scales == "refuse":
-            require_shared(differing)
-        changes = []
-        for group in differing:
-            shared = list(group.shared())
-            for weight, scale in shared:
-                write(weight, scale)
-            changes.append(change(group, shared))
-            own = ", ".join(f"{name} {one['error']:.2e}" for name, one in changes[-1]["own"].items())
-            print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({own})")
-        kept = {
-            name: value
-            for name, value in state.strip(root.state_dict()).items()
-            if name not in done and isinstance(value, Tensor)
-        }
-        tensors |= layout.kept(root, _once(kept))
-        write_tensors(folder, tensors, max_shard_size)
-        layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
-        if changes:
-            write_json(folder / "sibling_scales.json", changes)
+        _write(folder, runtime, layout, sibling_scales, activations, calibration, max_shard_size)
         copy_tokenizer(folder, root, tokenizer)
     return target
+
+
+def _write(
+    folder: Path,
+    runtime: Runtime,
+    layout: Layout,
+    sibling_scales: str,
+    activations: bool,
+    calibration: Iterable[Any] | None,
+    max_shard_size: str | int,
+) -> None:
+    """Write weights and configuration; the arguments are those of :func:`export`."""
+    root = runtime.root
+    scales, activations = _scales(root, runtime, activations, calibration)
+    tensors: dict[str, Tensor] = {}
+    schemes: dict[str, Scheme] = {}
+    done: set[str] = set()
+    siblings = Siblings()
+
+    def write(weight: Fp4Weight, scale: Tensor | None) -> None:
+        require_storable(weight)
+        for module, parts in layout.packed(root, weight, scale).items():
+            tensors.update({f"{module}.{name}": part for name, part in parts.items()})
+            schemes[module] = weight.scheme
+
+    for weight in fp4_weights(runtime, activations=activations):
+        _require_own(root, weight)
+        write(weight, scales.get(weight.name))
+        siblings.add(weight, scales.get(weight.name))
+        done.add(weight.name)
+    _refuse_computed(root, runtime, done)
+    if not done:
+        raise Error(
+            f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; save "
+            "the model by its own means, with fp4graph.strip()"
+        )
+    differing = [] if sibling_scales == "own" else siblings.differing()
+    if sibling_scales == "refuse":
+        require_shared(differing)
+    changes = []
+    for group in differing:
+        shared = list(group.shared())
+        for weight, scale in shared:
+            write(weight, scale)
+        changes.append(change(group, shared))
+        own = ", ".join(f"{name} {one['error']:.2e}" for name, one in changes[-1]["own"].items())
+        print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({own})")
+    state_dict = state.strip(root.state_dict())
+    kept = {name: x for name, x in state_dict.items() if name not in done and isinstance(x, Tensor)}
+    write_tensors(folder, tensors | layout.kept(root, _once(kept)), max_shard_size)
+    layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
+    if changes:
+        write_json(folder / "sibling_scales.json", changes)
 
 
 def _layout(name: str) -> Layout:
@@ -160,7 +169,7 @@ def _scales(
             "constant: only weights are exported. Give calibration= batches to measure constants on, or "
             "activations=False to say that this is wanted",
             PolicyWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return {}, False
     used = [weight for weight in runtime.weights if weight.is_captured]

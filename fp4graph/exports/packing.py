@@ -33,7 +33,11 @@ def matrices(model: nn.Module, weight: Fp4Weight) -> dict[str, Matrix]:
 
 def element_bytes(elements: Tensor) -> Tensor:
     """Return elements ``[..., K]`` as uint8 ``[..., K/2]``, two to a byte, the first in the low half."""
-    codes = element_codes(elements, E2M1)
+    return nibbles(element_codes(elements, E2M1))
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Return 4-bit codes ``[..., K]`` as uint8 ``[..., K/2]``, two to a byte, the first in the low half."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

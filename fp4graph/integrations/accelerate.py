@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.files import read_json, write
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.training.origin import check_policy, written_under
+from fp4graph.training.origin import check_origin, write_origin
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
 M = TypeVar("M", bound=nn.Module)
-#: File in an ``Accelerator.save_state`` folder with the policy that the state was written under.
-POLICY_FILE = "fp4graph.json"
 
 
 def apply_with_accelerate(
@@ -72,12 +67,11 @@ def apply_with_accelerate(
 
     def before_saving(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if is_here(models) and accelerator.is_main_process:
-            write(Path(folder) / POLICY_FILE, json.dumps(written_under(model)))
+            write_origin(folder, model)
 
     def before_loading(models: list[nn.Module], folder: str) -> None:
         if is_here(models) and same_policy:
-            file = Path(folder) / POLICY_FILE
-            check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, model)
+            check_origin(folder, model)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import compiler_options, require_compiler
 from fp4graph.model import saved
@@ -22,10 +22,9 @@ from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.listening import listener
-from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
+from fp4graph.model.source import release_all, released
 from fp4graph.policy import Policy, check_modules, load_policy
-from fp4graph.text import suggest
 from fp4graph.versions import warn_once
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,14 +47,13 @@ def apply(
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
-    Type, parameters and their names stay; buffers ``*._fp4graph_*`` are added. The graph is captured at the
-    first call, and an error of the first call is raised again at every later call until the policy is replaced or
-    removed. Applying again replaces the policy, and keeps state where it fits. State that Hugging Face's
-    ``save_pretrained`` wrote beside the weights is restored.
+    Type, parameters and their names stay; buffers ``*._fp4graph_*`` are added. The graph is captured at the first call,
+    and an error of the first call is raised again at every later call until the policy is replaced or removed. Applying
+    again replaces the policy, and keeps state where it fits. State that Hugging Face's ``save_pretrained`` wrote beside
+    the weights is restored.
 
     Args:
-        model: any module. With a DistributedDataParallel, or what torch.compile returned, the policy is applied to the
-            module inside.
+        model: any module. Under DistributedDataParallel or torch.compile, the policy is applied to the module inside.
         policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
         backend: ``inductor``, ``aot_eager`` or ``eager``.
         seed: of stochastic rounding and random transforms; None means 0.
@@ -68,9 +66,8 @@ def apply(
         strict: raise :class:`UncompiledError` or :class:`CaptureError` where a module with quantized sites would run
             uncompiled. Otherwise it runs operation by operation, with the same quantizers and noise but slower, and a
             PolicyWarning says why.
-        recompile_limit: graphs that may be compiled for the model's forward, one for each combination of ranks, modes
-            and what else is no size; beyond them it runs uncompiled. None is 64, or torch's own limit where that is
-            higher.
+        recompile_limit: graphs that may be compiled for the model's forward; beyond them it runs uncompiled. None is
+            64, or torch's own limit where that is higher.
         methods: names of methods that are compiled like the model's call, and counted as forwards like it. Another
             method runs uncompiled in its parts, and in high precision in its own body.
         mode, options: torch.compile's own, one of them, for ``inductor``: ``max-autotune``, ``reduce-overhead`` (CUDA
@@ -81,39 +78,42 @@ def apply(
 
     Raises:
         PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
-        Error: a submodule has a policy of its own, the model has no such method, an option of the compiler is
-            unknown or would break exactness, or the backend is Inductor and there is neither a C++ compiler nor an
-            accelerator. With ``example_inputs``, any error of the first call.
+        Error: a submodule has a policy of its own, the model has no such method, an option is unknown or would break
+            exactness, or Inductor finds neither a C++ compiler nor an accelerator; with ``example_inputs``, any error
+            of the first call.
     """
     refuse_other_models(model, "apply")
     warn_once()
     inner_backend(backend)  # refuses an unknown name
     given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
     settings = ApplyOptions(backend, *given, compiler=compiler_options(backend, mode, options, dynamic))
-    if backend == "inductor" and not torch.accelerator.is_available():
+    _apply(unwrapped(model), load_policy(policy), settings, methods, example_inputs)
+    listener().applied(model)
+    return model
+
+
+def _apply(
+    root: nn.Module, policy: Policy, settings: ApplyOptions, methods: Sequence[str], example_inputs: Any
+) -> None:
+    """Check everything that can be checked before a call, and attach ``policy``."""
+    if settings.backend == "inductor" and not torch.accelerator.is_available():
         require_compiler()
-    root = unwrapped(model)
-    loaded = load_policy(policy)
-    check_modules(loaded, [name for name, _ in root.named_modules()])
+    check_modules(policy, [name for name, _ in root.named_modules()])
     for name, module in root.named_modules():
         if name and runtime_of(module) is not None:
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    with unpacked(root):
+    with released(root):
         _check_methods(root, methods)
-        if total_forwards is not None:
-            _check_total(total_forwards)
-        if total_forwards is not None or example_inputs is not None:
-            loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
+        if settings.total_forwards is not None or example_inputs is not None:
+            policy.phase(0, settings.total_forwards)  # phases in the wrong order are refused here
         if example_inputs is not None:
-            rehearse(root, loaded, example_inputs, strict=strict)
+            rehearse(root, policy, example_inputs, strict=settings.strict)
         first = runtime_of(root) is None and not mark_hooks(root)
-        Runtime(root, loaded, dataclasses.replace(settings, methods=tuple(dict.fromkeys(methods)))).attach()
+        Runtime(root, policy, dataclasses.replace(settings, methods=tuple(dict.fromkeys(methods)))).attach()
     if first:
         saved.restore(root)
-    listener().applied(model)
-    return model
 
 
 def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
@@ -124,9 +124,9 @@ def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
         Error: the model is not applied.
     """
     runtime = require_runtime(model, "set_total_forwards")
-    _check_total(total_forwards)
+    settings = dataclasses.replace(runtime.settings, total_forwards=total_forwards)
     runtime.policy.phase(0, total_forwards)
-    runtime.settings = dataclasses.replace(runtime.settings, total_forwards=total_forwards)
+    runtime.settings = settings
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
@@ -170,16 +170,13 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
             raise Error(f"{kind.__name__} has no method {name!r}; {suggest(name, own)}")
 
 
-def _check_total(total_forwards: int) -> None:
-    if type(total_forwards) is not int or total_forwards < 1:
-        raise ValueError(f"total_forwards is a number of training forwards, at least 1; got {total_forwards!r}")
-
-
 def remove(model: M) -> M:
     """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
     if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied")
-    detach(unwrapped(model))
+    root = unwrapped(model)
+    release_all(root)
+    detach(root, shared=True)
     return model
 
 

@@ -33,6 +33,8 @@ class ApplyOptions:
             raise Error(f"dynamic is True, False or None, as for torch.compile; got {self.dynamic!r}")
         if not isinstance(self.strict, bool):
             raise Error(f"strict is True or False; got {self.strict!r}")
+        if (total := self.total_forwards) is not None and (type(total) is not int or total < 1):
+            raise ValueError(f"total_forwards is a number of training forwards, at least 1; got {total!r}")
         limit = self.recompile_limit
         if limit is not None and (type(limit) is not int or limit < 1):
             raise Error(f"recompile_limit is a number of graphs, at least 1, or None for 64; got {limit!r}")

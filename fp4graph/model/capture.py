@@ -18,7 +18,7 @@ from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks, state
-from fp4graph.model.forward import CALL
+from fp4graph.model.forward import CALL, Forward, Kind
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.ran import Drawing, Frame, Ran
 from fp4graph.model.recompilations import Recompilations
@@ -181,24 +181,17 @@ class Capture:
                 weights[owner].settle(use)
             self.uses[owner] = use
 
-    def take(self, planner: Planner, marked: Iterable[str | None], *, whole: bool) -> None:
-        """Take over what a forward came to that was not compiled; ``whole`` if it is the model's first."""
+    def take(self, planner: Planner, marked: Iterable[str | None], forward: Forward, *, checked: bool) -> None:
+        """Take over what a forward came to that was not compiled. Sites are listed until coverage is ``checked``."""
         self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
-        if whole and not self._frames:
+        if forward.kind is Kind.UNCAPTURED:
+            known = set(map(_identity, self.sites))
+            self.sites.extend(site for site in planner.sites if not checked and _identity(site) not in known)
+        elif forward.module is self._plan.root and not checked and not self._frames:
             self.sites.extend(planner.sites)
             self.marked |= set(marked)
         elif not self.sites and torch.is_grad_enabled():
             self.of_parts.extend(planner.sites)
-
-    def take_uncaptured(self, planner: Planner, *, checked: bool) -> None:
-        """Take over what a module came to that the compiled call has called outside of its graphs.
-
-        Sites are listed until the coverage is ``checked``, like those of graphs.
-        """
-        self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
-        if not checked:
-            known = set(map(_identity, self.sites))
-            self.sites.extend(site for site in planner.sites if _identity(site) not in known)
 
     @contextmanager
     def configured(self) -> Iterator[None]:
@@ -216,7 +209,7 @@ class Capture:
         if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.packed:  # the hooks set a weight and take it away again, which leaves no effect
+        if self._plan.sources:  # their hooks set a weight and take it away again, which leaves no effect
             changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
             with torch_internals.dynamo_settings(**changes):

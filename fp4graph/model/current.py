@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,14 @@ from fp4graph.torch_internals import frame_hook
 PLAIN: Any = "fp4graph_plain"
 
 
+@dataclass
+class Calls:
+    """The calls of a model in one checkpointed region: their steps, and how many of them each backward has repeated."""
+
+    steps: list[Tensor] = field(default_factory=list)
+    repeats: Counter[int] = field(default_factory=Counter)
+
+
 @dataclass(eq=False)
 class CurrentForward:
     """The forward of an applied model that is running, or was the last to run.
@@ -31,11 +40,12 @@ class CurrentForward:
     Attributes:
         step: the tensor (seed, rank, count), which every mark hook of the model hands to the graph. Set anew for each
             forward, because a graph takes the tensor that is here when the forward begins.
-        compiled: whether the compiled call is running.
-        direct: the pass that is running uncompiled, or None. thread: the one that runs it, or the compiled call.
+        compiled: whether the compiled call is running. threads: those that run it, several at most without gradients.
+        direct: the pass that is running uncompiled, or None. thread: the last to begin that, or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         last: the kind of the last forward with gradients that has begun, or None.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
+        calls: of each checkpointed region, the steps of the calls of the model in it, in their order.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
         uncaptured: runs a module that the compiled call calls outside of its graphs, and is told whether Dynamo is
             disabled there; None leaves the module to Dynamo.
@@ -45,6 +55,7 @@ class CurrentForward:
 
     step: Tensor
     compiled: bool = False
+    threads: set[int] = field(default_factory=set)
     direct: Direct | None = None
     thread: int | None = None
     ran: set[int] = field(default_factory=set)
@@ -52,6 +63,7 @@ class CurrentForward:
     regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    calls: weakref.WeakKeyDictionary[Any, Calls] = field(default_factory=weakref.WeakKeyDictionary)
     part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
     uncaptured: Callable[..., Any] | None = None
     method: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -91,6 +103,20 @@ class CurrentForward:
         if region is not None and region not in self.regions:
             self.regions[region] = self.step, self.direct.planner.occurrences
 
+    def begin_call(self) -> None:
+        """Note a call of the model that begins, if a checkpoint will repeat it."""
+        if torch_internals.backward_id() == -1 and (region := torch_internals.checkpointed_region()) is not None:
+            self.calls.setdefault(region, Calls()).steps.append(self.step)
+
+    def repeated(self) -> Tensor | None:
+        """Return the step of the call that a checkpoint repeats in this backward; None if the call is none of those."""
+        backward, region = torch_internals.backward_id(), torch_internals.checkpointed_region()
+        calls = None if backward == -1 or region is None else self.calls.get(region)
+        if calls is None or calls.repeats[backward] == len(calls.steps):
+            return None
+        calls.repeats[backward] += 1
+        return calls.steps[calls.repeats[backward] - 1]
+
 
 class Parts:
     """The parts of an applied model: ``nn.Module.__call__`` of each runs :meth:`_run` in the place of the module's own.
@@ -127,9 +153,11 @@ class Parts:
 
     def hide(self) -> None:
         """Give the modules the calls that they had before."""
-        for attributes, _, former in self._parts:
+        for attributes, part, former in self._parts:
+            if attributes.get("_compiled_call_impl") is not part:
+                continue  # another applied model has taken the module over
             if former is None:
-                attributes.pop("_compiled_call_impl", None)
+                del attributes["_compiled_call_impl"]
             else:
                 attributes["_compiled_call_impl"] = former
 

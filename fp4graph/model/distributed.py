@@ -14,7 +14,7 @@ from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.model import hooks, state
-from fp4graph.model.packed import packed_below
+from fp4graph.model.source import sources_below
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules, is_sharded
 
@@ -93,7 +93,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     for module in sharded:
         module.reshard()  # an evaluation may have left the weights gathered
     for module in sharded:
-        _require_dtype_of_packed(root, module)
+        _require_dtype_of_sources(module)
     gathered = {id(inner) for module in sharded for inner in module.modules()}
     for weight in weights:
         if is_sharded(weight.parameter) and id(weight.module) not in gathered:
@@ -112,16 +112,12 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
             module.forward = hooks.ShardedForward(module, compiled[cls])
 
 
-def _require_dtype_of_packed(root: nn.Module, module: Any) -> None:
-    """Raise Error where FSDP casts what a sharded module computes with, and packed weights have another dtype.
-
-    The bytes of a weight were made of its values before the cast, which FSDP does not give them.
-    """
+def _require_dtype_of_sources(module: Any) -> None:
+    """Raise Error where FSDP casts what a module computes with, and a source gives a weight in another dtype."""
     dtype = torch_internals.fsdp_dtype(module)
-    for inner, unpacking in packed_below(module):
-        if dtype is not None and dtype is not unpacking.layout.dtype:
-            name = next(name for name, each in root.named_modules() if each is inner)
+    for _, source in sources_below(module):
+        if dtype is not None and dtype is not source.stand_in.dtype:
             raise Error(
-                f"{name}.{unpacking.name} was packed in {unpacking.layout.dtype}, and MixedPrecisionPolicy computes in "
-                f"{dtype}; call model.to({dtype}) before fp4graph.pack_frozen(model), or leave out param_dtype"
+                f"{source.path} was packed in {source.stand_in.dtype}, and MixedPrecisionPolicy computes in {dtype}; "
+                f"call model.to({dtype}) before fp4graph.pack_frozen(model), or leave out param_dtype"
             )

@@ -28,6 +28,7 @@ from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
+from fp4graph.model.source import release_all
 from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
@@ -248,19 +249,9 @@ def _captured(
     ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names, and
     ``counts`` with the FLOPs that torch counts in the forward where nothing is captured (:func:`flops.of_call`).
     """
-    fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
-    with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
-        twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
-    detach(twin)
-    twin._compiled_call_impl = None
-    given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
-    _leave_meta(twin, fake_mode, device)
+    twin, fake_mode, (fake_args, fake_kwargs) = _fake(model, (args, dict(kwargs)))
     counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: _placed(t, fake_mode, device), (args, dict(kwargs))
-    )
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
@@ -293,6 +284,20 @@ def _captured(
             call: Any = twin._call_impl
             counts.update(flops.of_call(lambda: call(*fake_args, **fake_kwargs)) or {})
     return runtime, problem
+
+
+def _fake(model: nn.Module, inputs: Any) -> tuple[nn.Module, torch_internals.FakeTensorMode, Any]:
+    """Return a plain copy of ``model`` and its inputs on fake tensors, and the mode that these are of."""
+    fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
+        twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
+    release_all(twin)
+    detach(twin)
+    twin._compiled_call_impl = None
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    _leave_meta(twin, fake_mode, device)
+    return twin, fake_mode, pytree.tree_map_only(torch.Tensor, lambda t: _placed(t, fake_mode, device), inputs)
 
 
 def _leave_meta(model: nn.Module, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> None:

@@ -17,13 +17,15 @@ CALL = "__call__"
 class Kind(Enum):
     """Who runs what of an applied model.
 
-    ``CALL``: the caller calls the model. ``METHOD``: the caller calls one of ``apply(methods=...)``. ``PART``: the
-    caller calls a module of the model by itself. ``RECOMPUTED``: activation checkpointing calls such a module again, in
-    the backward. ``UNCAPTURED``: the compiled call calls a module outside of its graphs.
+    ``CALL``: the caller calls the model. ``METHOD``: the caller calls one of ``apply(methods=...)``. ``REPEATED``:
+    activation checkpointing runs one of these again, in the backward. ``PART``: the caller calls a module of the model
+    by itself. ``RECOMPUTED``: activation checkpointing calls such a module again. ``UNCAPTURED``: the compiled call
+    calls a module outside of its graphs.
     """
 
     CALL = "call"
     METHOD = "method"
+    REPEATED = "repeated"
     PART = "part"
     RECOMPUTED = "recomputed"
     UNCAPTURED = "uncaptured"
@@ -37,8 +39,8 @@ class Duties(NamedTuple):
             watches graphs only; a recording is shown both.
         begins: it enters the phase that is due, checks optimizers, packed weights and the loaded count, and takes a
             snapshot of the step. The others belong to a forward that has begun.
-        counts: the training forwards that advance the count: ``each``, those ``with gradients`` in their result, or
-            those that call a module ``again`` which has run since the count last changed.
+        counts: the training forwards that advance the count: ``each``, those ``with gradients`` in their result (an
+            iterator may have some), or those that call a module ``again`` which has run since the count last changed.
         covers: the rules that must match in the first forward: ``all``, those about what was ``captured``, or none. Of
             rules that only later calls may meet, a forward warns when it runs for the second time.
         listed: training forwards after which sites are listed no more, though the model's call was not checked yet.
@@ -58,6 +60,7 @@ DUTIES: Mapping[Kind, Duties] = {
     #                        compiled begins counts            covers      listed   warns
     Kind.CALL: Duties(           True, True, "each",           "all",      _ALWAYS, False),
     Kind.METHOD: Duties(         True, True, "with gradients", "captured", 1,       False),
+    Kind.REPEATED: Duties(      True, False, "never",          "none",     _ALWAYS, False),
     Kind.PART: Duties(          False, True, "again",          "none",     2,       True),
     Kind.RECOMPUTED: Duties(   False, False, "never",          "none",     2,       False),
     Kind.UNCAPTURED: Duties(   False, False, "never",          "none",     _ALWAYS, True),
@@ -73,6 +76,7 @@ class Forward:
         call: runs it without a compiler, on ``args`` and ``kwargs``.
         name: of the method that is called, :data:`CALL` for others.
         training: whether gradients are recorded.
+        step: the step tensor of the forward that is repeated, else None.
     """
 
     kind: Kind
@@ -82,12 +86,16 @@ class Forward:
     kwargs: dict[str, Any]
     name: str = CALL
     training: bool = field(default_factory=torch.is_grad_enabled)
+    step: Tensor | None = None
 
     @staticmethod
-    def of(root: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any = None) -> Forward:
-        """Return the forward of ``root``'s call or method ``name``."""
-        own: Any = root._call_impl if name == CALL else getattr(type(root), name).__get__(root)
-        return Forward(Kind.CALL if name == CALL else Kind.METHOD, root, call or own, args, kwargs, name)
+    def of(
+        root: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: Tensor | None = None
+    ) -> Forward:
+        """Return the forward of ``root``'s call or method ``name``; a repeated one if its ``step`` is given."""
+        call: Any = root._call_impl if name == CALL else getattr(type(root), name).__get__(root)
+        kind = Kind.CALL if name == CALL else Kind.METHOD
+        return Forward(kind if step is None else Kind.REPEATED, root, call, args, kwargs, name, step=step)
 
     @property
     def duties(self) -> Duties:

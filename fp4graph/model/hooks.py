@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,14 +121,17 @@ def _follow(module: Any, path: tuple[str, ...]) -> Tensor:
     return module  # type: ignore[no-any-return]
 
 
-class GuardedForward:
-    """``forward`` of a root that owns quantized weights itself, where a direct call would meet no hook at all."""
+class _Instead:
+    """An attribute of a model that hides function ``name`` of the model's class."""
 
-    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
-        self.module = module
-        self._current = current
-        functools.update_wrapper(self, type(module).forward)
+    def __init__(self, module: nn.Module, name: str, current: CurrentForward) -> None:
+        self.module, self.name, self._current = module, name, current
+        functools.update_wrapper(self, getattr(type(module), name))  # type: ignore[arg-type]  # subclasses are called
         del self.__wrapped__  # type: ignore[attr-defined]  # a function of the class, not picklable by every pickler
+
+
+class GuardedForward(_Instead):
+    """``forward`` of a root that owns quantized weights itself, where a direct call would meet no hook at all."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self._current
@@ -140,14 +143,8 @@ class GuardedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class Method:
-    """A method of an applied model that is compiled like the model's call. The model's attribute hides the class's."""
-
-    def __init__(self, module: nn.Module, name: str, current: CurrentForward) -> None:
-        self.module, self.name = module, name
-        self._current = current
-        functools.update_wrapper(self, getattr(type(module), name))
-        del self.__wrapped__  # type: ignore[attr-defined]  # as for GuardedForward
+class Method(_Instead):
+    """A method of an applied model that is compiled like the model's call."""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -250,15 +247,16 @@ def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     return found
 
 
-def remove_hooks(root: nn.Module) -> None:
-    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``."""
+def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
+    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``, but for the modules in
+    ``shared``, which another applied model has taken over."""
     if root.__dict__.get("compile") is compiled_already:
         del root.__dict__["compile"]
     for module, key, _ in mark_hooks(root):
-        if key is not None:
+        if key is not None and module not in shared:
             module._forward_pre_hooks.pop(key)
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for module in list(root.modules()):
+    for module in [module for module in root.modules() if module not in shared]:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CarryHook)]:
             del module._forward_pre_hooks[key]
         if (own := state.State.of(module)) is not None:

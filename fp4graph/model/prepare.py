@@ -6,12 +6,13 @@ Planning touches nothing, so that a refusal leaves the model as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fp4graph.errors import CaptureError
+from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
@@ -19,6 +20,7 @@ from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
+from fp4graph.model.source import Source, as_parameters, sources_below
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
@@ -26,6 +28,7 @@ from fp4graph.technique.site import SiteView
 
 #: DDP's list of buffers that it leaves alone, an attribute of the wrapped module.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_RELOAD = "load the original weights and apply the policy again"
 
 
 class PhasePlan:
@@ -37,21 +40,41 @@ class PhasePlan:
 
     Attributes:
         weights: every weight that a rule quantizes, or may quantize.
-        packed: whether some of them are packed (:mod:`fp4graph.model.packed`).
     """
-
-    packed = False
 
     def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
         self.root, self.policy = root, policy
         state.require_free(root)
-        self.names = Names(root) if names is None else names
-        self.weights = [
-            weight
-            for fqn, module in root.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if (weight := self._weight(fqn, module, name, parameter)) is not None
-        ]
+        with as_parameters(root):
+            self.names = Names(root) if names is None else names
+            self.weights = [
+                weight
+                for fqn, module in root.named_modules(remove_duplicate=False)
+                for name, parameter in module._parameters.items()
+                if (weight := self._weight(fqn, module, name, parameter)) is not None
+            ]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The sources of the weights that are no parameters now."""
+        return [source for weight in self.weights if (source := weight.source) is not None]
+
+    def require_sources(self) -> None:
+        """Raise PolicyError where the plan asks other values of a weight than its source gives."""
+        weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}
+        for module, source in sources_below(self.root):
+            if (weight := weights.get((id(module), source.name))) is None:
+                raise PolicyError(
+                    f"{source.path} was packed, and no rule quantizes it any more; its high-precision values are gone: "
+                    f"{_RELOAD}"
+                )
+            for choice in weight.choices:
+                if choice.plan.program not in source.programs:
+                    raise choice.rule.error(
+                        f"{weight.name} was packed under another rule or phase, and this one quantizes it from its "
+                        f"high-precision values, which are gone; {_RELOAD}"
+                    )
+            source.path = weight.name
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
@@ -108,6 +131,7 @@ class PhasePlan:
         """Return the modules that may multiply activations with each other, or use parameters directly, under a rule
         that quantizes such products."""
         found = set()
+        weighing = {weight.module for weight in self.weights}
         for fqn, module in self.root.named_modules(remove_duplicate=False):
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
@@ -116,7 +140,8 @@ class PhasePlan:
                 continue
             if isinstance(module, parametrize.ParametrizationList):
                 continue  # it computes a weight, also for those who read the weight outside of a forward
-            owns = computes or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+            owns = computes or module in weighing
+            owns = owns or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
@@ -137,8 +162,10 @@ def computes_weight(module: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
-    """Return the device of the first parameter of ``module``; without parameters, ``default`` or the CPU."""
-    return next((p.device for p in module.parameters()), default or torch.device("cpu"))
+    """Return the device of the first parameter of ``module``; without parameters, ``default``, else that of the first
+    buffer, else the CPU."""
+    tensors = module.parameters() if default is not None else chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), default or torch.device("cpu"))
 
 
 def prepare(
@@ -177,7 +204,7 @@ def prepare(
             # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
-        root.forward = hooks.GuardedForward(root, current)
+        root.forward = hooks.GuardedForward(root, "forward", current)
     _take_over(root, root_state, former)
     ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
@@ -198,9 +225,10 @@ def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForwa
     return hook
 
 
-def unprepare(root: nn.Module) -> None:
-    """Remove what :func:`prepare` has added to ``root``."""
-    hooks.remove_hooks(root)
+def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
+    """Remove what :func:`prepare` has added to ``root``, for any model, or for that of ``current`` alone."""
+    marked = hooks.mark_hooks(root) if current is not None else ()
+    hooks.remove_hooks(root, {module for module, _, hook in marked if hook.current not in (None, current)})
     if ignored := [name for name in root.__dict__.pop(_IGNORED, []) if not state.is_ours(name)]:
         setattr(root, _IGNORED, ignored)
 

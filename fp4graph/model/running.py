@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import inner_backend
+from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import coverage, distributed, hooks
 from fp4graph.model.apply_options import ApplyOptions
@@ -84,7 +86,7 @@ class Runner:
             if repeated := id(forward.module) in ran:
                 steps.advance()
                 steps.trained = max(1, steps.trained)
-        elif forward.duties.compiled and forward.training:
+        elif forward.duties.begins and forward.training:
             repeated = forward.kind is Kind.METHOD and self.capture.captured(forward.name)
             if ran:
                 steps.advance()
@@ -96,13 +98,17 @@ class Runner:
         if self._steps.root_state is not None and not self._steps.trained:
             self._compile_sharded()
         self._steps.begin(training=training)
+        if forward.duties.compiled:
+            self._current.begin_call()
         self._steps.trained += training and forward.duties.counts == "again"
         if forward.training:
             self._current.last = forward.kind
 
     def run(self, forward: Forward) -> Any:
         """Run a forward, check the coverage of a first one, and count a training's."""
-        result = self._run(forward)
+        # Another applied model may call this one in a pass of its own, which must not see what this one computes.
+        with nullcontext() if self._current.direct else torch_internals.without_function_modes(Direct):
+            result = self._run(forward)
         duties = forward.duties
         if duties.covers != "none" and not self.checked and not self.inspection.watching:
             try:
@@ -116,7 +122,7 @@ class Runner:
             self.checked = duties.covers == "all"
         counted = duties.counts == "each" or (
             duties.counts == "with gradients"
-            and any(getattr(leaf, "requires_grad", False) for leaf in pytree.tree_leaves(result))
+            and any(isinstance(x, Iterator) or getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result))
         )
         if forward.training and counted:
             self._steps.trained += 1
@@ -158,9 +164,12 @@ class Runner:
         capture = observed or self.capture
         if forward.training and current.compiled:
             current.require_thread()
+        step = current.step
+        current.step = step if forward.step is None else forward.step
         current.compiled, current.thread, self._running = True, threading.get_ident(), capture
+        current.threads.add(current.thread)
         try:
-            with capture.configured(), nullcontext() if forward.kind is Kind.CALL else hooks.uncalled(root):
+            with capture.configured(), nullcontext() if forward.name == CALL else hooks.uncalled(root):
                 if sharded:
                     with capture.forward():
                         return forward.run()
@@ -180,7 +189,8 @@ class Runner:
                 raise error.__context__ from None
             raise error
         finally:
-            current.compiled = False
+            current.threads.discard(threading.get_ident())
+            current.compiled, current.step = bool(current.threads), step
 
     def _refuses_product(self, error: Exception, *, strict: bool) -> bool:
         """Return whether ``error`` is torch's refusal of a grouped product, which runs uncompiled from now on."""
@@ -199,7 +209,7 @@ class Runner:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_refused(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model that Dynamo does not compile."""
-        forward = Forward.of(self._plan.root, name, args, kwargs, call)
+        forward = replace(Forward.of(self._plan.root, name, args, kwargs), call=call)
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
         # Dynamo leaves a forward that raises an error to Python, so the error says more than this does.
         why = self._refused or cause(full=self.capture.is_full(name))

@@ -22,9 +22,7 @@ from fp4graph.model.conversion import opaque, refuse_conversion, refuse_other_mo
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.forward import CALL, Forward, Kind
 from fp4graph.model.optimizers import PreparedOptimizers
-from fp4graph.model.packed import release_all, unpacked
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
-from fp4graph.model.repacking import Packing
 from fp4graph.model.running import Runner
 from fp4graph.model.steps import Steps
 from fp4graph.model.tree import Tree
@@ -59,7 +57,6 @@ class Runtime:
         capture: the model's compiled forward, and what its graphs came to. sites: the captured ones.
         optimizers: the optimizers that techniques act through.
         inspection: what observes the forwards.
-        packing: packs the weights again that were packed, where some were.
         intercept: called with the arguments in the place of the model's call; None lets the call run.
     """
 
@@ -84,7 +81,6 @@ class Runtime:
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._tree = Tree(root, self.plan.weights, quantizes=policy.quantizes)
-        self.packing: Packing | None = None
         self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.count_from, self.over_ranks = self._steps.count_from, self._steps.over_ranks
         self.check_coverage = self._runner.check_coverage
@@ -161,7 +157,7 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
-        return self._forward(Forward.of(self.root, name, args, kwargs))
+        return self._forward(Forward.of(self.root, name, args, kwargs, self._current.repeated()))
 
     @opaque
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,14 +176,14 @@ class Runtime:
             with bypass:
                 return forward.run()
         if self._tree.adapted():
-            return self._adapted()._forward(forward)
+            return _replaced(self, self.phase)._forward(forward)
         refuse_conversion(quantizes=self._any_hook is not None)
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
             due = self._due()
             if due != self.phase:
-                return self._enter(due)._forward(forward)
+                return _replaced(self, due)._forward(forward)
             self._begin(forward)
         return self._runner.run(forward)
 
@@ -199,8 +195,8 @@ class Runtime:
         first = forward.training and not (of_parts and self._current.ran)
         if first and self._steps.trained == 1:
             self.optimizers.check(self.plan)
-        if first and self.packing is not None:
-            self.packing.warn_unfrozen()
+        for source in self.plan.sources if first else ():
+            source.before_training()
         own = self.root_state
         if own is not None and first and own.count_unknown and own.count == 0 and self.policy.phases:
             self._runner.uncompiled.warn("count", _COUNT_UNKNOWN.format(policy=repr(self.policy.name)))
@@ -208,30 +204,18 @@ class Runtime:
 
     def up_to_date(self) -> Runtime:
         """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
-        return self._adapted() if self._tree.adapted() else self
+        return _replaced(self, self.phase) if self._tree.adapted() else self
 
     def _due(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
         return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
 
-    def _enter(self, phase: int) -> Runtime:
-        """Enter another phase: apply its policy, with the present state and optimizers."""
-        if self.inspection.watching:
-            raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        return _replaced(self, phase)
-
-    def _adapted(self) -> Runtime:
-        """Apply the policy to the model with the adapters that have joined or left it."""
-        if self.inspection.watching:
-            raise Error("adapters joined or left the model inside detect_nonfinite(); call the model once before it")
-        return _replaced(self, self.phase)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
         due = self._due()
-        with (self if due == self.phase else self._enter(due)).inspection.watched():
+        with (self if due == self.phase else _replaced(self, due)).inspection.watched():
             yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
@@ -267,17 +251,17 @@ def _follow(runtime: Runtime, *, training: bool) -> None:
 
 
 def _replaced(runtime: Runtime, phase: int) -> Runtime:
-    """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
-    with unpacked(runtime.root) as packed:  # plans are made of parameters
-        following = Runtime(runtime.root, runtime.policy, runtime.settings, phase)
-        following.attach()
-    following.packing = runtime.packing
-    if packed and runtime.packing is not None:
-        try:
-            runtime.packing.again(following.plan, packed)
-        except Error as error:
-            following._runner.failure = error  # the values of bytes are no weights of this phase
-            raise
+    """Apply the policy in ``phase``, another one or the present, to the model as it is now (adapters may have joined or
+    left it), with the present state and optimizers."""
+    if runtime.inspection.watching:
+        raise Error(
+            "a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves"
+            if phase != runtime.phase
+            else "adapters joined or left the model inside detect_nonfinite(); call the model once before it"
+        )
+    following = Runtime(runtime.root, runtime.policy, runtime.settings, phase)
+    following.plan.require_sources()
+    following.attach()
     following._original = runtime._original
     if following.root_state is not None and runtime.root_state is not None:
         following.root_state.followed = runtime.root_state.followed
@@ -314,12 +298,8 @@ def _apply_to_copy(runtime: Runtime, memo: dict[Any, Any]) -> None:
     def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
         del twin.__dict__["__setstate__"]
         twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
-        packed = release_all(twin)
         copied = Runtime(twin, runtime.policy, runtime.settings, runtime.phase)
         copied.attach()
-        if packed and runtime.packing is not None:
-            runtime.packing.again(copied.plan, packed)
-            copied.packing = Packing(p for p in twin.parameters() if not p.requires_grad)
         copied.count_from(runtime.count or 0)
         if copied.root_state is not None and runtime.root_state is not None:
             copied.root_state.count_unknown = runtime.root_state.count_unknown
@@ -344,9 +324,10 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
     raise Error(f"{caller}() takes a model that fp4graph.apply has prepared; {why}")
 
 
-def detach(root: nn.Module) -> None:
-    """Take hooks, state and the compiled call off ``root``; packed weights become parameters again."""
-    release_all(root)
-    unprepare(root)
-    if (runtime := runtime_of(root)) is not None:
+def detach(root: nn.Module, *, shared: bool = False) -> None:
+    """Take hooks, state and the compiled call off ``root``; with ``shared`` not off modules that another applied model
+    has taken over."""
+    runtime = runtime_of(root)
+    unprepare(root, runtime._current if shared and runtime is not None else None)
+    if runtime is not None:
         runtime.give_back(root)

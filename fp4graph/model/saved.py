@@ -53,7 +53,7 @@ def restore(root: nn.Module) -> None:
             f"{folder} holds state of an applied policy; {len(left)} of its entries are left out "
             f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): {why}",
             PolicyWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

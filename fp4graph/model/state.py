@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.model.conversion import refuse
+from fp4graph.model.source import sources_of
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import is_sharded, like, whole
 
@@ -33,6 +34,8 @@ def buffer_name(name: str) -> str:
 
 
 KEY, FORWARDS = buffer_name("key"), buffer_name("forwards")
+#: Buffers that a :class:`Source` keeps, whatever policy is applied.
+PACKED = buffer_name("packed_")
 
 
 def is_ours(key: str) -> bool:
@@ -50,7 +53,7 @@ def require_free(root: nn.Module) -> None:
     """Raise an Error where the model itself uses names that are ours."""
     for fqn, module in root.named_modules():
         taken = [NAME] if NAME in module.__dict__ and State.of(module) is None else []
-        buffers = () if State.of(module) is not None else module._buffers
+        buffers = () if State.of(module) is not None or sources_of(module) else module._buffers
         taken += [name for name in (*module._modules, *module._parameters, *buffers) if name == NAME or is_ours(name)]
         if taken:
             raise Error(
@@ -85,13 +88,11 @@ class State:
     Attributes:
         module, fqn: the owner of the buffers, and its fully qualified name.
         loaded: whether a state dict gave any of the technique entries their values.
-        packed: the dtype of each weight that is kept as bytes, by its name.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
         self.module, self.fqn = module, fqn
         self.loaded = False
-        self.packed: dict[str, torch.dtype] = {}
         self._version_of_key = 0
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
         module.__dict__[NAME] = self
@@ -104,10 +105,11 @@ class State:
         return state if isinstance(state, State) else None
 
     def remove(self) -> None:
-        """Take everything of ours off the module."""
+        """Take the state off the module, but for what weights are made from."""
         for name in (NAME, *_METHODS):
             del self.module.__dict__[name]
-        for name in [name for name in self.module._buffers if is_ours(name)]:  # None among them
+        ours = [name for name in self.module._buffers if is_ours(name)]  # None among them
+        for name in [name for name in ours if not name.startswith(PACKED)]:
             delattr(self.module, name)
 
     @property
@@ -167,12 +169,8 @@ class State:
 
     def convert(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         """Stand before ``_apply`` of the module's class, through which ``.to``, ``.half`` and ``.to_empty`` go."""
-        for name, dtype in self.packed.items():
-            if (given := fn(torch.empty(0, dtype=dtype, device=self.key.device)).dtype) != dtype:
-                raise Error(
-                    f"{name} is packed as bytes of {dtype} and cannot become {given}; call "
-                    "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
-                )
+        for source in sources_of(self.module):
+            source.require_dtype(fn(torch.empty(0, dtype=source.stand_in.dtype, device=self.key.device)).dtype)
         buffers, ours = self.module._buffers, self.buffers
         buffers.update(dict.fromkeys(ours))  # torch leaves None alone
         try:

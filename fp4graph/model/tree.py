@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fp4graph.errors import CaptureError
+from fp4graph.model import state
 from fp4graph.model.prepare import computes_weight
 from fp4graph.model.weight import Weight
 from fp4graph.policy.adapters import is_of_adapters
@@ -25,14 +26,16 @@ class Tree:
 
     def adapted(self) -> bool:
         """Return whether modules have joined or left since, all of them adapters or their wrappers, or a parameter has
-        become a weight that is computed (weight_norm, pruning), or the other way round.
+        become a weight that is computed (weight_norm, pruning), or the other way round, or another applied model that
+        had taken over modules of this one was removed.
 
         Every forward asks. Other modules that join are an error of the first graph that shows them.
 
         Raises:
             CaptureError: other modules have joined or left together with adapters, which the graph would name.
         """
-        if not all(weight.is_held for weight in self._weights) or not all(map(computes_weight, self._computing)):
+        prepared = all(weight.is_held and state.KEY in weight.module._buffers for weight in self._weights)
+        if not prepared or not all(map(computes_weight, self._computing)):
             return True
         if all(tuple(module._modules.values()) == children for module, children in self._children):
             return False

@@ -69,16 +69,17 @@ class Uncompiled:
                 "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
             )
         current, former = self._current, self._current.step
-        region = torch_internals.checkpointed_region()
+        # A call of the model has a step of its own; parts have that of their region.
+        region = None if forward.duties.compiled else torch_internals.checkpointed_region()
         # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
         follows = running is not None and (region is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
         current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
-        whole, compiled = forward.module is self._plan.root, current.compiled
+        compiled = current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
-            whole=whole,
+            whole=forward.module is self._plan.root,
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
@@ -87,18 +88,20 @@ class Uncompiled:
             first_occurrence=occurrences,
         )
         current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
+        ran = set(current.ran)
         try:
             current.enter(forward.module)
             with direct, direct.inside(forward.module):
                 result = forward.run()
+        except BaseException:
+            current.ran = ran  # what fails is no forward: the next try has its count and noise
+            raise
         finally:
             current.direct, current.compiled, current.step = None, compiled, former
         direct.finish(result)
         if running is not None:
             running.ran.note(direct.planner, self._plan.root)
-            capture.take_uncaptured(direct.planner, checked=checked)
-        else:
-            capture.take(direct.planner, direct.marked, whole=whole and not checked)
+        capture.take(direct.planner, direct.marked, forward, checked=checked)
         return result
 
     def check(self, capture: Capture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
-from fp4graph.model.packed import packed_parameter
+from fp4graph.model.source import Source, sources_of
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.sharding import is_sharded, like, whole
@@ -53,6 +53,21 @@ class PlannedWeight:
         return acting, program.fprop.right if acting and program is not None else None
 
 
+def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...]:
+    """Return the state of weight ``name`` under any of the ``possible`` decisions."""
+    slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
+    for planned in possible:
+        for slot in () if planned.plan.program is None else planned.plan.program.state:
+            known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+            if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
+                raise CaptureError(
+                    f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state under "
+                    f"the name {slot.technique}.{slot.label}; tell them apart by module",
+                    site=name,
+                )
+    return tuple(slot for slot, _ in slots.values())
+
+
 class Weight:
     """A weight that the policy quantizes at every use.
 
@@ -72,20 +87,7 @@ class Weight:
         self._settled: PlannedWeight | None = possible[0] if len(possible) == 1 else None
         self._captured = False
         self._sharded: Tensor | None = None
-        self.slots = self._all_slots()
-
-    def _all_slots(self) -> tuple[StateSlot, ...]:
-        slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
-        for planned in self.possible:
-            for slot in () if planned.plan.program is None else planned.plan.program.state:
-                known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
-                if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
-                    raise CaptureError(
-                        f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state "
-                        f"under the name {slot.technique}.{slot.label}; tell them apart by module",
-                        site=self.name,
-                    )
-        return tuple(slot for slot, _ in slots.values())
+        self.slots = _slots(possible, self.name)
 
     def add_entries(self, own: state.State) -> None:
         """Add the entries of techniques for this weight to ``own``, the state of the module."""
@@ -126,8 +128,7 @@ class Weight:
 
     @property
     def is_used(self) -> bool:
-        """Return whether the parameter is known to be multiplied with: one of three axes may be anything until a graph
-        has shown its product."""
+        """Return whether a product is known: a parameter of three axes may be anything until a graph shows one."""
         return self._captured or self.view.op != "grouped"
 
     @property
@@ -162,34 +163,35 @@ class Weight:
 
     @property
     def stored(self) -> Tensor:
-        """The parameter that the module holds now: under FSDP sharded or gathered; without data if it is packed."""
+        """The parameter that the module holds now: under FSDP sharded or gathered; without data where a source gives
+        the weight."""
         parameter = self.module._parameters.get(self.parameter_name)
         if parameter is None:
-            unpacking = packed_parameter(self.module, self.parameter_name)
-            if unpacking is None:
-                raise CaptureError(
-                    "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
-                    "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
-                    site=self.name,
-                )
-            return unpacking.stand_in
+            parameter = None if self.source is None else self.source.stand_in
+        if parameter is None:
+            raise CaptureError(
+                "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
+                "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
+                site=self.name,
+            )
         return parameter
 
     @property
     def values(self) -> Tensor:
-        """The parameter's values as they are now, made from bytes if it is packed."""
-        unpacking = packed_parameter(self.module, self.parameter_name)
-        return self.stored if unpacking is None else unpacking.weight(self.module)
+        """The weight's values as they are now."""
+        return self.stored if self.source is None else self.source.values(self.module)
+
+    @property
+    def source(self) -> Source | None:
+        """The source of a weight that is no parameter now, or None."""
+        if self.module._parameters.get(self.parameter_name) is not None:
+            return None
+        return next((source for source in sources_of(self.module) if source.name == self.parameter_name), None)
 
     @property
     def is_held(self) -> bool:
-        """Return whether the module holds the parameter, as it is or packed."""
-        return self.is_present or packed_parameter(self.module, self.parameter_name) is not None
-
-    @property
-    def is_present(self) -> bool:
-        """Return whether the module holds the parameter, so that it is not packed."""
-        return self.module._parameters.get(self.parameter_name) is not None
+        """Return whether the module has the weight, as a parameter or from a source."""
+        return self.module._parameters.get(self.parameter_name) is not None or self.source is not None
 
     @property
     def parameter(self) -> Tensor:

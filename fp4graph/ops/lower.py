@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp4graph.kernels import experts, operators
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.code import Code, Quantizing
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Side
 from fp4graph.ops.operand import OperandProgram
@@ -30,6 +31,11 @@ def _lowered(program: MatmulProgram, setting: Setting) -> Schedule:
     rest = lower(program.of_rest, replace(setting, part="rest"))
     # Observers see a site's operands once: those of the rest, with the site's techniques.
     return replace(rest, apart=lower(program.apart.program, replace(setting, part="chosen", observed=False)))
+
+
+def reads_bytes(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether an operator makes an operand of ``dtype`` from bytes; tensor code reads any others."""
+    return operators.packs(spec, dtype, dtype, device)
 
 
 @dataclass(frozen=True)

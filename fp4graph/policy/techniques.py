@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
-from fp4graph.errors import Error, PluginError, PolicyWarning
+from fp4graph.errors import Error, PluginError, PolicyWarning, dotted, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
@@ -20,7 +20,6 @@ from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
-from fp4graph.text import dotted, suggest
 
 _T = TypeVar("_T")
 #: The largest complexity of a technique. Any number would do whose sums stay finite.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, difference, name_in
+from fp4graph.files import read_json, write
 from fp4graph.model.runtime import Runtime, runtime_of
-from fp4graph.text import difference, name_in
+
+#: File in a folder of saved state with the policy that the state was written under.
+POLICY_FILE = "fp4graph.json"
 
 
 class Mismatch(Error):
@@ -77,3 +83,14 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
             "would begin elsewhere. Say the former, or pass same_policy=False"
         )
+
+
+def write_origin(folder: str | PathLike[str], module: nn.Module) -> None:
+    """Write what :func:`written_under` returns beside state in ``folder``."""
+    write(Path(folder) / POLICY_FILE, json.dumps(written_under(module)))
+
+
+def check_origin(folder: str | PathLike[str], module: nn.Module) -> None:
+    """Raise :class:`Mismatch` unless ``module`` trains as the model whose state is in ``folder``."""
+    file = Path(folder) / POLICY_FILE
+    check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, module)

@@ -212,5 +212,5 @@ def test_only_lowering_asks_what_kernels_can_do() -> None:
         }
         if calls and path.parent.name != "kernels":
             asking[path.relative_to(package).as_posix()] = calls
-    # The census prints what GPUs lack; packing frozen weights asks which operator unpacks their bytes.
-    assert set(asking) == {"ops/code.py", "ops/lower.py", "model/census.py", "model/packing.py"}
+    # The census prints what GPUs lack.
+    assert set(asking) == {"ops/code.py", "ops/lower.py", "model/census.py"}

@@ -1,10 +1,11 @@
 """The tasks of the papers, and small ones that run anywhere."""
 
-from fp4graph.errors import Error
+from __future__ import annotations
+
+from fp4graph.errors import Error, suggest
 from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.tasks import classification, countdown, diffusion, language, regression
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task, placed
-from fp4graph.text import suggest
 
 __all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]
 

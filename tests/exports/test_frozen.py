@@ -503,9 +503,25 @@ def test_unfreezing_beside_packed_weights_warns_once():
     assert "weight" not in net[4]._parameters
 
     net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net).requires_grad_(True)
-    with pytest.warns(fp4graph.PolicyWarning, match=message):
-        train(net)
+    fp4graph.pack_frozen(net)
+    for unfrozen in (copy.deepcopy(net), net):  # a copy has parameters of its own
+        unfrozen.requires_grad_(True)
+        with pytest.warns(fp4graph.PolicyWarning, match=message):
+            train(unfrozen)
+
+
+def test_a_packed_model_is_pickled_with_its_bytes():
+    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert at_rest(loaded) == at_rest(net)
+    fp4graph.apply(loaded, SOUND["tetrajet"], backend="eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(X), net(X))
+    assert isinstance(loaded[4].weight, nn.Parameter)
 
 
 @pytest.mark.parametrize(

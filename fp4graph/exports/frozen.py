@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error, PolicyError
-from fp4graph.kernels import operators
+from fp4graph.exports.packing import nibbles
+from fp4graph.exports.unpacking import Bytes, Frozen, Unpack, dtype_to_quantize
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.packed import Bytes, Layout, dtype_to_quantize, hold, release_all
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.model.repacking import Packing
-from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
+from fp4graph.model.runtime import require_runtime
+from fp4graph.model.source import release_all
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.numerics.packing import element_codes, scale_codes
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.ops.lower import reads_bytes
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.ops.product import Terms
 from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
 
 M = TypeVar("M", bound=nn.Module)
+#: A later phase of the policy: when it begins, and its plan of the model.
+_Phase = tuple[int | float, PhasePlan]
 
 
 def pack_frozen(model: M) -> M:
@@ -47,9 +49,8 @@ def pack_frozen(model: M) -> M:
 
     Under ``torch.autocast`` weights are quantized from autocast's dtype; call this in the context in which the model is
     called. A call in another context is an Error. Weights that require gradients, and weights that the policy keeps,
-    stay as they are. Applying a policy again or removing it unpacks. Where adapters join or a phase begins, the same
-    bytes are packed again; should the policy then ask other values of a weight, that call and every later one raise the
-    same error.
+    stay as they are. Applying a policy again or removing it unpacks. Where adapters join or a phase begins, the bytes
+    stay; should the policy then ask other values of a weight, that call and every later one raise the same error.
 
     Args:
         model: applied. Where rules depend on what a graph shows, called once too.
@@ -63,14 +64,17 @@ def pack_frozen(model: M) -> M:
         Error: the model is not applied, or is sharded.
     """
     runtime = require_runtime(model, "pack_frozen")
-    due = [weight for weight in runtime.weights if weight.is_present and not weight.stored.requires_grad]
-    later = [_Phase.of(runtime, index) for index in range(runtime.phase + 1, len(runtime.policy.phases) + 1)]
-    packed = [(weight, made) for weight in due if (made := _packed(runtime, weight, later)) is not None]
-    for weight, (layout, kept, programs) in packed:
-        hold(weight.module, weight.parameter_name, weight.name, layout, kept, programs)
-    if packed:
-        runtime.plan.packed = True
-        runtime.packing = Packing(p for p in runtime.root.parameters() if not p.requires_grad)
+    later = [(phase.at, runtime.plan_of(index)) for index, phase in enumerate(runtime.policy.phases, 1)][
+        runtime.phase :
+    ]
+    weights = [weight for weight in runtime.weights if weight.source is None and not weight.stored.requires_grad]
+    frozen = Frozen()
+    packed = [
+        (weight, made) for weight in weights if (made := _packed(runtime.root, weight, later, frozen)) is not None
+    ]
+    for weight, (unpacking, kept) in packed:
+        unpacking.hold(weight.module, kept)
+    frozen.watch(p for p in runtime.root.parameters() if not p.requires_grad)
     return model
 
 
@@ -80,47 +84,23 @@ def unpack_frozen(model: M) -> M:
     The values before quantization are gone. Returns ``model``.
     """
     release_all(unwrapped(model))
-    if (runtime := runtime_of(model)) is not None:
-        runtime.packing, runtime.plan.packed = None, False
     return model
 
 
 @dataclasses.dataclass(frozen=True)
-class _Phase:
-    """A later phase of the policy: when it begins, and its plan of the model."""
-
-    at: int | float
-    plan: PhasePlan
-
-    @staticmethod
-    def of(runtime: Runtime, index: int) -> _Phase:
-        return _Phase(runtime.policy.phases[index - 1].at, runtime.plan_of(index))
-
-    def choices(self, weight: Weight) -> tuple[PlannedWeight, ...]:
-        """Return the possible decisions about ``weight`` in the phase."""
-        for own in self.plan.weights:
-            if own.module is weight.module and own.parameter_name == weight.parameter_name:
-                return own.possible
-        view, decision = self.plan.policy.decide_weight(weight.view)[0]
-        return (PlannedWeight.of(view, decision.rule),)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Case:
-    """A weight under one decision about it.
-
-    Attributes:
-        where: of which phase the decision is, to begin a sentence with; empty for the present phase.
-    """
+    """A weight under one decision about it; ``where`` begins a sentence with the decision's phase, if it is a later
+    one."""
 
     weight: Weight
     planned: PlannedWeight
     where: str = ""
 
     @property
-    def program(self) -> MatmulProgram:
-        assert self.planned.plan.program is not None
-        return self.planned.plan.program
+    def program(self) -> MatmulProgram | None:
+        """The program of the weight's product; None where fprop multiplies in high precision."""
+        program = self.planned.plan.program
+        return None if program is None or program.fprop.right.spec is None else program
 
     def refusal(self, why: str, remedy: str) -> PolicyError:
         """Return the error that the weight cannot be packed."""
@@ -128,84 +108,63 @@ class _Case:
         return self.planned.rule.error(named)
 
 
+def _later_cases(weight: Weight, later: Sequence[_Phase]) -> Iterator[_Case]:
+    """Yield the weight under every decision about it in later phases of the policy."""
+    for at, plan in later:
+        alike = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
+        view, decision = plan.policy.decide_weight(weight.view)[0]
+        for planned in alike[0].possible if alike else (PlannedWeight.of(view, decision.rule),):
+            yield _Case(weight, planned, f"in the phase that begins at {at:g}, ")
+
+
 @torch.no_grad()
-def _packed(
-    runtime: Runtime, weight: Weight, later: Sequence[_Phase]
-) -> tuple[Layout, Bytes, frozenset[MatmulProgram]] | None:
-    """Return the bytes of a weight and the programs that they are right for; None where the policy keeps the weight in
-    high precision in fprop."""
+def _packed(root: nn.Module, weight: Weight, later: Sequence[_Phase], frozen: Frozen) -> tuple[Unpack, Bytes] | None:
+    """Return the bytes of a weight; None where the policy keeps the weight in high precision in fprop."""
     if len(weight.choices) > 1:
         raise Error(f"which rule decides {weight.name} depends on the graph; call the model once before pack_frozen()")
     present = _Case(weight, weight.choices[0])
-    if not _quantizes(present.planned):
+    if present.program is None:
         return None
     if is_sharded(weight.stored):
         raise Error(
             f"{weight.name} is sharded, and a rank cannot pack its part; call pack_frozen() before fully_shard, which "
             "then leaves the bytes of all frozen weights whole on every rank"
         )
-    _require_own(runtime.root, present)
-    _require_static(present)
+    _require_unshared(root, present)
+    _require_static(present, present.program)
     w = weight.stored.detach()
     w = w.mT if weight.stored_transposed else w
     dtype = dtype_to_quantize(w.device.type, w.dtype)
-    layout, kept = _bytes(present, w, dtype)
-    for own in (kept, _with_largest(kept, w)):
-        again = dataclasses.replace(layout, transposed=False).weight(own)
-        if _same(present.program.fprop.right, w, again, dtype) and _same_in_dgrad(present.program, w, again, dtype):
-            break
-    else:
-        raise _differs(present, w, again, dtype)
-    programs = {present.program}
-    for phase in later:
-        for planned in phase.choices(weight):
-            case = _Case(weight, planned, f"in the phase that begins at {phase.at:g}, ")
-            if not _quantizes(planned):
-                raise case.refusal(
-                    "this rule keeps it in high precision, whose values packing frees",
-                    "quantize it in all phases as in this one, or drop the phase",
-                )
-            if case.program in programs:
-                continue
-            _require_static(case)
-            same = _same(case.program.fprop.right, w, again, dtype)
-            if not (same and _same_in_dgrad(case.program, w, again, dtype)):
-                raise _differs(case, w, again, dtype)
-            if case.program.fprop.right.from_master != present.program.fprop.right.from_master:
-                raise case.refusal(
-                    "it is quantized from another dtype under autocast", "let from_master be equal in all phases"
-                )
-            programs.add(case.program)
-    return layout, own, frozenset(programs)
+    unpacking, kept = _bytes(present, present.program, w, dtype, frozen)
+    again = unpacking.matrix(kept)
+    if _difference(present, present.program, w, again, dtype) is not None:
+        kept = _with_largest(kept, w)
+        again = unpacking.matrix(kept)
+        if (error := _difference(present, present.program, w, again, dtype)) is not None:
+            raise error
+    unpacking.programs.add(present.program)
+    for case in _later_cases(weight, later):
+        if (program := case.program) is None:
+            raise case.refusal(
+                "this rule keeps it in high precision, whose values packing frees",
+                "quantize it in all phases as in this one, or drop the phase",
+            )
+        if program in unpacking.programs:
+            continue
+        _require_static(case, program)
+        if (error := _difference(case, program, w, again, dtype)) is not None:
+            raise error
+        if program.fprop.right.from_master != present.program.fprop.right.from_master:
+            raise case.refusal(
+                "it is quantized from another dtype under autocast", "let from_master be equal in all phases"
+            )
+        unpacking.programs.add(program)
+    return unpacking, kept
 
 
-def _quantizes(planned: PlannedWeight) -> bool:
-    program = planned.plan.program
-    return program is not None and program.fprop.right.spec is not None
-
-
-def _differs(case: _Case, w: Tensor, again: Tensor, dtype: torch.dtype) -> PolicyError:
-    """Return the error that bytes, of the values ``again``, give other operands than ``w``."""
-    program = case.program
-    if program.dgrad.right.from_fprop or not _same(program.fprop.right, w, again, dtype):
-        named = ", ".join(technique.name for technique in program.fprop.right.techniques) or "its quantizer"
-        return case.refusal(
-            f"{named} gives other values for what has been quantized already", "fine-tune under another policy"
-        )
-    read = "quantizes it from the original, along the other axis" if program.dgrad.right.spec else "reads the original"
-    remedy = "let dgrad.weight be {source: fprop}, or quantize weights in square blocks"
-    return case.refusal(f"dgrad {read}", remedy)
-
-
-def _with_largest(kept: Bytes, w: Tensor) -> Bytes:
-    """Return ``kept`` with the largest element as it was, from which γ is taken."""
-    place = w.abs().flatten().argmax().reshape(1)
-    return kept._replace(place=place, largest=w.flatten()[place].clone())
-
-
-def _bytes(case: _Case, w: Tensor, dtype: torch.dtype) -> tuple[Layout, Bytes]:
+def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, frozen: Frozen) -> tuple[Unpack, Bytes]:
     """Return the codes, scales and γ of ``w [N, K]``."""
-    program = case.program.fprop.right
+    program = matmul.fprop.right
     spec = program.spec
     assert spec is not None
     if spec.others:
@@ -225,27 +184,32 @@ def _bytes(case: _Case, w: Tensor, dtype: torch.dtype) -> tuple[Layout, Bytes]:
     x = w if program.from_master else w.to(dtype)
     parts = program.quantize(x.to(torch.float32), None, {}, None)
     elements, scales = (parts.blocking.join(each.expand_as(parts.elements)) for each in (parts.elements, parts.scale))
-    codes = element_codes(elements, spec.element)
     lines = dataclasses.replace(spec, block=length, rounding="nearest", source="original")
+    gamma = parts.group_scale
     kept = Bytes(
-        (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous(),
+        nibbles(element_codes(elements, spec.element)).contiguous(),
         scale_codes(scales[:, ::length].contiguous(), spec.scale.format),
+        None if gamma is None else gamma.flatten()[:1].to(torch.float32).clone(),
     )
-    if (gamma := parts.group_scale) is not None:
-        kept = kept._replace(factor=gamma.flatten()[:1].to(torch.float32).clone())
-    shape, source = (w.shape[0], w.shape[1]), None if program.from_master else dtype
-    by_kernel = operators.packs(lines, w.dtype, w.dtype, w.device)
-    return Layout(lines.to_text(), shape, w.dtype, case.weight.stored_transposed, by_kernel, source), kept
+    by_kernel = reads_bytes(lines, w.dtype, w.device)
+    origin = None if program.from_master else dtype
+    return Unpack(case.weight, lines, by_kernel, origin, frozen), kept
 
 
-def _require_static(case: _Case) -> None:
+def _with_largest(kept: Bytes, w: Tensor) -> Bytes:
+    """Return ``kept`` with the largest element as it was, from which γ is taken."""
+    place = w.abs().flatten().argmax().reshape(1)
+    return kept._replace(place=place, largest=w.flatten()[place].clone())
+
+
+def _require_static(case: _Case, program: MatmulProgram) -> None:
     """Raise PolicyError where the weight's operands are functions of more than the weight, or no product of elements
     and scales."""
-    planned, program = case.planned, case.program
     fprop, dgrad = program.fprop.right, program.dgrad.right
-    if planned.view.op != "linear":
-        raise case.refusal(f"only linear layers are packed, and its operation is {planned.view.op}", "unfreeze it")
-    acting = {technique.name for technique in planned.on_weight[0]}
+    if case.planned.view.op != "linear":
+        what = f"only linear layers are packed, and its operation is {case.planned.view.op}"
+        raise case.refusal(what, "unfreeze it")
+    acting = {technique.name for technique in case.planned.on_weight[0]}
     acting |= {s.technique for s in program.state if s.entry.operand in (Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT)}
     if acting:
         what = f"{min(acting)} acts on the weight itself or keeps state of it"
@@ -264,42 +228,44 @@ def _require_static(case: _Case) -> None:
         )
 
 
+def _difference(
+    case: _Case, program: MatmulProgram, w: Tensor, again: Tensor, dtype: torch.dtype
+) -> PolicyError | None:
+    """Return the error that bytes, of the values ``again``, give other operands than ``w``; None where they do not."""
+    fprop, dgrad = program.fprop.right, program.dgrad.right
+    if not _same(fprop, w, again, dtype):
+        named = ", ".join(technique.name for technique in fprop.techniques) or "its quantizer"
+        what = f"{named} gives other values for what has been quantized already"
+        return case.refusal(what, "fine-tune under another policy")
+    if dgrad.from_fprop or _same(dgrad, w.mT.contiguous(), again.mT.contiguous(), dtype):
+        return None
+    read = "quantizes it from the original, along the other axis" if dgrad.spec else "reads the original"
+    remedy = "let dgrad.weight be {source: fprop}, or quantize weights in square blocks"
+    return case.refusal(f"dgrad {read}", remedy)
+
+
 def _same(program: OperandProgram, w: Tensor, again: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two weights give the same operand, bit for bit."""
-    one, other = (_terms(program, x, dtype) for x in (w, again))
+    one, other = (program(x if program.from_master else x.to(dtype), None, {}, None) for x in (w, again))
     return len(one) == len(other) and all(
         torch.equal(a.values, b.values) and _equal(a.multiplier, b.multiplier) for a, b in zip(one, other, strict=True)
     )
-
-
-def _same_in_dgrad(program: MatmulProgram, w: Tensor, again: Tensor, dtype: torch.dtype) -> bool:
-    dgrad = program.dgrad.right
-    return dgrad.from_fprop or _same(dgrad, w.mT.contiguous(), again.mT.contiguous(), dtype)
-
-
-def _terms(program: OperandProgram, x: Tensor, dtype: torch.dtype) -> Terms:
-    return program(x if program.from_master else x.to(dtype), None, {}, None)
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def _require_own(root: nn.Module, case: _Case) -> None:
+def _require_unshared(root: nn.Module, case: _Case) -> None:
     """Raise PolicyError where the weight is read otherwise than by the call of its module."""
     module, parameter = case.weight.module, case.weight.stored
     if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
-        raise case.refusal(
-            f"{type(module).__name__} may read it outside a call of its own", "keep or unfreeze the weight"
-        )
-    owners = [
-        f"{name}.{own}".strip(".")
-        for name, other in root.named_modules()
-        for own, value in other._parameters.items()
-        if value is parameter and other is not module
-    ]
-    if owners:
-        raise case.refusal(f"{owners[0]} is the same parameter", "untie the two, or keep the weight by a rule")
+        what = f"{type(module).__name__} may read it outside a call of its own"
+        raise case.refusal(what, "keep or unfreeze the weight")
+    for name, other in root.named_modules():
+        if other is not module and (shared := [key for key, p in other._parameters.items() if p is parameter]):
+            what = f"{f'{name}.{shared[0]}'.strip('.')} is the same parameter"
+            raise case.refusal(what, "untie the two, or keep the weight by a rule")
     for name, wrapper in root.named_modules():
         if wrapper._modules.get("base_layer") is module and wrapper._modules.get("lora_magnitude_vector"):
             raise case.refusal(

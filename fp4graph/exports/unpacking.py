@@ -1,0 +1,283 @@
+"""Frozen weights as FP4 bytes: the hooks that make a weight of them for each call of its module.
+
+The parameter leaves its module. Before each call of the module a hook sets a plain attribute in its place, as torch's
+weight normalization does, and after the call another replaces it by a :class:`PackedWeight`, which has no values: in
+the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module,
+which no state dict holds; a state dict gets the values under the parameter's own name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error, PolicyWarning
+from fp4graph.model import state
+from fp4graph.model.source import Source
+from fp4graph.model.weight import Weight
+from fp4graph.numerics.packing import Packed, unpack
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.torch_internals import pytree
+
+
+class Bytes(NamedTuple):
+    """The tensors that stand for a weight.
+
+    Attributes:
+        codes, scales: of :func:`fp4graph.pack`, blocks along the weight's second axis; lines for 2-D blocks.
+        factor: γ, which multiplies all values, fp32 ``[1]``, or None.
+        place, largest: where γ is taken from the largest weight: its flat index, int64 ``[1]``, and its value ``[1]``
+            as it was before it was quantized; else None. From both a quantizer takes the γ that it took at first.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor | None = None
+    place: Tensor | None = None
+    largest: Tensor | None = None
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """Compute the operator ``fp4graph::unpack`` in tensor code."""
+    packed = Packed(codes, scales, QuantSpec.from_text(spec), (codes.shape[0], length), 1, torch.float32)
+    w = unpack(packed)
+    return (w if factor is None else w * factor).to(dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while Dynamo traces, which would go on without a compiler otherwise
+def refuse(message: str) -> NoReturn:
+    """Raise an Error, inside what Dynamo traces too: the runtime takes it out of Dynamo's own."""
+    raise Error(message)
+
+
+def dtype_to_quantize(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a weight of ``dtype`` is quantized from in the present context: autocast's, where it is
+    on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+class Frozen:
+    """The other parameters that were frozen when weights were packed."""
+
+    def __init__(self) -> None:
+        self._parameters: list[weakref.ref[Tensor]] = []
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Add parameters."""
+        self._parameters += map(weakref.ref, parameters)
+
+    def warn_unfrozen(self) -> None:
+        """Warn once where they train now: the packed ones do not."""
+        unfrozen = [p for reference in self._parameters if (p := reference()) is not None and p.requires_grad]
+        if unfrozen:
+            self._parameters.clear()
+            warnings.warn(
+                f"{len(unfrozen)} parameters that were frozen when fp4graph.pack_frozen() was called now require "
+                "gradients; packed weights are no parameters and stay frozen. To train them too, call "
+                "fp4graph.unpack_frozen(model) before unfreezing",
+                PolicyWarning,
+                stacklevel=3,
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
+        memo[id(self)] = twin = Frozen()
+        twin.watch([copy.deepcopy(p, memo) for reference in self._parameters if (p := reference()) is not None])
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, ()
+
+
+class Unpack(Source):
+    """The bytes of a weight ``[N, K]``, as its source.
+
+    Args:
+        weight: that is packed.
+        spec: of the bytes: 4-bit elements in blocks of a fixed length along K.
+        by_kernel: whether an operator reads the bytes, else tensor code.
+        origin: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
+            quantizer reads the parameter itself under autocast too.
+        frozen: shared by all that are packed by one call.
+    """
+
+    def __init__(
+        self, weight: Weight, spec: QuantSpec, by_kernel: bool, origin: torch.dtype | None, frozen: Frozen
+    ) -> None:
+        self.name, self.path, self._transposed = weight.parameter_name, weight.name, weight.stored_transposed
+        self.stand_in = nn.Parameter(torch.empty_like(weight.stored, device="meta"), requires_grad=False)
+        self.programs: set[MatmulProgram] = set()
+        self._spec, self._dtype = spec.to_text(), weight.stored.dtype  # Dynamo traces no method of a text
+        self._by_kernel, self._origin, self._frozen = by_kernel, origin, frozen
+        self._buffers = tuple(f"{state.PACKED}{self.name}_{part}" for part in Bytes._fields)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        origin, weight = self._origin, self.values(module)
+        if origin is not None and (now := dtype_to_quantize(weight.device.type, self._dtype)) != origin:
+            refuse(
+                f"{self.path} was packed from {origin}, and this call quantizes weights from {now}; call the model in "
+                "the autocast context in which it was packed, or load its weights after "
+                "fp4graph.unpack_frozen(model) and pack in this context"
+            )
+        setattr(module, self.name, weight)
+
+    def values(self, module: nn.Module) -> Tensor:
+        w = self.matrix(self.kept(module))
+        return w.mT if self._transposed else w
+
+    def matrix(self, kept: Bytes) -> Tensor:
+        """Return the weight ``[N, K]`` of bytes."""
+        read = torch.ops.fp4graph.unpack if self._by_kernel else _unpack
+        w: Tensor = read(kept.codes, kept.scales, self._spec, 2 * kept.codes.shape[1], self._dtype, kept.factor)
+        if kept.place is not None and kept.largest is not None:
+            w = w.flatten().index_copy(0, kept.place, kept.largest).reshape(w.shape)
+        return w
+
+    def kept(self, module: nn.Module) -> Bytes:
+        """Return the bytes that ``module`` keeps."""
+        buffers: Any = module._buffers
+        codes, scales, factor, place, largest = self._buffers
+        return Bytes(buffers[codes], buffers[scales], buffers[factor], buffers[place], buffers[largest])
+
+    def require_dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self._dtype:
+            raise Error(
+                f"{self.path} is packed as bytes of {self._dtype} and cannot become {dtype}; call "
+                "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
+            )
+
+    def before_training(self) -> None:
+        self._frozen.warn_unfrozen()
+
+    def hold(self, module: nn.Module, kept: Bytes) -> None:
+        """Replace the parameter of ``module`` by bytes."""
+        del module._parameters[self.name]
+        for name, part in zip(self._buffers, kept, strict=True):
+            module.register_buffer(name, part, persistent=False)
+        forget = _Forget(self, PackedWeight(module, self))
+        forget(module, None, None)
+        module.register_forward_pre_hook(self, prepend=True)  # before the mark, which carries the weight
+        module.register_forward_hook(forget, always_call=True)
+        module.register_state_dict_post_hook(_Save(self))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_RefuseToLoad(self))  # type: ignore[no-untyped-call]
+
+    def release(self, module: nn.Module) -> Callable[[], None]:
+        kept = self.kept(module)
+        parameter = nn.Parameter(self.values(module).detach().contiguous(), requires_grad=False)
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
+                del hooks[key]
+                for flags in (module._forward_hooks_always_called, module._forward_pre_hooks_with_kwargs):
+                    flags.pop(key, None)
+        for name in (*self._buffers, self.name):
+            delattr(module, name)
+        others = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({self.name: parameter, **others})
+        return functools.partial(self.hold, module, kept)
+
+    def _is_ours(self, hook: Any) -> bool:
+        hook = getattr(hook, "hook", hook)  # load_state_dict's are wrapped
+        return hook is self or (isinstance(hook, _Hook) and hook.source is self)
+
+
+@dataclass(eq=False)
+class _Hook:
+    """A hook beside a source."""
+
+    source: Unpack
+
+
+@dataclass(eq=False)
+class _Forget(_Hook):
+    """Forward hook that takes the weight off its module again."""
+
+    left: PackedWeight
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        setattr(module, self.source.name, self.left)
+
+
+class _Save(_Hook):
+    """State dict hook that writes the weight's values under the parameter's name."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state_dict[f"{prefix}{self.source.name}"] = self.source.values(module).detach()
+
+
+class _RefuseToLoad(_Hook):
+    """Hook before a state dict is loaded, which has no parameter to go to."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if (name := f"{prefix}{self.source.name}") in state_dict:
+            raise Error(
+                f"{name} is packed and cannot be loaded; call fp4graph.unpack_frozen(model), load, and pack again"
+            )
+
+
+class PackedWeight:
+    """The attribute of a module in the place of a packed weight, between calls of the module.
+
+    It answers what a parameter without values can: dtype, shape and device. Anything else is an Error, because code
+    that reads the weight beside its module (an adapter that is merged, a custom forward) would go wrong.
+    """
+
+    def __init__(self, module: nn.Module, unpacking: Unpack) -> None:
+        self._module, self._unpacking = module, unpacking
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes."""
+        return self._unpacking.kept(self._module).codes.device
+
+    def __getattr__(self, name: str) -> Any:
+        # Copy and pickle ask for the first before there is anything else; other libraries try what tensors may have.
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(name)
+        if name in _WITHOUT_VALUES:
+            return getattr(self._unpacking.stand_in, name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what torch would compute with the weight."""
+        weight = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
+        return weight._refuse()
+
+    def _refuse_other(self, other: Any) -> Any:
+        return self._refuse()
+
+    __getitem__ = __matmul__ = __mul__ = __rmul__ = __add__ = __sub__ = __truediv__ = _refuse_other
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_module", "_unpacking"):
+            self._refuse()
+        super().__setattr__(name, value)
+
+    def _refuse(self) -> Any:
+        return refuse(
+            f"{self._unpacking.path} is packed, and something reads it outside a call of its module; call "
+            "fp4graph.unpack_frozen(model) before, or leave the weight trainable when packing"
+        )
+
+
+#: What a :class:`PackedWeight` takes from the parameter without data.
+_WITHOUT_VALUES = frozenset(
+    {"dtype", "shape", "ndim", "size", "dim", "numel", "is_floating_point", "is_complex", "requires_grad"}
+)

@@ -1,0 +1,88 @@
+"""Weights that are no parameters: a hook of the module makes each of them for a call, from what is kept instead."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.ops.gemm import MatmulProgram
+
+
+class Source(ABC):
+    """Forward pre-hook that gives its module a weight.
+
+    Attributes:
+        name: of the parameter that the weight was. path: its fully qualified name.
+        stand_in: that parameter without data (device meta).
+        programs: the programs under which the weight gives the operands that the parameter gave.
+    """
+
+    name: str
+    path: str
+    stand_in: nn.Parameter
+    programs: set[MatmulProgram]
+
+    @abstractmethod
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Set the weight as an attribute of ``module``."""
+
+    @abstractmethod
+    def values(self, module: nn.Module) -> Tensor:
+        """Return the weight of ``module``."""
+
+    @abstractmethod
+    def require_dtype(self, dtype: torch.dtype) -> None:
+        """Raise Error where a module that is converted to ``dtype`` would leave the weight behind."""
+
+    @abstractmethod
+    def before_training(self) -> None:
+        """Warn of what training would not do; called before every training forward."""
+
+    @abstractmethod
+    def release(self, module: nn.Module) -> Callable[[], None]:
+        """Give ``module`` the parameter back, with the weight's values; return what undoes that."""
+
+
+def sources_of(module: nn.Module) -> list[Source]:
+    """Return the sources of the weights of ``module`` itself."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Source)]
+
+
+def sources_below(root: nn.Module) -> list[tuple[nn.Module, Source]]:
+    """Return every source of a model with its module."""
+    return [(module, source) for module in root.modules() for source in sources_of(module)]
+
+
+def release_all(root: nn.Module) -> list[Callable[[], None]]:
+    """Give the weights of a model back as parameters; return what undoes that."""
+    return [source.release(module) for module, source in sources_below(root)]
+
+
+@contextmanager
+def released(root: nn.Module) -> Iterator[None]:
+    """Give the weights of a model back as parameters for another policy, unless the context ends in an error."""
+    undo = release_all(root)
+    try:
+        yield
+    except BaseException:
+        for again in undo:
+            again()
+        raise
+
+
+@contextmanager
+def as_parameters(root: nn.Module) -> Iterator[None]:
+    """Show each such weight as the parameter that it was, without data: a policy is planned from parameters."""
+    sources = sources_below(root)
+    for module, source in sources:
+        module._parameters[source.name] = source.stand_in
+    try:
+        yield
+    finally:
+        for module, source in sources:
+            del module._parameters[source.name]
