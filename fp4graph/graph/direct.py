@@ -26,18 +26,19 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError
-from fp4graph.graph import copies, products, roles
+from fp4graph.graph import experts, products, roles
 from fp4graph.graph.find import Finder
 from fp4graph.graph.found import FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.nodes import Nodes
 from fp4graph.graph.observe import Recording, current_substitute, numbered
-from fp4graph.graph.operations import Verdict, operation_of, tag_of
+from fp4graph.graph.operations import Verdict, tag_of
 from fp4graph.graph.plan import Planner, plan_once
 from fp4graph.graph.products import PRODUCER, value_of
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
+from fp4graph.graph.writes import writes
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
 from fp4graph.torch_internals import pytree
@@ -49,6 +50,10 @@ _QUANTIZED = "fp4graph_quantized"
 #: Operations that pick a matrix of a stack by a number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+class _Kept(Exception):
+    """No rule quantizes a product that is written out; the operation of the model runs."""
 
 
 class Direct(TorchFunctionMode):
@@ -96,7 +101,6 @@ class Direct(TorchFunctionMode):
         self._nodes = Nodes(names, produced)
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
-        self._writes = copies.Writes()
         self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
 
@@ -132,7 +136,7 @@ class Direct(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         op, target = _operation(func)
         if getattr(func, "__name__", "") == "__set__":
-            self._writes.count += 1  # x.data = y
+            self._finder.writes += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
         if op is None or torch_internals.backward_id() != self._backward:
             return func(*args, **kwargs)
@@ -152,43 +156,42 @@ class Direct(TorchFunctionMode):
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
             node.meta["fp4graph_op"] = self._tag
-        source = products.view_source(node)
-        node.meta[copies.OF_PARAMETER] = source is not None and source.meta[copies.OF_PARAMETER]
         if target in roles.CHOICES:
             _check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
-        node.meta[copies.PICKED] = copies.is_picked(node)
-        written = copies.writes(node)
-        self._writes.count += written
-        read_later = copies.experts_picked(node)
+        written = writes(node)
+        self._finder.writes += written
+        exact = partial(func, *args, **kwargs)
         try:
             if (function := self._opened(node)) is not None:
-                return self._run_opened(node, function, args, kwargs)
-            call = self._call(node, given)
-            exact = partial(func, *args, **kwargs)
-            result = exact() if call is None else self._run(call, exact)
+                return self._run_opened(node, partial(function, *args, **kwargs))
+            if (gathered := self._finder.written_out(node, self._markers)) is not None:
+                try:
+                    return self._run_opened(node, partial(gathered.function, *gathered.tensors))
+                except _Kept:
+                    result = exact()
+            elif (call := self._call(node, given)) is not None:
+                result = self._run(call, exact)
+            elif target is experts.EXPERTS_MM:
+                raise _Kept
+            else:
+                result = exact()
         finally:
             for n in held:
-                if n not in read_later:
-                    del n.meta["example_value"]  # a node must not keep an activation alive
-        if read_later:
-            node.meta[copies.WRITES] = copies.WritesSince(self._writes, *((n, given[n]) for n in read_later))
-        picked = [n for n in given if n.meta.get(copies.PICKED, False)]
-        other = picked and call is None and source is None and operation_of(node) is None
-        if other and copies.changes_copies(node, result, given, picked):
-            node.meta |= {copies.PICKED: True, copies.CHANGED: True}
+                del n.meta["example_value"]  # a node must not keep an activation alive
+        experts.follow(node, result, given, self._finder.writes)
         self._nodes.remember(result, node, written=written)
         return result
 
-    def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_opened(self, node: Node, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""
         tag = self._tag
         self._tag = tag_of(node) or tag
         try:
             with self:
-                return function(*args, **kwargs)
+                return function()
         finally:
             self._tag = tag
 
@@ -204,7 +207,7 @@ class Direct(TorchFunctionMode):
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
-        kind = (node.op, node.target, *((x.dim(), n.meta[copies.OF_PARAMETER]) for n, x in given.items()))
+        kind = (node.op, node.target, *((x.dim(), n.meta.get(experts.AXES)) for n, x in given.items()))
         if kind in self._idle:
             return None
         work = self._finder.describe(node, self._markers)
@@ -336,8 +339,8 @@ def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[An
 
 
 def _from_outside(node: Node) -> bool:
-    """Return whether ``node`` is a view of a tensor of which nobody knows what made it."""
-    while (source := products.view_source(node)) is not None:
+    """Return whether ``node`` is a view of a tensor, or rows of one, of which nobody knows what made it."""
+    while (source := products.rows_of(node)) is not None:
         node = source
     return node.op == "placeholder" and PRODUCER not in node.meta
 

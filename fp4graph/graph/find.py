@@ -16,14 +16,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fp4graph import torch_internals
-from fp4graph.graph import copies, flops, operations, products
-from fp4graph.graph.expand import inline
+from fp4graph.graph import experts, flops, operations, products
+from fp4graph.graph.expand import inline, write_out
+from fp4graph.graph.experts import WrittenOut
 from fp4graph.graph.found import Formula, Found, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker
 from fp4graph.graph.names import Names
 from fp4graph.graph.operations import NoProduct, Sizes, Verdict, operation_of, read_product, tag_of
 from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
 from fp4graph.graph.roles import routers
+from fp4graph.graph.writes import writes
 from fp4graph.technique.site import SiteView
 
 _GATHERED = (
@@ -71,6 +73,7 @@ class Finder:
         self._visited: set[int] = set()  # a body may be shared
         self._routers: set[Node] = set()
         self._counted: dict[Any, bool] = {}
+        self.writes = 0  # operations so far that wrote into a tensor
 
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
@@ -78,25 +81,51 @@ class Finder:
         self._open_all(gm, markers)
         self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
-            if (marker := Marker.read(node)) is not None:
-                key, step = markers.outside(marker.key), markers.outside(marker.step)
-                example = getattr(key.meta.get("grapharg"), "example", None)
-                marker = dataclasses.replace(marker, module=self._keys.get(id(example)))
-                markers.add(marker)
-                if marker.module is not None:
-                    self.found.keys[key] = marker.module
-                self.found.steps.add(step)
-                # Another tensor in each forward, because the backward of one may come after the next forward. A CUDA
-                # graph that took it for static would be recorded at every step; this one copies the five numbers.
-                torch_internals.unmark_static(step)
-                self.found.marked.add(marker.module)
-                gm.graph.erase_node(node)
-            elif isinstance(node.target, torch_internals.HigherOrderOperator) and operation_of(node) is None:
-                self._higher_order(node, gm, markers)
-            elif (work := self.describe(node, markers)) is not None:
+            self._visit(node, gm, markers)
+
+    def _visit(self, node: Node, gm: GraphModule, markers: Markers) -> None:
+        if (marker := Marker.read(node)) is not None:
+            self._take(marker, markers)
+            gm.graph.erase_node(node)
+            return
+        self.writes += writes(node)
+        if node.op == "placeholder":
+            self._enter(node, markers.outside(node))
+        elif isinstance(node.target, torch_internals.HigherOrderOperator) and operation_of(node) is None:
+            self._higher_order(node, gm, markers)
+        elif (written := self.written_out(node, markers)) is not None:
+            replacement = write_out(gm, node, written.function, written.nodes)
+            self.found.replacements.append(replacement)
+            for new in replacement.nodes:
+                self._visit(new, gm, markers)
+        else:
+            if (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
-            else:
-                copies.follow(node, markers.outside, self._names.is_parameter)
+            values = ((n, value_of(n)) for n in node.all_input_nodes)
+            inputs = {n: value for n, value in values if value is not None}
+            experts.follow(node, value_of(node), inputs, self.writes)
+
+    def _take(self, marker: Marker, markers: Markers) -> None:
+        """Record a marker of the captured graph."""
+        key, step = markers.outside(marker.key), markers.outside(marker.step)
+        example = getattr(key.meta.get("grapharg"), "example", None)
+        marker = dataclasses.replace(marker, module=self._keys.get(id(example)))
+        markers.add(marker)
+        if marker.module is not None:
+            self.found.keys[key] = marker.module
+        self.found.steps.add(step)
+        # Another tensor in each forward, because the backward of one may come after the next forward. A CUDA
+        # graph that took it for static would be recorded at every step; this one copies the five numbers.
+        torch_internals.unmark_static(step)
+        self.found.marked.add(marker.module)
+
+    def _enter(self, node: Node, outside: Node) -> None:
+        """Mark an input of a graph, or of a body in it, which stands for the node ``outside``."""
+        value = value_of(node)
+        if value is not None and self._names.is_parameter(outside):
+            node.meta[experts.AXES] = value.dim()
+        if experts.COPIES in outside.meta and outside is not node:
+            node.meta[experts.COPIES] = experts.OTHERWISE  # what a body is given may have been written into
 
     def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
@@ -160,17 +189,8 @@ class Finder:
         """Return what ``node`` is, or None where it does no matrix work."""
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
-            for factor, weight_first in ((read.b, False), (read.a, True)):
-                if weight_first and read.form != "matmul":
-                    continue  # what a linear layer or experts are given, say learned tokens
-                changed = copies.is_changed(factor, markers.outside)
-                if changed and self._is_matrix_parameter(read.b if weight_first else read.a, markers):
-                    continue
-                if changed or copies.is_of_parameter(factor, markers.outside, self._names.is_parameter):
-                    gathered = copies.gathered(read, weight_first=weight_first)
-                    if gathered is None:
-                        return self._work(node, name_of(node), _GATHERED, Verdict.LIKE_EXPERTS, markers)
-                    return self._product(gathered, markers)
+            if self._weight_first(read, markers) is not None:
+                return self._work(node, name_of(node), _GATHERED, Verdict.LIKE_EXPERTS, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
             verdict, reason = read.verdict, read.reason
@@ -186,6 +206,25 @@ class Finder:
             return self._work(node, name_of(node), "an operation of another library", Verdict.LIKE_LINEAR, markers)
         if self._counts(node):
             return self._work(node, name_of(node), "fp4graph does not know this operation", Verdict.UNKNOWN, markers)
+        return None
+
+    def written_out(self, node: Node, markers: Markers) -> WrittenOut | None:
+        """Return what takes the place of a product with copies of experts' matrices; None for any other node, and for
+        a product that cannot be written out."""
+        read = read_product(node)
+        if not isinstance(read, Product) or (weight_first := self._weight_first(read, markers)) is None:
+            return None
+        return experts.written_out(read, self.writes, weight_first=weight_first)
+
+    def _weight_first(self, product: Product, markers: Markers) -> bool | None:
+        """Return whether it is the first factor that is copies of experts' matrices; None where neither is."""
+        pairs = ((product.b, product.a, False), (product.a, product.b, True))
+        for factor, other, first in pairs[: 2 if product.form == "matmul" else 1]:  # others may be given learned tokens
+            copies, value = factor.meta.get(experts.COPIES), value_of(factor)
+            if copies is None or value is None or value.dim() < 3:
+                continue
+            if copies != experts.CHANGED or not self._is_matrix_parameter(other, markers):
+                return first
         return None
 
     def _counts(self, node: Node) -> bool:

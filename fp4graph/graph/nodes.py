@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4graph.graph import copies
+from fp4graph.graph import experts
 from fp4graph.graph.names import Names
 from fp4graph.graph.products import PRODUCER, producer_of
 from fp4graph.torch_internals import pytree
@@ -45,9 +45,8 @@ class Nodes:
         node = self._nodes.get(x)
         if node is None:
             self._nodes[x] = node = self.call("placeholder", "input", (), {})
-            node.meta[copies.OF_PARAMETER] = isinstance(x, nn.Parameter)
             if isinstance(x, nn.Parameter):
-                node.meta |= {"grapharg": _Given(x), "example_value": x}
+                node.meta |= {"grapharg": _Given(x), "example_value": x, experts.AXES: x.dim()}
             elif self._names.is_buffer(x):
                 node.meta["grapharg"] = _Given(x)
             elif x in self._produced:
@@ -65,7 +64,7 @@ class Nodes:
 
         def name(x: Tensor, own: Node) -> None:
             old = self._nodes.get(x)
-            if not (written and old is not None and old.meta.get(copies.PICKED, False)):
+            if not (written and old is not None and experts.COPIES in old.meta):
                 self._nodes[x] = own
 
         if isinstance(result, Tensor):
@@ -75,7 +74,7 @@ class Nodes:
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
                     part = self.call("call_method", "__getitem__", (node, index), {})
-                    part.meta[copies.OF_PARAMETER] = node.meta[copies.OF_PARAMETER]
+                    part.meta |= {key: node.meta[key] for key in (experts.AXES, experts.COPIES) if key in node.meta}
                     name(item, part)
 
     def finish(self, result: Any) -> None:

@@ -12,8 +12,8 @@ A new operation is a row here:
   factors that no form describes is a new form; ``Product.form`` says what a form needs.
 - It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
   :mod:`fp4graph.graph.attention`.
-- It multiplies parts of a parameter that another operation picked: ``Finder.describe`` reads the two together, as it
-  does with :func:`fp4graph.graph.copies.gathered`.
+- It multiplies parts of a parameter that another operation picked: the two are written out together, as
+  :mod:`fp4graph.graph.experts` does.
 - It does neither: the reason, with ``Verdict.KEEP`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """
@@ -341,6 +341,7 @@ TABLE: Mapping[Any, Operation] = {
             (*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
             Operation(read=products.grouped, flops=flops.of_grouped),
         ),
+        (("fp4graph::experts_mm",), Operation(read=lambda node, a, b, ends, _: products.grouped(node, a, b, ends))),
         (
             _spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
             dataclasses.replace(_QUANTIZED, flops=flops.of_grouped),
