@@ -84,6 +84,40 @@ class Copies:
         """
         return (self.writes, *self.versions) != (writes, *map(_version, (*self.tensors, copies)))
 
+    def multiply(
+        self, tokens: Tensor, w: Tensor, ids: Tensor, *, weight_first: bool, detached: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``tokens[s] @ w[ids[s]]`` for every s, by a grouped product; no host waits for an index.
+
+        Args:
+            tokens: ``[..., P, K]``, or ``[..., K, P]`` where the weight comes first; the leading axes may be broadcast
+                to those of ``ids``.
+            w: ``[E, K, N]``, or ``[E, N, K]`` where the copies are transposed, or come first and are not.
+            dtype: of the product, where the caller's autocast is known.
+
+        Returns:
+            ``[*ids.shape, P, N]``, or ``[*ids.shape, N, P]`` where the weight comes first.
+
+        Raises:
+            IndexError: on a CPU, an index that torch's own indexing refuses. On other devices it fails as there.
+        """
+        x = tokens.mT if weight_first else tokens
+        w = w.detach() if detached else w
+        w = w if self.dtype is None else w.to(self.dtype)
+        w = w if weight_first == self.transposed else w.mT
+        rows, picks = x.shape[-2], ids.numel()
+        # The indices pick from the experts' numbers as they do from the matrices: an index that is out of range is the
+        # same error, and one that counts from the end becomes the expert's number.
+        numbers, flat = torch.arange(w.shape[0], device=x.device), ids.flatten().to(x.device)
+        experts = numbers[flat] if self.wraps else numbers.index_select(0, flat)
+        experts, order = torch.sort(experts, stable=True)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True) * rows
+        x = x.expand(*ids.shape, *x.shape[-2:]).reshape(picks, rows, x.shape[-1])
+        y: Tensor = EXPERTS_MM(x.index_select(0, order).flatten(0, 1), w, ends, dtype)
+        y = y.reshape(picks, rows, w.shape[2])
+        y = torch.empty_like(y).index_copy(0, order, y).reshape(*ids.shape, rows, w.shape[2])
+        return y.mT.contiguous() if weight_first else y
+
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
@@ -217,60 +251,13 @@ def written_out(product: Product, writes: int, *, weight_first: bool) -> Written
         return None
     out = value_of(product.node)
     function = partial(
-        _grouped,
+        copies.multiply,
         weight_first=weight_first,
-        transposed=copies.transposed,
-        wraps=copies.wraps,
         # Copies that were picked under no_grad give their matrices no gradient.
         detached=stack.requires_grad and not matrices.requires_grad,
-        dtype=copies.dtype,
-        result=tokens.dtype if out is None else out.dtype,
+        dtype=tokens.dtype if out is None else out.dtype,
     )
     return WrittenOut(function, (other, *copies.nodes), (tokens, *copies.tensors))
-
-
-def _grouped(
-    tokens: Tensor,
-    w: Tensor,
-    ids: Tensor,
-    *,
-    weight_first: bool,
-    transposed: bool,
-    wraps: bool,
-    detached: bool,
-    dtype: torch.dtype | None,
-    result: torch.dtype,
-) -> Tensor:
-    """Return ``tokens[s] @ w[ids[s]]`` for every s; no host waits for an index.
-
-    Args:
-        tokens: ``[..., P, K]``, or ``[..., K, P]`` where the weight comes first; the leading axes may be broadcast to
-            those of ``ids``.
-        w: ``[E, K, N]``, or ``[E, N, K]`` where the copies are transposed, or come first and are not.
-        dtype: that the matrices are cast to; result: of the product, where the caller's autocast is known.
-
-    Returns:
-        ``[*ids.shape, P, N]``, or ``[*ids.shape, N, P]`` where the weight comes first.
-
-    Raises:
-        IndexError: on a CPU, an index that torch's own indexing refuses. On other devices it fails as there.
-    """
-    x = tokens.mT if weight_first else tokens
-    w = w.detach() if detached else w
-    w = w if dtype is None else w.to(dtype)
-    w = w if weight_first == transposed else w.mT
-    rows, picks = x.shape[-2], ids.numel()
-    # The indices pick from the experts' numbers as they do from the matrices: an index that is out of range is the
-    # same error, and one that counts from the end becomes the expert's number.
-    numbers, flat = torch.arange(w.shape[0], device=x.device), ids.flatten().to(x.device)
-    experts = numbers[flat] if wraps else numbers.index_select(0, flat)
-    experts, order = torch.sort(experts, stable=True)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True) * rows
-    x = x.expand(*ids.shape, *x.shape[-2:]).reshape(picks, rows, x.shape[-1])
-    y: Tensor = EXPERTS_MM(x.index_select(0, order).flatten(0, 1), w, ends, result)
-    y = y.reshape(picks, rows, w.shape[2])
-    y = torch.empty_like(y).index_copy(0, order, y).reshape(*ids.shape, rows, w.shape[2])
-    return y.mT.contiguous() if weight_first else y
 
 
 def _exact(tokens: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ class Product:
     accumulator.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
-    :attr:`by_columns`, the kind of site in ``Finder._product``, its FLOPs in
+    :attr:`by_columns`, the kind of site in ``Describer._product``, its FLOPs in
     :func:`fp4graph.graph.flops.of_product`, and its computation in :func:`fp4graph.graph.functions.site_function`.
     """
 
