@@ -79,7 +79,7 @@ def export(
 
 
 def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
-    from fp4graph.exports import export as write
+    from fp4graph import export as write
     from fp4graph.lab.runs.restore import restore
 
     run = restore(folder)
@@ -89,7 +89,7 @@ def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
 
 
 def _export_model(model: nn.Module, output: Path, options: dict[str, Any]) -> None:
-    from fp4graph.exports import export as write
+    from fp4graph import export as write
 
     inputs: Any = model.dummy_inputs
     with torch.no_grad():

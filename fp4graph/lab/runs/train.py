@@ -28,7 +28,7 @@ from fp4graph.lab.runs.run import Outcome, Run, Validation
 from fp4graph.lab.tasks import Problem, Settings, placed, task_named
 from fp4graph.model.api import apply
 from fp4graph.model.runtime import require_runtime
-from fp4graph.optim import StableSPAM
+from fp4graph.training.stable_spam import StableSPAM
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.registry import default_registry
 from fp4graph.training import checkpoint, grad_scaler, prepare_optimizer
