@@ -23,7 +23,7 @@ from benchmarks.models import MODELS, TOTAL_STEPS, Model
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, alternate, synchronize
 from fp4graph.model.runtime import runtime_of
-from fp4graph.optim import StableSPAM
+from fp4graph.training.stable_spam import StableSPAM
 
 #: Steps of a detection, here.
 DETECTION = 30

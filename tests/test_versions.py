@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph import versions
+from fp4graph.model import versions
 
 ROOT = Path(__file__).parents[1]
 BOUND = re.compile(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)$")

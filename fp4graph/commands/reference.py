@@ -20,9 +20,9 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
+from fp4graph import QuantSpec
 from fp4graph.commands import catalogue
 from fp4graph.commands.catalogue import COLUMNS, default_of, loadable_policies, one_line, option_fields, weight_of
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Gemm, Operand

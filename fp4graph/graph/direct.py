@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,29 +26,29 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError
-from fp4graph.graph import copies, products, roles
-from fp4graph.graph.find import Finder
+from fp4graph.graph import experts, products, roles
+from fp4graph.graph.describe import Describer
 from fp4graph.graph.found import FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.nodes import Nodes
 from fp4graph.graph.observe import Recording, current_substitute, numbered
-from fp4graph.graph.operations import Verdict, operation_of, tag_of
+from fp4graph.graph.operations import Verdict, tag_of
 from fp4graph.graph.plan import Planner, plan_once
 from fp4graph.graph.products import PRODUCER, value_of
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
+from fp4graph.graph.writes import writes
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
 from fp4graph.torch_internals import pytree
 
-#: Attributes that show the tensor itself; all others are read past the pass.
-_VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 #: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
 _QUANTIZED = "fp4graph_quantized"
-#: Operations that pick a matrix of a stack by a number.
-_SELECTS = frozenset({"__getitem__", "select", torch.select})
-_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+class _Kept(Exception):
+    """No rule quantizes a product that is written out; the operation of the model runs."""
 
 
 class Direct(TorchFunctionMode):
@@ -91,12 +91,11 @@ class Direct(TorchFunctionMode):
         self._policy, self._names, self._whole = policy, names, whole
         self._idle, self._recording, self._carries, self._lists = idle, recording, carries, lists
         self._shown: Counter[str] = Counter()
-        self._finder = Finder(names, policy.may_quantize, {})
+        self._describer = Describer(names, policy.may_quantize)
         self._markers = Markers()
         self._nodes = Nodes(names, produced)
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
-        self._writes = copies.Writes()
         self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
 
@@ -129,66 +128,51 @@ class Direct(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        op, target = _operation(func)
+        exact = partial(func, *args, **({} if kwargs is None else kwargs))
         if getattr(func, "__name__", "") == "__set__":
-            self._writes.count += 1  # x.data = y
+            self._describer.writes += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
-        if op is None or torch_internals.backward_id() != self._backward:
-            return func(*args, **kwargs)
-        given: dict[Node, Tensor] = {}
-
-        def node_of(x: Tensor) -> Node:
-            node = self._nodes.of(x)
-            given[node] = x
-            return node
-
-        places, names = pytree.tree_map_only(Tensor, node_of, (args, kwargs))
-        if op == "getattr":
-            op, target, places = "call_function", getattr, (*places, target)
-        if target in _SELECTS:
-            places, names = _selected(places, names, given)
-        node = self._nodes.call(op, target, places, names)
+        inside = torch_internals.backward_id() == self._backward
+        if not inside or (node := self._nodes.of_call(exact, given := dict[Node, Tensor]())) is None:
+            return exact()
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
             node.meta["fp4graph_op"] = self._tag
-        source = products.view_source(node)
-        node.meta[copies.OF_PARAMETER] = source is not None and source.meta[copies.OF_PARAMETER]
-        if target in roles.CHOICES:
+        if node.target in roles.CHOICES:
             _check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
-        node.meta[copies.PICKED] = copies.is_picked(node)
-        written = copies.writes(node)
-        self._writes.count += written
-        read_later = copies.experts_picked(node)
+        written = writes(node)
+        self._describer.writes += written
         try:
             if (function := self._opened(node)) is not None:
-                return self._run_opened(node, function, args, kwargs)
-            call = self._call(node, given)
-            exact = partial(func, *args, **kwargs)
-            result = exact() if call is None else self._run(call, exact)
+                return self._run_opened(node, partial(function, *exact.args, **exact.keywords))
+            if (gathered := self._describer.written_out(node, self._markers)) is not None:
+                try:
+                    return self._run_opened(node, partial(gathered.function, *gathered.tensors))
+                except _Kept:
+                    result = exact()
+            elif (call := self._call(node, given)) is not None:
+                result = self._run(call, exact)
+            elif node.target is experts.EXPERTS_MM:
+                raise _Kept
+            else:
+                result = exact()
         finally:
             for n in held:
-                if n not in read_later:
-                    del n.meta["example_value"]  # a node must not keep an activation alive
-        if read_later:
-            node.meta[copies.WRITES] = copies.WritesSince(self._writes, *((n, given[n]) for n in read_later))
-        picked = [n for n in given if n.meta.get(copies.PICKED, False)]
-        other = picked and call is None and source is None and operation_of(node) is None
-        if other and copies.changes_copies(node, result, given, picked):
-            node.meta |= {copies.PICKED: True, copies.CHANGED: True}
+                del n.meta["example_value"]  # a node must not keep an activation alive
+        experts.follow(node, result, given, self._describer.writes)
         self._nodes.remember(result, node, written=written)
         return result
 
-    def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_opened(self, node: Node, function: Callable[[], Any]) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""
         tag = self._tag
         self._tag = tag_of(node) or tag
         try:
             with self:
-                return function(*args, **kwargs)
+                return function()
         finally:
             self._tag = tag
 
@@ -200,14 +184,14 @@ class Direct(TorchFunctionMode):
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
         if node.target is F.multi_head_attention_forward:
             return _attention_forward
-        return self._finder.opening(node, self._markers)
+        return self._describer.opening(node, self._markers)
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
-        kind = (node.op, node.target, *((x.dim(), n.meta[copies.OF_PARAMETER]) for n, x in given.items()))
+        kind = (node.op, node.target, *((x.dim(), n.meta.get(experts.AXES)) for n, x in given.items()))
         if kind in self._idle:
             return None
-        work = self._finder.describe(node, self._markers)
+        work = self._describer.describe(node, self._markers)
         if work is None:
             self._idle.add(kind)
             return None
@@ -232,7 +216,7 @@ class Direct(TorchFunctionMode):
         except UnmarkedWeight as error:
             if not self._carries(error):
                 raise
-        found = self._finder.describe(node, self._markers)
+        found = self._describer.describe(node, self._markers)
         assert isinstance(found, FoundProduct)
         return call_of(replace(planned[0], found=found), found.product)
 
@@ -317,27 +301,9 @@ def _functions() -> list[Any]:
     return [function for function in found if function is not CheckpointFunction]
 
 
-def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[Any, Any]:
-    """Return the arguments of an operation that picks of a tensor of three axes, tensors of one integer as numbers.
-
-    A loop over experts picks ``W[e]`` so. The number is kept beyond the operation, unlike the values of a tensor: a
-    weight's state is shown through the same views.
-    """
-    stack = given.get(places[0]) if places and isinstance(places[0], Node) else None
-    if stack is None or stack.dim() < 3:
-        return places, names
-
-    def number(node: Node) -> Any:
-        index = given[node]
-        return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
-
-    rest, names = pytree.tree_map_only(Node, number, (places[1:], names))
-    return (places[0], *rest), names
-
-
 def _from_outside(node: Node) -> bool:
-    """Return whether ``node`` is a view of a tensor of which nobody knows what made it."""
-    while (source := products.view_source(node)) is not None:
+    """Return whether ``node`` is a view of a tensor, or rows of one, of which nobody knows what made it."""
+    while (source := products.rows_of(node)) is not None:
         node = source
     return node.op == "placeholder" and PRODUCER not in node.meta
 
@@ -350,21 +316,6 @@ def _viewed(node: Node, views: Sequence[Node]) -> Tensor:
         target: Any = view.target
         x = getattr(x, target)(*args, **kwargs) if isinstance(target, str) else target(x, *args, **kwargs)
     return x  # type: ignore[no-any-return]
-
-
-@cache
-def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
-    """Return kind and target of the node that Dynamo makes of a call of ``func``; None for what makes no tensor."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        attribute = getattr(func, "__self__", None)
-        name = getattr(attribute, "__name__", "")
-        return ("getattr", name) if name in _VIEW_ATTRIBUTES else (None, None)
-    if name in ("__set__", "__delete__"):
-        return None, None
-    if isinstance(func, _METHODS) or getattr(Tensor, name, None) is func:
-        return "call_method", name
-    return "call_function", func
 
 
 def _without_overrides(function: Any) -> Callable[..., Any]:

@@ -1,25 +1,72 @@
 """Opens nodes that hide matrix products: replaces each by the trace of a Python function that computes the same.
 
 :data:`fp4graph.graph.operations.TABLE` says which function belongs to which operation: torch's own where there is one,
-else one of :mod:`fp4graph.graph.attention` or :mod:`fp4graph.graph.contractions`.
+else one of :mod:`fp4graph.graph.attention` or :mod:`fp4graph.graph.contractions`. Products with copies of experts'
+matrices are written out beside the node (:func:`write_out`), which the graph keeps where no rule quantizes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4graph import torch_internals
+from fp4graph.graph.products import name_of, value_of
 from fp4graph.torch_internals import pytree
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:
     """Replace ``node`` by a trace of ``function`` on its arguments; the new nodes inherit its place in the model."""
-    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    _replace(node, _traced(gm, node, function, (node.args, node.kwargs), tag))
+    gm.graph.lint()
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Nodes that compute what ``node`` does, of which a graph is to keep one or the other.
+
+    Attributes:
+        nodes: the new nodes in order; result: the one that stands for ``node``.
+    """
+
+    node: Node
+    nodes: tuple[Node, ...]
+    result: Node
+
+    def settle(self, taken: Container[Node]) -> None:
+        """Keep the new nodes if one of them is ``taken``, else ``node``; erase the others."""
+        graph = self.node.graph
+        if not any(node in taken for node in self.nodes):
+            for node in reversed(self.nodes):
+                graph.erase_node(node)
+            return
+        self.node.replace_all_uses_with(self.result)
+        unread = [self.node]
+        for node in unread:
+            if not node.users and node.op in ("call_function", "call_method"):
+                unread += [source for source in node.all_input_nodes if source not in unread]
+                graph.erase_node(node)
+
+
+def write_out(gm: GraphModule, node: Node, function: Callable[..., Any], arguments: Sequence[Node]) -> Replacement:
+    """Put a trace of ``function`` on ``arguments`` before ``node``, whose users are left as they are."""
+    last = node.prev
+    result = _traced(gm, node, function, (tuple(arguments), {}), None)
+    nodes: list[Node] = []
+    while (last := last.next) is not node:
+        nodes.append(last)
+    return Replacement(node, tuple(nodes), result)
+
+
+def _traced(gm: GraphModule, node: Node, function: Callable[..., Any], arguments: Any, tag: str | None) -> Any:
+    """Put a trace of ``function`` on ``arguments``, a tuple and a mapping, before ``node``, and return its output."""
+    flat, spec = pytree.tree_flatten(arguments)
     positions = [i for i, arg in enumerate(flat) if isinstance(arg, Node)]
     inputs: list[Node] = list(dict.fromkeys(flat[i] for i in positions))
     values = [n.meta.get("example_value", n.meta.get("val")) for n in inputs]
@@ -34,8 +81,7 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
     # The caller may itself run on fake tensors (explain), in another mode than Dynamo's.
     with torch_internals.without_dispatch_modes(), fake_mode:
         traced = make_fx(on_tensors, pre_dispatch=True)(*values)
-    _replace(node, _splice(gm, node, traced, inputs, tag))
-    gm.graph.lint()
+    return _splice(gm, node, traced, inputs, tag)
 
 
 def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node], tag: str | None) -> Any:
@@ -61,8 +107,15 @@ def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node]
                 mapping[new].meta.update(new.meta)
             else:
                 mapping[new] = graph.node_copy(new, lambda n: mapping[n])
-                mapping[new].meta = {**place, "example_value": new.meta.get("val")}
+                mapping[new].meta = {**place, "example_value": _with_gradient(new.meta.get("val"), mapping[new])}
     return output
+
+
+def _with_gradient(value: Any, node: Node) -> Any:
+    """Return the ``value`` of a traced node, which needs a gradient if an input does: traces do not say so."""
+    inputs = (value_of(source) for source in node.all_input_nodes)
+    needs = name_of(node) != "detach" and any(x is not None and x.requires_grad for x in inputs)
+    return value.requires_grad_() if needs and isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _replace(node: Node, value: Any) -> None:

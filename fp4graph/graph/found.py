@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from fp4graph.graph.expand import Replacement
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Owner
 from fp4graph.graph.operations import Verdict
@@ -108,6 +109,7 @@ class Found:
         bodies: the graph and the bodies in it whose nodes may be replaced.
         keys: the graph's inputs that are noise keys, with the modules of the markers that carry them.
         steps: the graph's inputs that are the step of the forward.
+        replacements: the products that were written out.
     """
 
     work: list[FoundProduct | FoundWork] = field(default_factory=list)
@@ -116,6 +118,7 @@ class Found:
     bodies: list[GraphModule] = field(default_factory=list)
     keys: dict[Node, str] = field(default_factory=dict)
     steps: set[Node] = field(default_factory=set)
+    replacements: list[Replacement] = field(default_factory=list)
 
 
 class Markers:

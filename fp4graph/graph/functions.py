@@ -25,7 +25,6 @@ from fp4graph import torch_internals
 from fp4graph.kernels import switches
 from fp4graph.kernels.switches import Switches
 from fp4graph.numerics import noise
-from fp4graph.ops.gathered import Gathering, gathered_matmul
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.matmul import quantized_matmul
 
@@ -35,27 +34,19 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _COMPUTING = ("numerics", "ops", "kernels", "graph", "technique", "torch_internals.py")
 
 
-def site_function(
-    program: MatmulProgram, form: str, alpha: float, beta: float, gathering: Gathering | None = None
-) -> Callable[..., Tensor]:
+def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
     """Return the function that replaces a node: one object for all sites of equal program and form.
 
     Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting; for ``grouped`` ``a [T, K]``,
-    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``. With a ``gathering`` ``a`` and ``b`` are as
-    it has them, and ``ends=`` is the index of the matrix of ``b`` that each matrix of ``a`` is multiplied with.
+    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``.
     """
-    return _site_function(program, form, alpha, beta, switches.current(), gathering)
+    return _site_function(program, form, alpha, beta, switches.current())
 
 
 @functools.lru_cache(maxsize=1024)
 def _site_function(
-    program: MatmulProgram,
-    form: str,
-    alpha: float,
-    beta: float,
-    kernels: Switches,
-    gathering: Gathering | None,
+    program: MatmulProgram, form: str, alpha: float, beta: float, kernels: Switches
 ) -> Callable[..., Tensor]:
     def fp4graph_matmul(
         a: Tensor,
@@ -70,16 +61,11 @@ def _site_function(
     ) -> Tensor:
         if key is not None and salt:
             key = noise.derive(key, salt)
-        if form != "linear" and (gathering is None or gathering.by_columns):
+        if form != "linear":
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         if form == "grouped":
-            assert ends is not None, "numbers of tokens, or indices"
-
-            def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-                return quantized_matmul(program, x, w, None, key, step, state, site, ends=ends)
-
-            return multiply(a, b, ends) if gathering is None else gathered_matmul(multiply, gathering, a, b, ends)
+            return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends)
         if b.dim() == 2:
             # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
@@ -90,7 +76,7 @@ def _site_function(
         return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
 
     # A function in a technique's options shows its address, which differs from process to process.
-    said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, gathering, _techniques_digest(program))))
+    said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
     name = f"{_PREFIX}{form}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     if name in globals():  # two programs whose texts are equal
         name += os.urandom(8).hex()

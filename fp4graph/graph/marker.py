@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class Tag:
 
     def encode(self) -> str:
         """Return the string that the marker takes."""
-        return json.dumps([self.rules, self.weights, self.state, self.plans, self.carried])
+        return json.dumps(astuple(self))
 
     @staticmethod
     def decode(text: str) -> Tag:

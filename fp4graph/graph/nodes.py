@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import types
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4graph.graph import copies
+from fp4graph.graph import experts
 from fp4graph.graph.names import Names
 from fp4graph.graph.products import PRODUCER, producer_of
 from fp4graph.torch_internals import pytree
+
+#: Attributes that show the tensor itself; all others are read past the pass.
+_VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Operations that pick a matrix of a stack by a number.
+_SELECTS = frozenset({"__getitem__", "select", torch.select})
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 @dataclass(frozen=True)
@@ -40,14 +49,34 @@ class Nodes:
         """Return a new node, of the call of an operation."""
         return Node(self._graph, "", op, target, args, kwargs)
 
+    def of_call(self, call: partial[Any], given: dict[Node, Tensor]) -> Node | None:
+        """Return a new node of the call of a function of torch, as Dynamo makes one; None if it makes no tensor.
+
+        The tensors that the function is given are added to ``given``, by their nodes.
+        """
+
+        def node_of(x: Tensor) -> Node:
+            node = self.of(x)
+            given[node] = x
+            return node
+
+        op, target = _operation(call.func)
+        if op is None:
+            return None
+        args, kwargs = pytree.tree_map_only(Tensor, node_of, (call.args, call.keywords))
+        if op == "getattr":
+            op, target, args = "call_function", getattr, (*args, target)
+        if target in _SELECTS:
+            args, kwargs = _selected(args, kwargs, given)
+        return self.call(op, target, args, kwargs)
+
     def of(self, x: Tensor) -> Node:
         """Return the node of a tensor: of the operation that returned it, or that of an input."""
         node = self._nodes.get(x)
         if node is None:
             self._nodes[x] = node = self.call("placeholder", "input", (), {})
-            node.meta[copies.OF_PARAMETER] = isinstance(x, nn.Parameter)
             if isinstance(x, nn.Parameter):
-                node.meta |= {"grapharg": _Given(x), "example_value": x}
+                node.meta |= {"grapharg": _Given(x), "example_value": x, experts.AXES: x.dim()}
             elif self._names.is_buffer(x):
                 node.meta["grapharg"] = _Given(x)
             elif x in self._produced:
@@ -65,7 +94,7 @@ class Nodes:
 
         def name(x: Tensor, own: Node) -> None:
             old = self._nodes.get(x)
-            if not (written and old is not None and old.meta.get(copies.PICKED, False)):
+            if not (written and old is not None and experts.COPIES in old.meta):
                 self._nodes[x] = own
 
         if isinstance(result, Tensor):
@@ -75,7 +104,7 @@ class Nodes:
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
                     part = self.call("call_method", "__getitem__", (node, index), {})
-                    part.meta[copies.OF_PARAMETER] = node.meta[copies.OF_PARAMETER]
+                    part.meta |= {key: node.meta[key] for key in (experts.AXES, experts.COPIES) if key in node.meta}
                     name(item, part)
 
     def finish(self, result: Any) -> None:
@@ -83,3 +112,36 @@ class Nodes:
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and (node := self._nodes.get(leaf)) is not None and node.op != "placeholder":
                 self._produced[leaf] = producer_of(node)
+
+
+def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[Any, Any]:
+    """Return the arguments of an operation that picks of a tensor of three axes, tensors of one integer as numbers.
+
+    A loop over experts picks ``W[e]`` so. The number is kept beyond the operation, unlike the values of a tensor: a
+    weight's state is shown through the same views.
+    """
+    stack = given.get(places[0]) if places and isinstance(places[0], Node) else None
+    if stack is None or stack.dim() < 3:
+        return places, names
+
+    def number(node: Node) -> Any:
+        index = given[node]
+        return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
+
+    rest, names = pytree.tree_map_only(Node, number, (places[1:], names))
+    return (places[0], *rest), names
+
+
+@cache
+def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
+    """Return kind and target of the node that Dynamo makes of a call of ``func``; None for what makes no tensor."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = getattr(func, "__self__", None)
+        name = getattr(attribute, "__name__", "")
+        return ("getattr", name) if name in _VIEW_ATTRIBUTES else (None, None)
+    if name in ("__set__", "__delete__"):
+        return None, None
+    if isinstance(func, _METHODS) or getattr(Tensor, name, None) is func:
+        return "call_method", name
+    return "call_function", func

@@ -4,7 +4,7 @@ A node of a graph is looked up among the operators that plugins read, then in :d
 entry either reads the node as one product, which makes it a site, or opens it into other operations, or says why the
 operation is none of our sites. Operations without an entry are views, arithmetic and look-ups. One without an entry
 that torch's FLOP counter knows, or that belongs to an unknown library and reads a matrix parameter, is an error
-(:meth:`fp4graph.graph.find.Finder.describe`).
+(:meth:`fp4graph.graph.describe.Describer.describe`).
 
 A new operation is a row here:
 
@@ -12,8 +12,8 @@ A new operation is a row here:
   factors that no form describes is a new form; ``Product.form`` says what a form needs.
 - It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
   :mod:`fp4graph.graph.attention`.
-- It multiplies parts of a parameter that another operation picked: ``Finder.describe`` reads the two together, as it
-  does with :func:`fp4graph.graph.copies.gathered`.
+- It multiplies parts of a parameter that another operation picked: the two are written out together, as
+  :mod:`fp4graph.graph.experts` does.
 - It does neither: the reason, with ``Verdict.KEEP`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """
@@ -134,15 +134,10 @@ def _of_plugin(taught: ProductOperation) -> Operation:
     return Operation(read=read)
 
 
-def is_foreign(node: Node) -> bool:
-    """Return whether ``node`` calls an operator of a library that nothing is known of."""
+def library_of(node: Node) -> str | None:
+    """Return the library whose operator ``node`` calls, None where it calls no operator."""
     name = torch_internals.qualified_name(node.target)
-    return name is not None and name.partition("::")[0] not in LIBRARIES
-
-
-def is_collective(node: Node) -> bool:
-    """Return whether ``node`` calls an operator that moves tensors between processes."""
-    return (torch_internals.qualified_name(node.target) or "").partition("::")[0] in _COLLECTIVE
+    return None if name is None else name.partition("::")[0]
 
 
 def read_product(node: Node) -> Product | NoProduct | None:
@@ -159,26 +154,6 @@ def read_product(node: Node) -> Product | NoProduct | None:
     reason = products.objection(product)
     weighs = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
     return product if reason is None else NoProduct(name, reason, Verdict.LIKE_LINEAR if weighs else None)
-
-
-def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
-    """Return the function that is to take the place of ``node``, or None.
-
-    ``wanted`` tells whether a rule wants a kind of site, of its sizes; the kinds are those of :attr:`Operation.asks`.
-    """
-    operation = operation_of(node)
-    if operation is None or operation.opened is None:
-        return None
-    asked = operation.asks(node)
-    return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
-
-
-def opens_on_request(node: Node) -> bool:
-    """Return whether ``node`` is opened where a rule wants its products."""
-    operation = operation_of(node)
-    if operation is None or operation.opened is None or not operation.asks(node):
-        return False
-    return operation.opened(node) is not None
 
 
 def tag_of(node: Node) -> str | None:
@@ -198,19 +173,14 @@ def _spelled(*names: str) -> Iterator[Any]:
             yield name
 
 
-_ATTENTION = Operation(
-    "attention",
-    reason="this fused attention is kept in high precision; scaled_dot_product_attention can be quantized",
-    verdict=Verdict.KEEP,
-)
-_CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision", verdict=Verdict.KEEP)
-RECURRENT = "recurrent layers are kept in high precision"
-_QUANTIZED = Operation(reason="its factors are quantized already", verdict=Verdict.LIKE_LINEAR)
-_IN_PLACE = Operation(reason="writes in place; write it without the underscore to quantize it")
+def _kept(reason: str, op: str | None = None, flops: Callable[..., int] | None = None) -> Operation:
+    """Return the row of an operation that every policy keeps."""
+    return Operation(op, reason=reason, verdict=Verdict.KEEP, flops=flops)
 
 
-def _asks_of_einsum(node: Node) -> str:
-    return "product" if len(contractions.einsum_operands(node)[1]) > 2 else ""
+def _expanded(function: Callable[..., Any]) -> Operation:
+    """Return the row of an attention layer that is always opened."""
+    return Operation("attention", opened=lambda _: function, reason="could not be expanded")
 
 
 def _written_out(
@@ -222,6 +192,15 @@ def _written_out(
     return Operation(opened=opened, asks=lambda _: "product", reason=reason, flops=flops)
 
 
+def _asks_of_einsum(node: Node) -> str:
+    return "product" if len(contractions.einsum_operands(node)[1]) > 2 else ""
+
+
+RECURRENT = "recurrent layers are kept in high precision"
+_ATTENTION = "this fused attention is kept in high precision; scaled_dot_product_attention can be quantized"
+_CONVOLUTION = "convolutions are kept in high precision"
+_QUANTIZED = Operation(reason="its factors are quantized already", verdict=Verdict.LIKE_LINEAR)
+
 #: What is done with each operation: by function, by operator or its qualified name, and by name of a method.
 TABLE: Mapping[Any, Operation] = {
     key: operation
@@ -231,141 +210,76 @@ TABLE: Mapping[Any, Operation] = {
         ((*_spelled("matmul", "mm", "bmm"), operator.matmul, "__matmul__"), Operation(read=products.matmul)),
         (("__rmatmul__",), Operation(read=products.reversed_matmul)),
         (_spelled("addmm", "baddbmm"), Operation(read=products.addmm)),
+        ((*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
+         Operation(read=products.grouped, flops=flops.of_grouped)),
+        (("fp4graph::experts_mm",), Operation(read=lambda node, a, b, ends, _: products.grouped(node, a, b, ends))),
         # several products, written out
-        (
-            (torch.einsum, torch.functional.einsum, aten.einsum),
-            Operation(
-                "einsum",
-                opened=contractions.einsum_as_matmul,
-                asks=_asks_of_einsum,
-                reason="not a chain of matmuls",
-            ),
-        ),
-        (
-            (torch.tensordot, torch.functional.tensordot, aten.tensordot),
-            _written_out(contractions.tensordot_as_matmul, "it is no matmul"),
-        ),
+        ((torch.einsum, torch.functional.einsum, aten.einsum),
+         Operation("einsum", opened=contractions.einsum_as_matmul, asks=_asks_of_einsum,
+                   reason="not a chain of matmuls")),
+        ((torch.tensordot, torch.functional.tensordot, aten.tensordot),
+         _written_out(contractions.tensordot_as_matmul, "it is no matmul")),
         (_spelled("inner"), _written_out(contractions.inner_as_matmul, "a product with a vector")),
-        (
-            (torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
-            _written_out(contractions.chain_as_matmul, "a product with a vector"),
-        ),
-        (
-            _spelled("addbmm"),
-            _written_out(lambda _: contractions.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b)),
-        ),
+        ((torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
+         _written_out(contractions.chain_as_matmul, "a product with a vector")),
+        (_spelled("addbmm"),
+         _written_out(lambda _: contractions.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b))),
         (_spelled("bilinear"), _written_out(lambda _: contractions.bilinear, flops=flops.of_bilinear)),
-        (
-            (F.multi_head_attention_forward,),
-            Operation("attention", opened=lambda _: F.multi_head_attention_forward, reason="could not be expanded"),
-        ),
-        (
-            _spelled("_transformer_encoder_layer_fwd"),
-            Operation("attention", opened=lambda _: attention.encoder_layer, reason="could not be expanded"),
-        ),
-        (
-            _spelled("_native_multi_head_attention"),
-            Operation("attention", opened=lambda _: attention.native_attention, reason="could not be expanded"),
-        ),
-        (
-            _spelled("scaled_dot_product_attention"),
-            Operation(
-                "sdpa",
-                opened=lambda _: attention.attention,
-                asks=lambda _: "sdpa",
-                reason="fused attention is kept in high precision unless a rule targets op: sdpa",
-                verdict=Verdict.KEEP,
-            ),
-        ),
-        (
-            _spelled("conv1d", "conv2d"),
-            dataclasses.replace(
-                _CONVOLUTION,
-                opened=lambda _: contractions.convolution,
-                asks=lambda _: "conv",
-                sizes=contractions.convolution_sizes,
-                reason="convolutions are kept in high precision unless a rule targets op: conv",
-            ),
-        ),
+        ((F.multi_head_attention_forward,), _expanded(F.multi_head_attention_forward)),
+        (_spelled("_transformer_encoder_layer_fwd"), _expanded(attention.encoder_layer)),
+        (_spelled("_native_multi_head_attention"), _expanded(attention.native_attention)),
+        (_spelled("scaled_dot_product_attention"),
+         Operation("sdpa", opened=lambda _: attention.attention, asks=lambda _: "sdpa", verdict=Verdict.KEEP,
+                   reason="fused attention is kept in high precision unless a rule targets op: sdpa")),
+        (_spelled("conv1d", "conv2d"),
+         Operation("conv", opened=lambda _: contractions.convolution, asks=lambda _: "conv",
+                   sizes=contractions.convolution_sizes, verdict=Verdict.KEEP,
+                   reason=f"{_CONVOLUTION} unless a rule targets op: conv")),
         # kept by every policy
-        (
-            _spelled(
-                "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-                "convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
-                "miopen_convolution", "miopen_depthwise_convolution", "_slow_conv2d_forward",
-                "convolution_overrideable",
-            ),
-            _CONVOLUTION,
-        ),
-        (
-            _spelled("lstm", "gru", "rnn_tanh", "rnn_relu"),
-            Operation("recurrent", reason=RECURRENT, verdict=Verdict.KEEP, flops=flops.of_recurrent),
-        ),
-        (
-            _spelled("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer"),
-            Operation("recurrent", reason=RECURRENT, verdict=Verdict.KEEP),
-        ),
-        (
-            _spelled(
-                "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
-                "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
-                "_scaled_dot_product_attention_math", "_flash_attention_forward", "_efficient_attention_forward",
-            ),
-            _ATTENTION,
-        ),
-        (
-            (torch.ops.higher_order.flex_attention,),
-            dataclasses.replace(_ATTENTION, flops=flops.of_attention),
-        ),
-        (
-            (torch.cdist, torch.functional.cdist, *_spelled("_cdist_forward", "_euclidean_dist")),
-            Operation(reason="distances are kept in high precision", verdict=Verdict.KEEP, flops=flops.of_distances),
-        ),
-        (
-            _spelled("cov", "corrcoef", "matrix_exp", "matrix_power", "linalg_matrix_power", "pinv", "pinverse",
-                     "linalg_pinv", "lstsq", "linalg_lstsq", "householder_product", "linalg_householder_product",
-                     "orgqr", "ormqr", "lobpcg", "svd_lowrank", "pca_lowrank"),
-            Operation(reason="linear algebra is kept in high precision", verdict=Verdict.KEEP),
-        ),
+        (_spelled("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "convolution",
+                  "_convolution", "mkldnn_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+                  "miopen_convolution", "miopen_depthwise_convolution", "_slow_conv2d_forward",
+                  "convolution_overrideable"), _kept(_CONVOLUTION, "conv")),
+        (_spelled("lstm", "gru", "rnn_tanh", "rnn_relu"), _kept(RECURRENT, "recurrent", flops.of_recurrent)),
+        (_spelled("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer"),
+         _kept(RECURRENT, "recurrent")),
+        (_spelled("_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+                  "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+                  "_scaled_dot_product_attention_math", "_flash_attention_forward", "_efficient_attention_forward"),
+         _kept(_ATTENTION, "attention")),
+        ((torch.ops.higher_order.flex_attention,), _kept(_ATTENTION, "attention", flops.of_attention)),
+        ((torch.cdist, torch.functional.cdist, *_spelled("_cdist_forward", "_euclidean_dist")),
+         _kept("distances are kept in high precision", flops=flops.of_distances)),
+        (_spelled("cov", "corrcoef", "matrix_exp", "matrix_power", "linalg_matrix_power", "pinv", "pinverse",
+                  "linalg_pinv", "lstsq", "linalg_lstsq", "householder_product", "linalg_householder_product", "orgqr",
+                  "ormqr", "lobpcg", "svd_lowrank", "pca_lowrank"), _kept("linear algebra is kept in high precision")),
         # no matrix, or no contraction
         (_spelled("outer", "ger", "addr"), Operation(reason="no contraction axis", flops=lambda *_, **__: 0)),
         (_spelled("mv"), Operation(reason="a matrix-vector product", flops=flops.of_vector)),
-        (
-            _spelled("addmv"),
-            Operation(reason="a matrix-vector product", flops=lambda _, a, b, **__: flops.of_vector(a, b)),
-        ),
+        (_spelled("addmv"),
+         Operation(reason="a matrix-vector product", flops=lambda _, a, b, **__: flops.of_vector(a, b))),
         (_spelled("dot", "vdot", "vecdot"), Operation(reason="a vector product", flops=flops.of_vector)),
         # refused where a linear layer would be quantized
-        (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"), _IN_PLACE),
-        (
-            (*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
-            Operation(read=products.grouped, flops=flops.of_grouped),
-        ),
-        (
-            _spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
-            dataclasses.replace(_QUANTIZED, flops=flops.of_grouped),
-        ),
+        (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"),
+         Operation(reason="writes in place; write it without the underscore to quantize it")),
+        (_spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
+         dataclasses.replace(_QUANTIZED, flops=flops.of_grouped)),
         (_spelled("_int_mm"), dataclasses.replace(_QUANTIZED, flops=flops.of_mm)),
-        (
-            _spelled(
-                "_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
-                "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit", "_mixed_dtypes_linear",
-            ),
-            _QUANTIZED,
-        ),
-        (
-            _spelled("_sparse_mm", "_sparse_semi_structured_mm", "_sparse_semi_structured_linear", "hspmm", "smm",
-                     "sspaddmm"),
-            Operation(reason="a sparse product"),
-        ),
+        (_spelled("_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
+                  "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit", "_mixed_dtypes_linear"), _QUANTIZED),
+        (_spelled("_sparse_mm", "_sparse_semi_structured_mm", "_sparse_semi_structured_linear", "hspmm", "smm",
+                  "sspaddmm"), Operation(reason="a sparse product")),
     ]
     for key in keys
 }  # fmt: skip
 
-_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
+#: The libraries that move tensors between processes.
+COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
 #: What is done with every operation of a library: None where this table and torch's counter know all its products.
 LIBRARIES: Mapping[str, Operation | None] = {
-    **dict.fromkeys(("aten", "prims", "prim", "inductor", *_COLLECTIVE)),
+    **dict.fromkeys(("aten", "prims", "prim", "inductor", *COLLECTIVE)),
     **dict.fromkeys(("quantized", "torchao", "bitsandbytes", "fbgemm", "mslk", "marlin"), _QUANTIZED),
-    **dict.fromkeys(("flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "xformers_flash"), _ATTENTION),
+    **dict.fromkeys(
+        ("flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "xformers_flash"), _kept(_ATTENTION, "attention")
+    ),
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import TypeVar
 
+import torch
 from torch import SymInt
 
 from fp4graph.errors import CaptureError, PluginError
@@ -20,10 +21,13 @@ from fp4graph.graph.found import FoundProduct, FoundWork
 from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product, name_of, transposes, value_of
 from fp4graph.graph.refusals import rule_that_keeps
-from fp4graph.graph.site import Lowering, Site, WeightUse
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.code import Machine
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
+from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, Partition, StateEntry, Technique, checked_plan, overrides
@@ -56,160 +60,159 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     Raises:
         CaptureError: a technique's options do not fit the site.
     """
-
-    def plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        return _call(technique, site, rule, partial(checked_plan, technique, site, specs))
-
-    specs = plan_specs(rule.techniques, site, dict(rule.specs), plan)
-    techniques = rule.techniques
-    if not training:
-        specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
-        techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
-    ordered = tuple((operand, specs.get(operand)) for operand in Operand)
-    if site.op == "grouped":
-        refusals.require_experts_apart(site, rule, techniques)
-    if all(spec is None for _, spec in ordered):
-        return Plan(ordered, None)
-    if site.op == "conv":
-        linear = dataclasses.replace(site, op="linear")
-        keeping = (t for t in techniques if t.steps_weight or _members(t, linear, rule, "state", StateEntry))
-        refusals.require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
-
-    acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
-    pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
-    slots = tuple(
-        StateSlot(t.name, entry)
-        for t in techniques
-        if site.multiplies_weight
-        for entry in _members(t, site, rule, "state", StateEntry)
-        if specs.get(entry.operand) is not None
-    )
-
-    def operand(which: Operand) -> OperandProgram:
-        spec = specs.get(which)
-        program = OperandProgram(
-            spec,
-            tuple(_at(t, which, site, rule) for t in techniques if spec is not None and which in acts_on[t]),
-            tuple(slot for slot in slots if slot.entry.operand is which),
-            reuses=spec is None and which in rule.reuses,
-        )
-        return _of_each_expert(program, which, site, rule) if site.op == "grouped" else program
-
-    def gemm(which: Gemm) -> GemmProgram:
-        left, right = (one for one in Operand if one.gemm is which)
-        quantized = specs.get(left) is not None or specs.get(right) is not None
-        transforms = tuple(t for t in techniques if quantized and which in pairs[t])
-        return GemmProgram(which, operand(left), operand(right), transforms)
-
-    program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
-    parting = {t: part for t in techniques if (part := _partition(t, site, rule, specs)) is not None}
-    if parting:
-        technique = refusals.require_alone(program, list(parting), site, rule)
-        program = _with_partition(program, technique, parting[technique], rule, training=training)
-    return Plan(ordered, program)
-
-
-def _partition(technique: Technique, site: SiteView, rule: Rule, specs: OperandSpecs) -> Partition | None:
-    """Return the channels that ``technique`` has multiplied apart."""
-
-    def asked() -> Partition | None:
-        own = technique.partition(site, specs)
-        if not isinstance(own, Partition | None):
-            raise TypeError(f"partition() must return a Partition or None; got {own!r}")
-        if own is not None and site.in_features is not None and not 0 < own.count < site.in_features:
-            raise ValueError(f"of {site.in_features} input channels {own.count} cannot be multiplied apart")
-        return own
-
-    return _call(technique, site, rule, asked)
-
-
-def _with_partition(
-    program: MatmulProgram, technique: Technique, partition: Partition, rule: Rule, *, training: bool
-) -> MatmulProgram:
-    """Return ``program`` with the channels apart that ``technique`` has chosen."""
-    specs = dict(partition.specs)
-
-    def part(gemm: GemmProgram) -> GemmProgram:
-        left, right = (specs.get(operand) for operand in gemm.operands)
-        if not training and gemm.gemm is Gemm.FPROP:
-            left, right = _settled(left), _settled(right)
-        reuses = right is None and gemm.operands[1] in rule.reuses
-        return GemmProgram(gemm.gemm, OperandProgram(left), OperandProgram(right, reuses=reuses))
-
-    score = next(
-        index
-        for index, slot in enumerate(program.state)
-        if slot.technique == technique.name and slot.label == partition.entry
-    )
-    chosen = MatmulProgram(part(program.fprop), program.dgrad, part(program.wgrad))
-    return dataclasses.replace(program, apart=Apart(score, partition.count, chosen))
-
-
-def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> OperandProgram:
-    """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks would
-    reach from one expert into the next.
-
-    Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
-    """
-    refusals.require_each_expert(program, which, site, rule)
-    spec = program.spec
-    if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, which):
-        return program
-    return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
+    return _Planning(site, rule, training).plan()
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
 plan_once = lru_cache(maxsize=4096)(plan_site)
 
 
-def _settled(spec: QuantSpec | None) -> QuantSpec | None:
-    """Return ``spec`` without stochastic rounding."""
-    if spec is None or not spec.needs_key:
-        return spec
-    scale = spec.scale
-    if scale.rounding == "stochastic":
-        scale = dataclasses.replace(scale, rounding="nearest_even")
-    return dataclasses.replace(spec, rounding="nearest", scale=scale)
+@dataclasses.dataclass(frozen=True)
+class _Planning:
+    """The planning of a site: asks its techniques, whose errors then name the technique, the site and the rule."""
 
+    site: SiteView
+    rule: Rule
+    training: bool
 
-def _members(technique: Technique, site: SiteView, rule: Rule, method: str, kind: type[T]) -> tuple[T, ...]:
-    """Return what a technique's planning method lists, which must be members of ``kind``."""
+    def plan(self) -> Plan:
+        """Return the plan; :func:`plan_site` has its errors."""
+        site, rule = self.site, self.rule
+        specs = plan_specs(rule.techniques, site, dict(rule.specs), self._specs)
+        techniques = rule.techniques
+        if not self.training:
+            specs = {operand: self._settled(spec, operand.gemm) for operand, spec in specs.items()}
+            techniques = tuple(
+                t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after"))
+            )
+        ordered = tuple((operand, specs.get(operand)) for operand in Operand)
+        if site.op == "grouped":
+            refusals.require_experts_apart(site, rule, techniques)
+        if all(spec is None for _, spec in ordered):
+            return Plan(ordered, None)
+        if site.op == "conv":
+            linear = dataclasses.replace(self, site=dataclasses.replace(site, op="linear"))
+            keeping = (t for t in techniques if t.steps_weight or linear._members(t, "state", StateEntry))
+            refusals.require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
+        acting = {t: self._members(t, "acts_on", Operand) for t in techniques}
+        pairing = {t: self._members(t, "pairs", Gemm) for t in techniques}
+        slots = tuple(
+            StateSlot(t.name, entry)
+            for t in techniques
+            if site.multiplies_weight
+            for entry in self._members(t, "state", StateEntry)
+            if specs.get(entry.operand) is not None
+        )
 
-    def listed() -> tuple[T, ...]:
-        members = tuple(getattr(technique, method)(site))
-        wrong = next((member for member in members if not isinstance(member, kind)), None)
-        if wrong is not None:
-            raise TypeError(f"{method}() must return {kind.__name__} members only; got {wrong!r}")
-        return members
+        def operand(which: Operand) -> OperandProgram:
+            spec = specs.get(which)
+            program = OperandProgram(
+                spec,
+                tuple(self._at(t, which) for t in techniques if spec is not None and which in acting[t]),
+                tuple(slot for slot in slots if slot.entry.operand is which),
+                reuses=spec is None and which in rule.reuses,
+            )
+            return self._of_each_expert(program, which) if site.op == "grouped" else program
 
-    return _call(technique, site, rule, listed)
+        def gemm(which: Gemm) -> GemmProgram:
+            quantized = any(specs.get(one) is not None for one in which.operands)
+            transforms = tuple(t for t in techniques if quantized and which in pairing[t])
+            left, right = map(operand, which.operands)
+            return GemmProgram(which, left, right, transforms)
 
+        program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
+        parting = {t: part for t in techniques if (part := self._partition(t, specs)) is not None}
+        if parting:
+            technique = refusals.require_alone(program, list(parting), site, rule)
+            program = self._with_partition(program, technique, parting[technique])
+        return Plan(ordered, program)
 
-def _at(technique: Technique, operand: Operand, site: SiteView, rule: Rule) -> Technique:
-    """Return ``technique`` as it acts at ``operand``."""
+    def _specs(self, technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        return self._call(technique, partial(checked_plan, technique, site, specs))
 
-    def asked() -> Technique:
-        own = technique.for_operand(operand)
-        if type(own) is not type(technique):
-            raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {own!r}")
-        return own
+    def _settled(self, spec: QuantSpec | None, gemm: Gemm) -> QuantSpec | None:
+        """Return ``spec`` of an operand, without stochastic rounding if it is one of fprop in evaluation."""
+        if self.training or gemm is not Gemm.FPROP or spec is None or not spec.needs_key:
+            return spec
+        scale = spec.scale
+        if scale.rounding == "stochastic":
+            scale = dataclasses.replace(scale, rounding="nearest_even")
+        return dataclasses.replace(spec, rounding="nearest", scale=scale)
 
-    return _call(technique, site, rule, asked)
+    def _partition(self, technique: Technique, specs: OperandSpecs) -> Partition | None:
+        """Return the channels that ``technique`` has multiplied apart."""
 
+        def asked() -> Partition | None:
+            part, channels = technique.partition(self.site, specs), self.site.in_features
+            if not isinstance(part, Partition | None):
+                raise TypeError(f"partition() must return a Partition or None; got {part!r}")
+            if part is not None and channels is not None and not 0 < part.count < channels:
+                raise ValueError(f"of {channels} input channels {part.count} cannot be multiplied apart")
+            return part
 
-def _call(technique: Technique, site: SiteView, rule: Rule, method: Callable[[], T]) -> T:
-    """Call one planning method of a technique; an error in it names the technique, the site and the rule."""
-    place = f"{rule.file}:{rule.line}: " if rule.file else ""
-    try:
-        return method()
-    except ValueError as error:
-        raise CaptureError(f"{place}technique {technique.name}: {error}", site=str(site)) from error
-    except Exception as error:  # a bug of the technique
-        raise PluginError(
-            f"technique {technique.name!r}, planning: {type(error).__name__}: {error}",
-            plugin=technique.plugin or technique.name,
-            site=str(site),
-        ) from error
+        return self._call(technique, asked)
+
+    def _with_partition(self, program: MatmulProgram, technique: Technique, partition: Partition) -> MatmulProgram:
+        """Return ``program`` with the channels apart that ``technique`` has chosen."""
+        specs = dict(partition.specs)
+
+        def part(gemm: GemmProgram) -> GemmProgram:
+            left, right = (self._settled(specs.get(operand), gemm.gemm) for operand in gemm.operands)
+            reuses = right is None and gemm.operands[1] in self.rule.reuses
+            return GemmProgram(gemm.gemm, OperandProgram(left), OperandProgram(right, reuses=reuses))
+
+        labels = [(slot.technique, slot.label) for slot in program.state]
+        chosen = MatmulProgram(part(program.fprop), program.dgrad, part(program.wgrad))
+        apart = Apart(labels.index((technique.name, partition.entry)), partition.count, chosen)
+        return dataclasses.replace(program, apart=apart)
+
+    def _of_each_expert(self, program: OperandProgram, which: Operand) -> OperandProgram:
+        """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks
+        would reach from one expert into the next.
+
+        Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
+        """
+        refusals.require_each_expert(program, which, self.site, self.rule)
+        spec = program.spec
+        if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, which):
+            return program
+        return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
+
+    def _members(self, technique: Technique, method: str, kind: type[T]) -> tuple[T, ...]:
+        """Return what a technique's planning method lists, which must be members of ``kind``."""
+
+        def listed() -> tuple[T, ...]:
+            members = tuple(getattr(technique, method)(self.site))
+            wrong = next((member for member in members if not isinstance(member, kind)), None)
+            if wrong is not None:
+                raise TypeError(f"{method}() must return {kind.__name__} members only; got {wrong!r}")
+            return members
+
+        return self._call(technique, listed)
+
+    def _at(self, technique: Technique, operand: Operand) -> Technique:
+        """Return ``technique`` as it acts at ``operand``."""
+
+        def asked() -> Technique:
+            acting = technique.for_operand(operand)
+            if type(acting) is not type(technique):
+                raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {acting!r}")
+            return acting
+
+        return self._call(technique, asked)
+
+    def _call(self, technique: Technique, method: Callable[[], T]) -> T:
+        place = f"{self.rule.file}:{self.rule.line}: " if self.rule.file else ""
+        try:
+            return method()
+        except ValueError as error:
+            raise CaptureError(f"{place}technique {technique.name}: {error}", site=str(self.site)) from error
+        except Exception as error:  # a bug of the technique
+            raise PluginError(
+                f"technique {technique.name!r}, planning: {type(error).__name__}: {error}",
+                plugin=technique.plugin or technique.name,
+                site=str(self.site),
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,8 +297,8 @@ class Planner:
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
         count, own = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
-        lowering = None if plan.program is None else _lowering(found.product, plan.program)
-        site = Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own, lowering=lowering)
+        lowered = None if plan.program is None else _lowered(found.product, plan.program)
+        site = Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own, lowered=lowered)
         self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None
 
@@ -344,12 +347,23 @@ class Planner:
             self.refused = CaptureError(message, site=module or "(root)")
 
 
-def _lowering(product: Product, program: MatmulProgram) -> Lowering:
-    """Return what decides how ``product`` is computed."""
+def _lowered(product: Product, program: MatmulProgram) -> Callable[[], Schedule]:
+    """Return a function that lowers ``program`` for the factors of ``product``, by the kernels that there are then."""
     (a, b), y = product.values, value_of(product.node)
     dtype = a.dtype if y is None else y.dtype  # autocast's, where there is one
-    needs = a.requires_grad, b.requires_grad
-    return Lowering(program, a.device, (a.dtype, b.dtype), dtype, needs, product.ends is not None)
+    setting = partial(
+        Setting,
+        dtypes=(a.dtype, b.dtype),
+        dtype=dtype,
+        needs=(a.requires_grad, b.requires_grad),
+        drawn=program.draws,
+        experts=product.ends is not None,
+    )
+    return partial(_schedule, program, a.device, setting)
+
+
+def _schedule(program: MatmulProgram, device: torch.device, setting: Callable[[Machine], Setting]) -> Schedule:
+    return lower(program, setting(Machine.of(device)))
 
 
 def _is_one_of_a_stack(found: FoundProduct) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.fx import Node
 
 from fp4graph import torch_internals
 from fp4graph.numerics.sharding import is_sharded
-from fp4graph.ops.gathered import Gathering
 
 
 @dataclass(frozen=True)
@@ -23,12 +21,11 @@ class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
     ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``) or ``grouped`` (A ``[T, K]`` with the
-    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). With a ``gathering`` tokens
-    are not sorted yet: A is ``[..., P, K]``, of which P rows are multiplied with one matrix of B, ``ends`` the index of
-    each matrix, and the node's own second factor ``B[ends]``. ``addend`` is the bias or accumulator.
+    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). ``addend`` is the bias or
+    accumulator.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
-    :attr:`by_columns`, the kind of site in ``Finder._product``, its FLOPs in
+    :attr:`by_columns`, the kind of site in ``Describer._product``, its FLOPs in
     :func:`fp4graph.graph.flops.of_product`, and its computation in :func:`fp4graph.graph.functions.site_function`.
     """
 
@@ -40,23 +37,17 @@ class Product:
     alpha: float = 1
     beta: float = 1
     ends: Node | None = None
-    gathering: Gathering | None = None
 
     @property
     def by_columns(self) -> bool:
         """Whether the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
-        return self.form != "linear" and (self.gathering is None or self.gathering.by_columns)
+        return self.form != "linear"
 
     @property
     def shapes(self) -> tuple[tuple[int | torch.SymInt, ...], tuple[int | torch.SymInt, ...]]:
-        """The shapes of the factors as the site has them; of gathered matrices ``[T, K]`` and ``[E, K, N]``."""
-        a, b = (tuple(value.shape) for value in self.values)
-        if self.gathering is None:
-            return a, b
-        rows, columns = reversed(a[-2:]) if self.gathering.weight_first else a[-2:]
-        ids = value_of(self.ends)
-        assert ids is not None, "gathered() checked it"
-        return (prod(ids.shape) * rows, columns), b if self.by_columns else (b[0], b[2], b[1])
+        """The shapes of the factors."""
+        a, b = self.values
+        return tuple(a.shape), tuple(b.shape)
 
     @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +112,8 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
         return "only tokens [T, K] sorted by expert, with offsets, are multiplied with weights [E, K, N]"
     if product.addend is not None:
         return "it adds a bias; add the bias afterwards to quantize it"
-    out = value_of(product.node)
-    return None if out is None or out.dtype is a.dtype else "it asks for an out_dtype"
+    out, ours = value_of(product.node), name_of(product.node) == "experts_mm"  # ours takes autocast's for granted
+    return None if out is None or ours or out.dtype is a.dtype else "it asks for an out_dtype"
 
 
 def is_quantized_elsewhere(x: object) -> bool:
@@ -160,6 +151,13 @@ def view_source(node: Node) -> Node | None:
     return node.args[0] if name_of(node) in _VIEW_NAMES else None
 
 
+def rows_of(node: Node) -> Node | None:
+    """Return the node that ``node`` is a view or cast of, or picks rows from, as ``x[ids]``; None for any other."""
+    if name_of(node) == "index_select" and node.args and isinstance(node.args[0], Node):
+        return node.args[0]
+    return view_source(node)
+
+
 def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the node that ``node`` is a chain of views of, and the chain from there, the first view first."""
     chain: list[Node] = []
@@ -189,8 +187,9 @@ def transposes(views: tuple[Node, ...]) -> bool:
 
 
 def producer_of(node: Node) -> str | None:
-    """Return the operation that computed ``node``, past views, casts and dropout; "swiglu" for silu(x)·y."""
-    while (source := view_source(node)) is not None or name_of(node) == "dropout":
+    """Return the operation that computed ``node``, past views, casts, picks of rows and dropout; "swiglu" for
+    silu(x)·y."""
+    while (source := rows_of(node)) is not None or name_of(node) == "dropout":
         node = source if source is not None else node.args[0]  # type: ignore[assignment]
     if node.op == "placeholder":
         return node.meta.get(PRODUCER)

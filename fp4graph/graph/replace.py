@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph.copies import gathered
 from fp4graph.graph.found import FoundProduct
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.operations import read_product
@@ -41,7 +40,7 @@ class SiteCall:
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
-        ends: node of the cumulative numbers of tokens, of a grouped product, or of the indices of gathered matrices.
+        ends: node of the cumulative numbers of tokens, of a grouped product.
         state: nodes of the weight's state, each with the views that show it as the product sees its weight.
     """
 
@@ -82,7 +81,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
             )
         key, step = marked.marker.key, marked.marker.step
     state = tuple((_entry(slot, found), found.views if slot.entry.weight_like else ()) for slot in program.state)
-    function = site_function(program, product.form, float(product.alpha), float(product.beta), product.gathering)
+    function = site_function(program, product.form, float(product.alpha), float(product.beta))
     inputs = (product.a, product.b, product.addend, key, step)
     return SiteCall(function, inputs, _salt(site), state, where, product.ends)
 
@@ -93,10 +92,8 @@ def replace(site: PlannedSite) -> None:
     Raises:
         CaptureError: as :func:`call_of`.
     """
-    read, gathering = read_product(site.found.product.node), site.found.product.gathering
-    assert isinstance(read, Product)
-    product = read if gathering is None else gathered(read, weight_first=gathering.weight_first)
-    assert product is not None
+    product = read_product(site.found.product.node)
+    assert isinstance(product, Product)
     call = call_of(site, product)
     graph = product.node.graph
     with graph.inserting_before(product.node):
@@ -106,17 +103,6 @@ def replace(site: PlannedSite) -> None:
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)
-    if product.gathering is not None:
-        _erase_unread(read.a if product.gathering.weight_first else read.b)
-
-
-def _erase_unread(copies: Node) -> None:
-    """Take the copies of experts' matrices out of the graph where no other product reads them."""
-    while not copies.users and copies.op in ("call_function", "call_method"):
-        source = copies.args[0]
-        copies.graph.erase_node(copies)
-        assert isinstance(source, Node)
-        copies = source
 
 
 def _entry(slot: StateSlot, found: FoundProduct) -> Node:

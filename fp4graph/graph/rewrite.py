@@ -68,7 +68,11 @@ def rewrite(
     """
     found = find(gm, names, policy.may_quantize, keys)
     planner, unmarked, draws = Planner(policy, first_occurrence), list[UnmarkedWeight](), False
-    for site in planner.plan(found.work):
+    planned = planner.plan(found.work)
+    quantized = {site.found.product.node for site in planned}
+    for replacement in found.replacements:
+        replacement.settle(quantized)
+    for site in planned:
         program = site.plan.program
         draws |= program is not None and program.draws
         if stateless and program is not None and (program.draws or program.state):

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.code import Machine
-from fp4graph.ops.gemm import MatmulProgram
-from fp4graph.ops.lower import lower
-from fp4graph.ops.schedule import Schedule, Setting
+from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Decision
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
-
-
-@dataclass(frozen=True)
-class Lowering:
-    """A program with the facts of its operands in the captured graph that decide how it is computed.
-
-    Attributes:
-        device: of the operands.
-        dtypes: of the two factors.
-        dtype: of the product.
-        needs: whether gradients of the two factors are needed.
-    """
-
-    program: MatmulProgram
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype]
-    dtype: torch.dtype
-    needs: tuple[bool, bool]
-    experts: bool
-
-    def schedule(self) -> Schedule:
-        """Return how the product is computed, by the kernels that there are now."""
-        about = Machine.of(self.device), self.dtypes, self.dtype, self.needs
-        return lower(self.program, Setting(*about, self.program.draws, experts=self.experts))
 
 
 @dataclass(frozen=True)
@@ -67,7 +38,7 @@ class Site:
             as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
         apart: their specs in fprop and wgrad, where ``operands`` are those of the other channels; dgrad has all.
-        lowering: what :attr:`schedule` is made from; None where nothing is quantized.
+        lowered: returns :attr:`schedule`; None where nothing is quantized.
     """
 
     module: str | None
@@ -84,12 +55,12 @@ class Site:
     exact: tuple[Gemm, ...] = ()
     apart_channels: int = 0
     apart: Mapping[Operand, QuantSpec | None] = field(default_factory=dict)
-    lowering: Lowering | None = field(default=None, repr=False, compare=False)
+    lowered: Callable[[], Schedule] | None = field(default=None, repr=False, compare=False)
 
     @property
     def schedule(self) -> Schedule | None:
         """Which code quantizes each operand on the device of the capture, and why; None where nothing is quantized."""
-        return None if self.lowering is None else self.lowering.schedule()
+        return None if self.lowered is None else self.lowered()
 
     @property
     def standing(self) -> str:

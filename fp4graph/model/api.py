@@ -24,8 +24,8 @@ from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.listening import listener
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.model.source import release_all, released
+from fp4graph.model.versions import warn_once
 from fp4graph.policy import Policy, check_modules, load_policy
-from fp4graph.versions import warn_once
 
 M = TypeVar("M", bound=nn.Module)
 

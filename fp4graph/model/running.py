@@ -26,9 +26,9 @@ from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.steps import Steps
 from fp4graph.model.uncompiled import Uncompiled, cause
+from fp4graph.model.versions import refused_grouped_product
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.torch_internals import pytree
-from fp4graph.versions import refused_grouped_product
 
 
 class Runner:

@@ -125,6 +125,10 @@ class Facts(BaseModel):
     #: True if γ is the statistic g of its groups up to a constant, so that operands are quantized as U = X/g. Other
     #: techniques of the operand then read :attr:`group_granularity` as ``context.normalized``.
     normalizes: ClassVar[bool] = False
+    #: Names of an earlier version, without a value: a class may still set them, and the registry says what to write.
+    by_block: ClassVar[object]
+    by_expert: ClassVar[object]
+    divides_by: ClassVar[object]
     #: The plugin that offers the technique, for errors; set by the registry.
     plugin: ClassVar[str | None] = None
 

@@ -269,9 +269,11 @@ def overrides(technique: Technique | type[Technique], stage: str) -> bool:
 
 #: Stages that are given what the elements of a block share.
 _OF_BLOCKS = tuple(s for s in TENSOR_STAGES if s not in ("split", "round", "after", "element_surrogate"))
+_PAGE = "docs/techniques.md, 'Facts that a technique declares'"
 #: What says today what a class said by an attribute of an earlier version.
 _FORMER = {
-    "by_block": "mixes = 'block', or 'none' if other elements of a block change nothing",
+    "by_block": "mixes = 'block', or 'none' if other elements of a block change nothing, but only if split, around, "
+    "after and transform mix no values of different blocks and results do not depend on a block's place",
     "by_expert": "mixes = 'expert', or 'block' or 'none' if the technique mixes no more",
     "divides_by": "group_granularity, and normalizes = True",
 }
@@ -281,9 +283,11 @@ def wrong_fact(cls: type[Technique]) -> str | None:
     """Return what a class declares that cannot be, or declared in an earlier version; None if all is well."""
     for former, today in _FORMER.items():
         if hasattr(cls, former):
-            return f"declares {former}, which says nothing any more; declare {today}"
+            return f"declares {former}, which says nothing any more; declare {today}; see {_PAGE}"
     if isinstance(getattr_static(cls, "block_rotation"), FunctionType):
         return "has a method block_rotation; make it a property that is g, and return the signs from pair_context"
+    if isinstance(getattr_static(cls, "mixes"), property):
+        return f"has a property mixes; declare the most that it mixes with any options, as mixes = 'block'; see {_PAGE}"
     if cls.mixes not in get_args(Mixes):
         return f"declares mixes = {cls.mixes!r}; choose from {', '.join(get_args(Mixes))}"
     shared = [stage for stage in _OF_BLOCKS if overrides(cls, stage)]

@@ -232,13 +232,29 @@ def targets(nodes):
     return [node.target for node in nodes if node.op in ("call_function", "call_method")]
 
 
+def sites(nodes):
+    return [node for node in nodes if getattr(node.target, "__name__", "").startswith("fp4graph_site_")]
+
+
+def copies(nodes):
+    """Return the nodes of a matrix for each token."""
+    values = ((node, node.meta.get("example_value")) for node in nodes)
+    shapes = ((len(IDS), WIDTH, HIDDEN), (len(IDS), HIDDEN, WIDTH))
+    return [node for node, value in values if isinstance(value, torch.Tensor) and tuple(value.shape) in shapes]
+
+
 def test_no_matrix_is_copied():
     model, x = Gathers(FORMS["x @ W[ids].mT"][0], EXPERTS, HIDDEN, WIDTH), tokens(len(IDS), 1)
-    kept = targets(rewritten(model, "bf16", x, IDS))
-    assert operator.getitem in kept
-    assert torch.matmul in kept
-    (site,) = targets(rewritten(model, one_rule(op="grouped"), x, IDS))
-    assert site.__name__.startswith("fp4graph_site_grouped_")
+    kept = rewritten(model, "bf16", x, IDS)
+    assert targets(kept)[0] is operator.getitem
+    assert targets(kept)[-1] is torch.matmul
+    assert len(targets(kept)) == 3
+    assert len(copies(kept)) == 2
+    written = rewritten(model, one_rule(op="grouped"), x, IDS)
+    (site,) = sites(written)
+    assert site.target.__name__.startswith("fp4graph_site_grouped_")
+    assert torch.matmul not in targets(written)
+    assert not copies(written)
 
 
 def test_copies_that_something_else_reads_stay():
@@ -247,10 +263,10 @@ def test_copies_that_something_else_reads_stay():
         return torch.bmm(x, copies) + torch.bmm(x + 1, copies) + copies.sum()
 
     model, x = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
-    found = targets(rewritten(model, one_rule(op="grouped"), x, IDS))
-    assert found.count(operator.getitem) == 1
-    assert torch.bmm not in found
-    assert sum(getattr(target, "__name__", "").startswith("fp4graph_site_grouped_") for target in found) == 2
+    found = rewritten(model, one_rule(op="grouped"), x, IDS)
+    assert len(copies(found)) == 1
+    assert torch.bmm not in targets(found)
+    assert [site.target.__name__.startswith("fp4graph_site_grouped_") for site in sites(found)] == [True] * 2
 
 
 class Block(nn.Module):
@@ -400,7 +416,6 @@ REFUSED = {
     "embedding": lambda x, w, ids: x @ F.embedding(ids, w.flatten(1)).unflatten(1, (WIDTH, HIDDEN)),
     "gather": lambda x, w, ids: x @ w.gather(0, ids[:, None, None].expand(-1, WIDTH, HIDDEN)),
     "picked twice": lambda x, w, ids: x @ w[ids][ids],
-    "picked without gradients": lambda x, w, ids: (x * 1) @ pick_without_gradient(w, ids),
     "two casts": lambda x, w, ids: x @ w[ids].half().float(),
     "an addend": lambda x, w, ids: torch.baddbmm(x[..., :1], x, w[ids]),
     "a grouped product": lambda x, w, ids: F.grouped_mm(
@@ -541,13 +556,22 @@ def test_writes_elsewhere_are_fine(writes, stance):
 
 @STANCES
 @pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("pick", [pick_without_gradient, lambda w, ids: w[ids].detach()], ids=["no_grad", "detach"])
 @uncompiled
-def test_copies_without_gradients_give_their_matrices_none(gradient, stance):
-    """Refused whether or not the tokens have a gradient: torch gives the weight none in either case."""
-    model = Gathers(lambda x, w, ids: x @ pick_without_gradient(w, ids), EXPERTS, WIDTH, HIDDEN)
+def test_copies_without_gradients_give_their_matrices_none(pick, gradient, stance):
+    """Whether or not the tokens have a gradient: torch gives the weight none in either case."""
+    model = Gathers(lambda x, w, ids: (x @ pick(w, ids), x @ w[ids])[0], EXPERTS, WIDTH, HIDDEN)
     model = fp4graph.apply(model, one_rule(op="grouped"), backend="eager")
-    with torch.compiler.set_stance(stance), pytest.raises(CaptureError, match=r"copy of its expert's"):
-        model(tokens(len(IDS), 1).detach().requires_grad_(gradient), IDS)
+    x = tokens(len(IDS), 1).detach().requires_grad_(gradient)
+    with torch.compiler.set_stance(stance):
+        y = model(x, IDS)
+    expected, dx, _ = looped(one_rule(op="grouped"), x.detach(), model.w.detach().mT, IDS)
+    assert_equal([y], [expected])
+    assert y.requires_grad == gradient
+    if gradient:
+        y.backward(gradient_of(y))
+        assert_equal([x.grad], [dx])
+    assert model.w.grad is None
 
 
 @STANCES

@@ -451,12 +451,31 @@ FACTS: dict[str, tuple[dict[str, Any], str]] = {
         pairing(block_rotation=lambda self, shared: (16, None)),
         "has a method block_rotation; make it a property",
     ),
+    "a property mixes": (
+        {"mixes": property(lambda self: "block")},
+        r"has a property mixes; .* as mixes = 'block'; see docs/techniques.md, 'Facts that a technique declares'",
+    ),
     "mixes": ({"mixes": "blocks"}, "declares mixes = 'blocks'; choose from none, block, expert, tensor"),
     "mixes nothing, and changes the statistic of a block": (
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
         "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
     ),
 }
+
+
+@pytest.mark.parametrize("former", ["by_block", "by_expert", "divides_by"])
+def test_a_former_fact_may_be_set_without_an_annotation(former: str) -> None:
+    """As the earlier version's plugins do: pydantic must not refuse the class before the registry explains."""
+
+    class Old(Technique):
+        name = "old"
+        overhead = FREE
+        complexity: ClassVar[float] = 0.0
+        locals()[former] = True
+
+    registry = Registry([("old-plugin", Offers(Old))], entry_point_group=None)
+    message = rf"Old declares {former}, .*; see docs/techniques.md, 'Facts that a technique declares'"
+    assert re.search(message, str(registry.failures["old-plugin"]))
 
 
 @pytest.mark.parametrize("case", FACTS)

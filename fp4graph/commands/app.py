@@ -1,0 +1,52 @@
+"""Compare, train and explain FP4 quantization policies."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from fp4graph.commands.check import check, explain
+from fp4graph.commands.compare import compare
+from fp4graph.commands.diagnose import diagnose
+from fp4graph.commands.export import export
+from fp4graph.commands.listing import policies, techniques
+from fp4graph.commands.report import report
+from fp4graph.commands.score import pareto, score
+from fp4graph.commands.search import search
+from fp4graph.commands.strip import strip
+from fp4graph.commands.sweep import sweep
+from fp4graph.commands.train import train
+from fp4graph.errors import Error, abridged, printable
+
+app = typer.Typer(
+    name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+_COMMANDS = (
+    train, compare, search, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
+)  # fmt: skip
+for _command in _COMMANDS:
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command. An error of ours, or of the system's files, is a message on stderr and exit status 1."""
+    with _printable_warnings():
+        try:
+            app()
+        except (Error, OSError) as error:
+            print(printable(abridged(str(error))), file=sys.stderr)
+            sys.exit(1)
+
+
+@contextmanager
+def _printable_warnings() -> Iterator[None]:
+    former = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(abridged(former(*args, **kwargs)))
+    try:
+        yield
+    finally:
+        warnings.formatwarning = former

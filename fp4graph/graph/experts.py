@@ -1,0 +1,275 @@
+"""Writes a product with copies of experts' matrices, ``w[ids]``, as a grouped product of sorted tokens.
+
+``Y[s] = A[s] @ W[ids[s]]``, with ``A [S, P, K]`` and ``W [E, K, N]``, is written in models as a copy of a matrix for
+every s and a batched product. Sorted by expert, the same rows are those of a grouped product, which copies nothing:
+
+    order      = argsort(ids)         stable
+    ends[e]    = P · #{s : ids[s] <= e}
+    Y[order]   = grouped(A[order], W, ends)
+
+:func:`follow` marks the nodes whose results are copies, :func:`written_out` says what a product with them is. Copies
+that an operation changed, or that something was written into, would be quantized as what they no longer are: their
+products are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp4graph import torch_internals
+from fp4graph.graph.operations import operation_of
+from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
+from fp4graph.numerics.declare import operator
+
+#: Key in a node's meta data: the number of axes of the parameter that the node is, or is a view of.
+AXES = "fp4graph_axes"
+#: Key in a node's meta data: a :class:`Copies`, or why there is none: CHANGED or OTHERWISE.
+COPIES = "fp4graph_copies"
+#: An operation made the node's result of copies, as ``2·w[ids]``.
+CHANGED = "changed"
+#: The node's result are copies that were picked or viewed in a way that :class:`Copies` cannot say.
+OTHERWISE = "otherwise"
+#: Operations that pick parts of a tensor by a tensor of indices, and the position of what they pick from.
+_PICKS = {"index_select": 0, "gather": 0, "take_along_dim": 0, "index": 0, "embedding": 1}
+_CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as", "_to_copy"})
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"})
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The result of a node, ``stack[ids]``, perhaps transposed and cast.
+
+    Attributes:
+        nodes: of the stack of matrices and of the indices.
+        tensors: the same as tensors.
+        writes: the number of writes before the pick; versions: of ``tensors`` then, and of the result when it was made.
+        wraps: whether negative indices count from the end, as in ``w[ids]``; ``index_select`` refuses them.
+        dtype: that the copies were cast to, or None.
+    """
+
+    nodes: tuple[Node, Node]
+    tensors: tuple[Tensor, Tensor]
+    writes: int
+    versions: tuple[int, ...]
+    wraps: bool
+    transposed: bool = False
+    dtype: torch.dtype | None = None
+
+    def viewed(self, node: Node, result: object) -> Copies | str:
+        """Return what ``node``, which views or casts the copies, makes of them."""
+        if not isinstance(result, Tensor):
+            return OTHERWISE
+        seen = replace(self, versions=(*self.versions[:2], _version(result)))
+        if _swaps_matrix(node, result.dim()):
+            return replace(seen, transposed=not self.transposed)
+        if name_of(node) in _CASTS and self.dtype is None:
+            return replace(seen, dtype=result.dtype)
+        return seen if name_of(node) in ("contiguous", "clone", "detach") else OTHERWISE
+
+    def is_written(self, writes: int, copies: Tensor) -> bool:
+        """Return whether anything was written since the pick: into whatever tensor by ``writes``, the operations that
+        wrote so far, or into the copies and what they were picked from.
+
+        Which tensors share memory no graph shows. Versions show what no operation of the forward wrote, say that of a
+        backward inside of it.
+        """
+        return (self.writes, *self.versions) != (writes, *map(_version, (*self.tensors, copies)))
+
+    def multiply(
+        self, tokens: Tensor, w: Tensor, ids: Tensor, *, weight_first: bool, detached: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``tokens[s] @ w[ids[s]]`` for every s, by a grouped product; no host waits for an index.
+
+        Args:
+            tokens: ``[..., P, K]``, or ``[..., K, P]`` where the weight comes first; the leading axes may be broadcast
+                to those of ``ids``.
+            w: ``[E, K, N]``, or ``[E, N, K]`` where the copies are transposed, or come first and are not.
+            dtype: of the product, where the caller's autocast is known.
+
+        Returns:
+            ``[*ids.shape, P, N]``, or ``[*ids.shape, N, P]`` where the weight comes first.
+
+        Raises:
+            IndexError: on a CPU, an index that torch's own indexing refuses. On other devices it fails as there.
+        """
+        x = tokens.mT if weight_first else tokens
+        w = w.detach() if detached else w
+        w = w if self.dtype is None else w.to(self.dtype)
+        w = w if weight_first == self.transposed else w.mT
+        rows, picks = x.shape[-2], ids.numel()
+        # The indices pick from the experts' numbers as they do from the matrices: an index that is out of range is the
+        # same error, and one that counts from the end becomes the expert's number.
+        numbers, flat = torch.arange(w.shape[0], device=x.device), ids.flatten().to(x.device)
+        experts = numbers[flat] if self.wraps else numbers.index_select(0, flat)
+        experts, order = torch.sort(experts, stable=True)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True) * rows
+        x = x.expand(*ids.shape, *x.shape[-2:]).reshape(picks, rows, x.shape[-1])
+        y: Tensor = EXPERTS_MM(x.index_select(0, order).flatten(0, 1), w, ends, dtype)
+        y = y.reshape(picks, rows, w.shape[2])
+        y = torch.empty_like(y).index_copy(0, order, y).reshape(*ids.shape, rows, w.shape[2])
+        return y.mT.contiguous() if weight_first else y
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def follow(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> None:
+    """Mark ``node`` where its ``result`` is a view of a parameter, or copies of matrices of one.
+
+    Args:
+        inputs: the tensors that the node is given.
+        writes: the number of operations so far that wrote into a tensor.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return
+    source, picked = view_source(node), _picked_from(node)
+    before = source or picked
+    if before is None:
+        if operation_of(node) is None and _changes_copies(node, result, inputs):
+            node.meta[COPIES] = CHANGED
+        return
+    copies, axes = before.meta.get(COPIES), before.meta.get(AXES, 0)
+    if source is not None and axes:
+        node.meta[AXES] = axes
+    if copies is not None:
+        node.meta[COPIES] = copies.viewed(node, result) if isinstance(copies, Copies) else copies
+    elif picked is not None and axes >= 3:
+        node.meta[COPIES] = _copies(node, result, inputs, writes) or OTHERWISE
+
+
+def _picked_from(node: Node) -> Node | None:
+    """Return the node that ``node`` picks parts of by a tensor of indices, or None."""
+    name = name_of(node)
+    if (position := _PICKS.get(name)) is not None and len(node.args) > position:
+        source = node.args[position]
+        return source if isinstance(source, Node) else None
+    if name not in ("getitem", "__getitem__") or (source := view_source(node)) is None:
+        return None
+    return source if any(isinstance(index, Node) for index in _listed(node.args[1])) else None
+
+
+def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> Copies | None:
+    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for anything else."""
+    name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
+    stack, wraps = args[0], name in ("getitem", "__getitem__")
+    if wraps:
+        index, *others = _listed(args[1])
+        whole = all(other is Ellipsis or other == slice(None) for other in others)
+    else:
+        index = args[-1]
+        whole = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
+    if not whole or not isinstance(stack, Node) or not isinstance(index, Node) or not isinstance(result, Tensor):
+        return None
+    w, ids = tensors = inputs[stack], inputs[index]
+    if w.dim() != 3 or ids.dtype not in (torch.int32, torch.int64) or ids.dim() + 2 != result.dim():
+        return None
+    # A forward without a graph keeps the matrices to the product: a parameter or a view of one, but no cast of all.
+    parameter = value_of(origin(stack)[0])
+    if not isinstance(w, torch_internals.FakeTensor) and not (
+        w is parameter or (parameter is not None and torch_internals.is_alias(w, parameter))
+    ):
+        return None
+    return Copies((stack, index), tensors, writes, tuple(map(_version, (*tensors, result))), wraps)
+
+
+def _changes_copies(node: Node, result: object, inputs: Mapping[Node, Tensor]) -> bool:
+    """Return whether ``node`` makes changed copies of experts' copies, as ``2·w[ids]`` or ``relu(w[ids])``.
+
+    They have as large matrices, and those of all inputs that are no copies are smaller: a scale, a mask or a gate.
+    Scores to which a picked bias is added are scores, and copies that are joined with something else are activations.
+    """
+
+    def matrix(x: Tensor) -> int | torch.SymInt:
+        return prod(x.shape[-2:])
+
+    mine = [x for n, x in inputs.items() if COPIES in n.meta and x.dim() >= 3]
+    others = [x for n, x in inputs.items() if not (COPIES in n.meta and x.dim() >= 3) and x.is_floating_point()]
+    if not mine or not isinstance(result, Tensor) or (others and name_of(node) in _JOINS):
+        return False
+    return all(statically_known_true(matrix(result) >= matrix(x)) for x in mine) and all(
+        statically_known_true(matrix(other) < matrix(x)) for other in others for x in mine
+    )
+
+
+def _swaps_matrix(node: Node, axes: int) -> bool:
+    """Return whether ``node`` shows a tensor of so many ``axes`` with its last two exchanged, and nothing else."""
+    name, last = name_of(node), {axes - 2, axes - 1}
+    if name in ("mT", "adjoint"):
+        return True
+    if name == "getattr":
+        return str(node.args[1]) == "mT"
+    flat = [axis for given in (*node.args[1:], *node.kwargs.values()) for axis in _listed(given)]
+    order = [axis % axes for axis in flat if isinstance(axis, int)]
+    if name in ("transpose", "swapaxes"):
+        return set(order) == last
+    return name == "permute" and order == [*range(axes - 2), axes - 1, axes - 2]
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) and given else [given]
+
+
+@dataclass(frozen=True)
+class WrittenOut:
+    """A function that computes a product with copies from other operations, and its arguments: nodes and tensors."""
+
+    function: Callable[..., Tensor]
+    nodes: tuple[Node, Node, Node]
+    tensors: tuple[Tensor, Tensor, Tensor]
+
+
+def written_out(product: Product, writes: int, *, weight_first: bool) -> WrittenOut | None:
+    """Write ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a grouped product.
+
+    None stands for a product that cannot be shown to be the same. The grouped product reads W and the indices where the
+    product is, not where the copies were made, so nothing may be written in between.
+    """
+    factor, other = (product.a, product.b) if weight_first else (product.b, product.a)
+    copies, matrices, tokens = factor.meta[COPIES], value_of(factor), value_of(other)
+    if not isinstance(copies, Copies) or matrices is None or tokens is None:
+        return None
+    if product.form != "matmul" or product.addend is not None or product.alpha != 1:
+        return None
+    stack, ids = copies.tensors
+    batch = tokens.shape[:-2]
+    if len(batch) > ids.dim() or not all(
+        statically_known_true(size == 1) or statically_known_true(size == picks)
+        for size, picks in zip(reversed(batch), reversed(ids.shape), strict=False)
+    ):
+        return None
+    if copies.is_written(writes, matrices):
+        return None
+    out = value_of(product.node)
+    function = partial(
+        copies.multiply,
+        weight_first=weight_first,
+        # Copies that were picked under no_grad give their matrices no gradient.
+        detached=stack.requires_grad and not matrices.requires_grad,
+        dtype=tokens.dtype if out is None else out.dtype,
+    )
+    return WrittenOut(function, (other, *copies.nodes), (tokens, *copies.tensors))
+
+
+def _exact(tokens: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in high precision with a copy of its matrix for each token, as the model would."""
+    ids = torch.searchsorted(ends, torch.arange(tokens.shape[0], device=ends.device), right=True)
+    return torch.bmm(tokens.unsqueeze(1), matrices[ids]).squeeze(1)
+
+
+#: The grouped product of tokens ``[T, K]``, matrices ``[E, K, N]`` and cumulative numbers of tokens ``[E]``, of any
+#: floating-point dtype and any sizes, which torch's own is not.
+EXPERTS_MM = operator(
+    "experts_mm(Tensor tokens, Tensor matrices, Tensor ends, ScalarType dtype) -> Tensor",
+    lambda tokens, matrices, ends, dtype: tokens.new_empty((tokens.shape[0], matrices.shape[2]), dtype=dtype),
+    CompositeImplicitAutograd=_exact,
+)
