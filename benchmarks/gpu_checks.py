@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels import gpu, operators
+from fp4graph.kernels.direction import Direction
 from fp4graph.kernels.inductor import patches
-from fp4graph.kernels.request import Request
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
@@ -67,7 +67,7 @@ def _runs(
     yield "unpack", (packed.unpack(), rows)
     noise = None if other is None else other.varying
     yield "requantize", (packed.requantized(spec, other), fake_quantize(rows.mT, spec, -1, noise))
-    both = Request(spec, draw), Request(spec, other)
+    both = Direction(spec, draw), Direction(spec, other)
     first, second, _ = operators.quantize_both(x, *both)
     yield "quantize_both, rows", (first, rows)
     yield "quantize_both, columns", (second, columns)

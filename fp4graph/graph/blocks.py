@@ -33,8 +33,7 @@ class ModuleInfo:
 def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
     """Map the name of every module below ``root`` to its :class:`ModuleInfo`, in registration order."""
     return {
-        name: ModuleInfo(type(module), _matrices(module))
-        for name, module in root.named_modules(remove_duplicate=False)
+        name: ModuleInfo(type(module), _matrices(module)) for name, module in root.named_modules(remove_duplicate=False)
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4graph.kernels import abi, build
 from fp4graph.kernels.abi import DTYPES, Call
-from fp4graph.kernels.request import Request
+from fp4graph.kernels.direction import Direction
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.spec import QuantSpec
@@ -62,7 +62,7 @@ def available() -> bool:
 Bytes = tuple[Tensor, Tensor]
 
 
-def quantize(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, places: Tensor | None = None) -> None:
+def quantize(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None) -> None:
     """Quantize ``x`` into ``y``.
 
     Args:
@@ -78,7 +78,7 @@ def quantize(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, plac
     _quantizer(x, y, how)(call)
 
 
-def matrix_quantizer(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None) -> Callable[[int], None]:
+def matrix_quantizer(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`quantize` makes of ``x [B, R, C]`` into ``y [R, C]``.
 
     It keeps none of the tensors alive.
@@ -92,11 +92,13 @@ def matrix_quantizer(x: Tensor, y: Tensor, how: Request, into: Bytes | None = No
     )
 
 
-def _quantizer(x: Tensor, y: Tensor, how: Request) -> Callable[..., None]:
+def _quantizer(x: Tensor, y: Tensor, how: Direction) -> Callable[..., None]:
     return abi.function(abi.QUANTIZE, y.dtype, x.dtype, Q=how.spec.to_text())
 
 
-def _quantization(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, places: Tensor | None = None) -> Call:
+def _quantization(
+    x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None
+) -> Call:
     """Return the call but for its shape."""
     call = Call(x=abi.matrix(x), y=abi.matrix(y), threads=torch.get_num_threads())
     if how.draw is not None:
@@ -117,7 +119,7 @@ def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, ...], nu
     run(call)
 
 
-def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Request, places: Tensor | None = None) -> None:
+def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction, places: Tensor | None = None) -> None:
     """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R.
 
     Args:
@@ -132,7 +134,7 @@ def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Request, places
     _requantizer(packed, y, how)(call)
 
 
-def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Request) -> Callable[[int], None]:
+def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`requantize` makes into ``y [R, C]``.
 
     It keeps none of the tensors alive.
@@ -142,11 +144,11 @@ def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Request
     )
 
 
-def _requantizer(packed: QuantSpec, y: Tensor, how: Request) -> Callable[..., None]:
+def _requantizer(packed: QuantSpec, y: Tensor, how: Direction) -> Callable[..., None]:
     return abi.function(abi.REQUANTIZE, y.dtype, P=packed.to_text(), Q=how.spec.to_text())
 
 
-def _requantization(source: Bytes, y: Tensor, how: Request) -> Call:
+def _requantization(source: Bytes, y: Tensor, how: Direction) -> Call:
     codes, scales = map(abi.at, source)
     draw, threads = abi.key_parts(how.draw), torch.get_num_threads()
     return Call(codes=codes, scales=scales, y=abi.matrix(y), draw=draw, threads=threads)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels import cpu, gpu, library, switches
-from fp4graph.kernels.request import NOTHING_GIVEN, Blocks, PackedOperand, Request
+from fp4graph.kernels.direction import NOTHING_GIVEN, Blocks, Direction, PackedOperand
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -188,7 +188,7 @@ def quantize(
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     # 16-bit operands are rounded to their own dtype first, as elsewhere.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
-    how = Request(spec, draw, given or NOTHING_GIVEN)
+    how = Direction(spec, draw, given or NOTHING_GIVEN)
     result: Tensor = torch.ops.fp4graph.quantize(x, *how.flat(given=True), *((dtype,) if casts else ()))
     return result
 
@@ -250,12 +250,12 @@ def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Request(spec, draw).flat())
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Direction(spec, draw).flat())
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
 def quantize_both(
-    x: Tensor, rows: Request, columns: Request, sums: bool = False
+    x: Tensor, rows: Direction, columns: Direction, sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
@@ -269,7 +269,7 @@ def quantize_both(
 
 
 def quantize_and_pack_columns(
-    x: Tensor, rows: Request, columns: Request, dtype: torch.dtype, multiplier: Tensor | None = None
+    x: Tensor, rows: Direction, columns: Direction, dtype: torch.dtype, multiplier: Tensor | None = None
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
-from fp4graph.kernels.request import PackedOperand
+from fp4graph.kernels.direction import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.by_expert import ByExpert
 from fp4graph.ops.code import Machine

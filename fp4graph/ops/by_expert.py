@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import experts
-from fp4graph.kernels.request import PackedOperand, Request
+from fp4graph.kernels.direction import Direction, PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.ops.draw import operand_draw
@@ -48,7 +48,7 @@ class ByExpert:
             spec, draw = self.gemm.right.spec, operand_draw(self.draw, self.gemm.operands[1])
             assert spec is not None
             groups = experts.Groups(*tokens, self.layout.scale(term.multiplier, None))
-            return experts.requantized_product(term.values, right, groups, Request(spec, draw)), None
+            return experts.requantized_product(term.values, right, groups, Direction(spec, draw)), None
         how, waiting = right.program.direction(right.x, right.draw, segments=right.segments)
         gamma = self.layout.scale(term.multiplier, waiting)
         groups = experts.Groups(*tokens, gamma)
@@ -72,5 +72,5 @@ class ByExpert:
         program, operand = (self.gemm.left, own) if side == "left" else (self.gemm.right, other)
         assert self.layout.source is not None
         assert program.spec is not None
-        how = Request(program.spec, operand_draw(self.draw, operand), rotation=turn)
+        how = Direction(program.spec, operand_draw(self.draw, operand), rotation=turn)
         return (Term(experts.quantize_at(x, self.layout.source, how, self.dtype)),)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
-from fp4graph.kernels.request import PackedOperand, Request
+from fp4graph.kernels.direction import Direction, PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import MatmulProgram, Side
@@ -63,7 +63,7 @@ class BothDirections:
 
 def _directions(
     x: Tensor, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
-) -> tuple[tuple[Request, Tensor | None], tuple[Request, Tensor | None]]:
+) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]]:
     """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
     largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
     return rows[0].direction(x, rows[1], largest), columns[0].direction(x.mT, columns[1], largest)

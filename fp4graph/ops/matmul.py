@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import CaptureError
-from fp4graph.kernels.request import PackedOperand
+from fp4graph.kernels.direction import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract, observe
 from fp4graph.ops.bound import BoundMatmul, MatmulOptions

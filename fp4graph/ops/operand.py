@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
-from fp4graph.kernels.request import Request
+from fp4graph.kernels.direction import Direction
 from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -147,7 +147,7 @@ class OperandProgram:
         draw: Draw | None,
         largest: Callable[[], Tensor] | None = None,
         segments: Segments | None = None,
-    ) -> tuple[Request, Tensor | None]:
+    ) -> tuple[Direction, Tensor | None]:
         """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
@@ -156,13 +156,13 @@ class OperandProgram:
         assert self.spec is not None
         asked = Quantizing(self.spec, self.techniques, draw is not None, self.shares)
         if asked.of_whole(Machine.of(x.device)).code is Code.KERNEL:
-            return Request(self.spec, draw), None
+            return Direction(self.spec, draw), None
         acting = self.acting(x, draw, None, segments)
         quantizer = self._quantizer(acting, draw, segments, largest=largest)
         scaled = quantizer.scaled(x)
         factor, multiplier = _parted(scaled)
         given = quantizer.given(scaled, x.device, factor)
-        return Request(operators.by_runs(quantizer.spec), draw, given), multiplier
+        return Direction(operators.by_runs(quantizer.spec), draw, given), multiplier
 
     def quantize(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators, statistics
-from fp4graph.kernels.request import Blocks
+from fp4graph.kernels.direction import Blocks
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw

@@ -22,10 +22,10 @@ from benchmarks import absent_gpu as absent
 from fp4graph.kernels import gpu as kernels
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
+from fp4graph.kernels.direction import Blocks, Direction
+from fp4graph.kernels.direction import Packed as Bytes
 from fp4graph.kernels.gpu import DTYPES, supports
 from fp4graph.kernels.inductor import EXACT
-from fp4graph.kernels.request import Blocks, Request
-from fp4graph.kernels.request import Packed as Bytes
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.blocking import Blocking
@@ -110,12 +110,12 @@ def key_of(operand: Operand) -> Tensor:
 ROW_KEY, COLUMN_KEY = key_of(Operand.DGRAD_GRAD_OUTPUT), key_of(Operand.WGRAD_GRAD_OUTPUT)
 
 
-def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
-    return Request(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
+def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
+    return Direction(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
 
 
-def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
-    return Request(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
+def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
+    return Direction(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
 
 
 def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -351,7 +351,7 @@ def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
-    directions = Request(rows, draw.salted(1)), Request(columns, draw.salted(6))
+    directions = Direction(rows, draw.salted(1)), Direction(columns, draw.salted(6))
     first, second, _ = operators.quantize_both(torch.relu(x), *directions)
     values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators, switches
-from fp4graph.kernels.request import Blocks, PackedOperand
+from fp4graph.kernels.direction import Blocks, PackedOperand
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.draw import Draw

@@ -1,4 +1,4 @@
-"""What a kernel is asked for: how to quantize a tensor along one of its axes, and the bytes of an operand."""
+"""How a kernel quantizes a tensor along one of its axes, and the bytes of an operand, as operators take both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOTHING_GIVEN = Blocks()
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class Direction:
     """How a kernel quantizes a tensor along one of its axes.
 
     Attributes:
@@ -65,11 +65,11 @@ class Request:
         return own and (factor is None or is_scalar(factor))
 
     def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
-        """Return the parameters of an operator that takes :data:`REQUEST`, or with what is ``given`` or a ``rotation``
-        one of the structures below. Nothing is drawn from where the spec draws nothing.
+        """Return the parameters of an operator that takes :data:`DIRECTION`, or with what is ``given`` or a
+        ``rotation`` one of the structures below. Nothing is drawn from where the spec draws nothing.
 
         Raises:
-            ValueError: the request has parts that the operator does not take.
+            ValueError: the direction has parts that the operator does not take.
         """
         takes = given or self.given is NOTHING_GIVEN or all(part is None for part in self.given)
         if not takes or (self.rotation is not None and not rotation):
@@ -80,23 +80,23 @@ class Request:
         return (self.spec.to_text(), *noise, *(self.given if given else ()), *(by if rotation else ()))
 
 
-def _request(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Request:
-    """Return a request of its parameters; the rest are those of what is given, those of a rotation, or both."""
+def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Direction:
+    """Return a direction of its parameters; the rest are those of what is given, those of a rotation, or both."""
     draw = None if key is None else Draw(key, step, tuple(salts))
     given = Blocks(*rest[:4]) if len(rest) >= 4 else NOTHING_GIVEN
     signs, block = rest[-2:] if len(rest) % 4 else (None, 0)
     rotation = BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
-    return Request(QuantSpec.from_text(spec), draw, given, rotation)
+    return Direction(QuantSpec.from_text(spec), draw, given, rotation)
 
 
-_REQUEST = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
+_DIRECTION = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
 _GIVEN = tuple(f"Tensor? {name}" for name in Blocks._fields)
 _ROTATION = ("Tensor? signs", "int block")  # 0 for none
-#: How operators take a :class:`Request`: its spec and draw, and with that what is given, a rotation, or both.
-REQUEST = Structure(_REQUEST, _request)
-GIVEN = Structure((*_REQUEST, *_GIVEN), _request)
-ROTATED = Structure((*_REQUEST, *_ROTATION), _request)
-WHOLE = Structure((*_REQUEST, *_GIVEN, *_ROTATION), _request)
+#: How operators take a :class:`Direction`: its spec and draw, and with that what is given, a rotation, or both.
+DIRECTION = Structure(_DIRECTION, _direction)
+GIVEN = Structure((*_DIRECTION, *_GIVEN), _direction)
+ROTATED = Structure((*_DIRECTION, *_ROTATION), _direction)
+WHOLE = Structure((*_DIRECTION, *_GIVEN, *_ROTATION), _direction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class PackedOperand:
 
     def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
         """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
-        result: Tensor = torch.ops.fp4graph.requantize(*self.flat(), *Request(spec, draw).flat())
+        result: Tensor = torch.ops.fp4graph.requantize(*self.flat(), *Direction(spec, draw).flat())
         return result
 
     def flat(self) -> tuple[Any, ...]:
