@@ -11,9 +11,12 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import operators
+from fp4graph.kernels.devices import GPU
 from fp4graph.kernels.direction import Direction
 from fp4graph.kernels.inductor import patches
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
@@ -32,7 +35,7 @@ def kernel_specs() -> dict[str, QuantSpec]:
     for name, program in programs():
         for own in (program.fprop, program.dgrad, program.wgrad):
             for spec in (own.left.spec, own.right.spec):
-                if spec is not None and gpu.supports(spec):
+                if spec is not None and GPU.unknown(spec) is None:
                     found.setdefault(spec, f"{name} {spec.element.name}/{spec.block}")
     return {f"{name} #{number}": spec for number, (spec, name) in enumerate(found.items(), 1)}
 
@@ -60,7 +63,7 @@ def _runs(
     """Yield the operators' names, with what they give and what they should."""
     yield "quantize, rows", (operators.quantize(x, spec, draw), rows)
     yield "quantize, columns", (operators.quantize(x.mT, spec, other).mT, columns)
-    if not operators.packs(spec, x.dtype, x.dtype, x.device):
+    if of_spec(spec, x.device, Asked.BYTES, x.dtype, x.dtype) == TENSOR_CODE:
         return
     values, packed = operators.quantize_and_pack(x, spec, draw, x.dtype)
     yield "quantize_and_pack", (values, rows)

@@ -9,19 +9,23 @@ from contextlib import contextmanager
 
 import typer
 
-from fp4graph.commands.check import check, explain
-from fp4graph.commands.compare import compare
-from fp4graph.commands.diagnose import diagnose
-from fp4graph.commands.export import export
-from fp4graph.commands.listing import policies, techniques
-from fp4graph.commands.report import report
-from fp4graph.commands.score import pareto, score
-from fp4graph.commands.search import search
-from fp4graph.commands.strip import strip
-from fp4graph.commands.sweep import sweep
-from fp4graph.commands.train import train
 from fp4graph.errors import Error
 from fp4graph.text import abridged, printable
+
+try:
+    from fp4graph.commands.check import check, explain
+    from fp4graph.commands.compare import compare
+    from fp4graph.commands.diagnose import diagnose
+    from fp4graph.commands.export import export
+    from fp4graph.commands.listing import policies, techniques
+    from fp4graph.commands.report import report
+    from fp4graph.commands.score import pareto, score
+    from fp4graph.commands.search import search
+    from fp4graph.commands.strip import strip
+    from fp4graph.commands.sweep import sweep
+    from fp4graph.commands.train import train
+except Error as error:  # FP4GRAPH_KERNELS is read when kernels are imported
+    sys.exit(printable(abridged(str(error))))
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

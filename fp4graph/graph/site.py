@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.code import Machine
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.schedule import Schedule, Setting

@@ -17,28 +17,6 @@ from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.spec import QuantSpec
 
 __all__ = ["DTYPES"]
-_LANES = 64  # of cpp/memory.h
-
-
-def supports(spec: QuantSpec) -> bool:
-    """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, one element format with
-    codes of up to a byte."""
-    return unsupported(spec) is None
-
-
-def unsupported(spec: QuantSpec) -> str | None:
-    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
-    block = spec.block
-    if not isinstance(block, int) or block > 1024:
-        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
-    if spec.others:
-        return f"a choice between {' and '.join(each.name for each in spec.elements)}"
-    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
-
-
-def packs(spec: QuantSpec) -> bool:
-    """True if the result of ``spec`` can be kept as bytes and quantized again from them."""
-    return supports(spec) and isinstance(spec.block, int) and spec.block % 2 == 0 and _LANES % spec.block == 0
 
 
 @functools.cache

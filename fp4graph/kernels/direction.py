@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class Direction:
     """How a kernel quantizes a tensor along one of its axes.
 
     Attributes:
-        spec: with blocks that kernels know, as of :func:`fp4graph.kernels.operators.by_runs`.
+        spec: with blocks that kernels know, as of :func:`fp4graph.kernels.devices.by_runs`.
         draw: needed if the spec rounds stochastically.
         given: what techniques have made of the blocks.
         rotation: of the tensor before it is quantized, blocks along the same axis, which divide the spec's.
@@ -63,6 +63,10 @@ class Direction:
         factor = self.given.factor
         own = self.given.scale is None and self.given.statistic is None
         return own and (factor is None or is_scalar(factor))
+
+    def rotated(self, rotation: BlockRotation | None) -> Direction:
+        """Return the direction after a rotation of the tensor; None for none."""
+        return self if rotation is None else replace(self, rotation=rotation)
 
     def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
         """Return the parameters of an operator that takes :data:`DIRECTION`, or with what is ``given`` or a

@@ -22,16 +22,11 @@ from fp4graph.numerics.declare import Structure, operator
 from fp4graph.numerics.packing import empty_bytes
 
 
-def serves(dtype: torch.dtype, kind: str) -> bool:
-    """True if these operators take tensors of ``dtype`` on devices of a ``kind``."""
-    return kind == "cpu" and dtype in cpu.DTYPES
-
-
 def quantize_at(x: Tensor | PackedOperand, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
 
     Args:
-        x: of a dtype that :func:`serves` knows.
+        x: of a dtype that the kernels of a CPU read.
         places: int64 ``[P]``; T stands for zeros.
         how: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
         dtype: of the result.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.kernels import cpu
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import hadamard
 from fp4graph.numerics.declare import operator
 
@@ -54,7 +55,7 @@ def _serves(x: Tensor, block: int) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return False
     known = 1 <= block <= _LONGEST and block & (block - 1) == 0
-    return known and x.dtype in cpu.DTYPES and operators.on_cpu(x.device)
+    return known and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels
 
 
 def _fake_rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error, PolicyError
-from fp4graph.kernels import operators
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.packed import Bytes, Layout, dtype_to_quantize, hold, release_all
 from fp4graph.model.prepare import PhasePlan
@@ -234,7 +235,7 @@ def _bytes(case: _Case, w: Tensor, dtype: torch.dtype) -> tuple[Layout, Bytes]:
     if (gamma := parts.group_scale) is not None:
         kept = kept._replace(factor=gamma.flatten()[:1].to(torch.float32).clone())
     shape, source = (w.shape[0], w.shape[1]), None if program.from_master else dtype
-    by_kernel = operators.packs(lines, w.dtype, w.dtype, w.device)
+    by_kernel = of_spec(lines, w.device, Asked.BYTES, w.dtype, w.dtype) != TENSOR_CODE
     return Layout(lines.to_text(), shape, w.dtype, case.weight.stored_transposed, by_kernel, source), kept
 
 

@@ -1,30 +1,32 @@
-"""A site's program in one forward or backward: with its source of random bits and its state.
+"""A site's program in one forward or backward: with its schedule, its source of random bits and its state.
 
-It quantizes the operands of each GEMM, multiplies them, shows them to an observer, and writes the state that the graph
-keeps.
+Each GEMM quantizes its operands as its schedule says, multiplies them, shows them to an observer, and writes the state
+that the graph keeps. Nothing is decided here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
-from fp4graph.kernels.direction import PackedOperand
+from fp4graph.kernels.direction import Direction, PackedOperand
+from fp4graph.kernels.experts import Groups
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import Asked, Job, Kernel
 from fp4graph.numerics.draw import Draw
-from fp4graph.ops.by_expert import ByExpert
-from fp4graph.ops.code import Machine
-from fp4graph.ops.directions import BothDirections
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
 from fp4graph.ops.grouped import Experts, Layout
 from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply, total
-from fp4graph.ops.schedule import GemmSchedule, Keeps, Multiply, Schedule, Setting, Way
+from fp4graph.ops.quantizer import Once
+from fp4graph.ops.schedule import GemmSchedule, Keeps, Multiply, Schedule, Setting, Source, Step
 from fp4graph.ops.state import OperandState
 from fp4graph.technique.operands import Gemm, Operand
 
@@ -64,11 +66,201 @@ class MatmulOptions:
         return Setting(*about, key is not None, self.observer is not None, experts)
 
 
+@dataclass(frozen=True, eq=False)
+class BoundGemm:
+    """One GEMM of a site at work.
+
+    Attributes:
+        schedule: None where the GEMM is not computed.
+        draw: of the site.
+        state: of the site, in the order of the program's slots.
+        layout: the places of tokens in the operands, of experts.
+    """
+
+    program: GemmProgram
+    schedule: GemmSchedule | None
+    options: MatmulOptions
+    draw: Draw | None
+    state: tuple[Tensor | None, ...]
+    layout: Layout | None
+
+    def step(self, side: Side) -> Step:
+        """Return how an operand is quantized."""
+        assert self.schedule is not None
+        return self.schedule.left if side == "left" else self.schedule.right
+
+    def operand_draw(self, side: Side) -> Draw | None:
+        """Return what an operand draws from."""
+        return operand_draw(self.draw, self.program.operands[side == "right"])
+
+    def rotated(self, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
+        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
+
+        Args:
+            leaves: leave it to the kernel to rotate the right operand.
+        """
+        left, right = self._cast(left, self.program.left), self._cast(right, self.program.right)
+        segments = None
+        if self.layout is not None:
+            segments = self.layout.segments(self.program.gemm, "left")
+            if self.program.gemm is Gemm.WGRAD:
+                left, right = self.layout.lay_out(left.mT).mT, self.layout.lay_out(right.mT).mT
+            else:
+                left = self.layout.lay_out(left)
+        return self.program.rotate(left, right, self.operand_draw("left"), segments, leaves=leaves)
+
+    def operands(self, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
+        """Return both operands."""
+        return self.operand(rotation, "left"), self.operand(rotation, "right")
+
+    def operand(self, rotation: Rotation, side: Side) -> BoundOperand:
+        """Return one operand."""
+        operand, program = self.program.operands[side == "right"], self.program.side(side)
+        x, turn = (rotation.left, None) if side == "left" else (rotation.right, rotation.turn)
+        segments = None if self.layout is None else self.layout.segments(self.program.gemm, side)
+        state, code = self._state_of(operand, rotation), self.step(side).code
+        return BoundOperand(operand, program, x, self.operand_draw(side), state, segments, turn, code)
+
+    def multiply(self, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
+        """Return ``left @ rightᵀ`` of the quantized operands, in the original layout; for fprop with the product's
+        alpha and its addend."""
+        assert self.schedule is not None
+        gemm = self.program.gemm
+        if self.layout is not None:
+            period = lcm(*(transform.period for transform in self.program.transforms)) if gemm is Gemm.WGRAD else 1
+            return self.taken_back(self.layout.multiply(left, right, period))
+        narrows = self.schedule.multiply is Multiply.NARROW and self.program.is_exact(left, right)
+        if gemm is not Gemm.FPROP:
+            return multiply(left, right, narrows=narrows)
+        return multiply(left, right, addend, self.options.alpha, self.options.beta, narrows=narrows)
+
+    def product(
+        self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
+    ) -> tuple[Tensor, PackedOperand | None]:
+        """Return a product of experts whose weights the kernel quantizes, in the original layout, and if ``packs`` the
+        bytes of the weights.
+
+        Args:
+            right: not quantized yet; its transpose where it is given as bytes.
+        """
+        (term,), kernel = left, self.step("right").kernel
+        assert self.layout is not None
+        assert kernel is not None
+        x: Tensor | PackedOperand
+        if isinstance(right, PackedOperand):
+            x, how, waiting = right, self._plain("right"), None
+        else:
+            x, (how, waiting) = right.x, right.program.direction(right.x, right.draw, kernel, segments=right.segments)
+            how = how.rotated(right.turn)
+        groups = Groups(*self.layout.tokens, self.layout.scale(term.multiplier, waiting))
+        y, packed, *_ = kernel.run(Job(x, how, self.options.dtype, keeps=packs, left=term.values, groups=groups))
+        return self.taken_back(y), packed
+
+    def backward_product(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, where the kernel quantizes that within the product."""
+        right: BoundOperand | PackedOperand
+        if isinstance(source, PackedOperand):
+            assert self.layout is not None
+            laid_out = self.layout.lay_out(self._cast(left, self.program.left))
+            own, right = self.operand(Rotation(laid_out, laid_out), "left"), source
+        else:
+            own, right = self.operands(self.rotated(left, source.mT, leaves=self.step("right").turns))
+        y, _ = self.product(own.quantized(self.options.dtype), right)
+        self.observe(own)
+        return y
+
+    def at_places(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, both quantized where the tokens lie."""
+        assert self.layout is not None
+        tokens = source if isinstance(source, PackedOperand) else self._cast(source, self.program.right)
+        rows, turn = self._cast(left, self.program.left).mT, None
+        if self.step("right").turns and isinstance(tokens, Tensor):
+            segments = self.layout.segments(Gemm.WGRAD, "left")
+            operands = self.layout.lay_out(rows).mT, self.layout.lay_out(tokens).mT
+            turn = self.program.turn(*operands, self.operand_draw("left"), segments)
+        sides: tuple[tuple[Side, Tensor | PackedOperand], ...] = (("left", rows), ("right", tokens))
+        terms: dict[Side, Terms] = {}
+        for side, x in sides:
+            kernel, how = self.step(side).kernel, self._plain(side).rotated(turn)
+            assert kernel is not None
+            terms[side] = (Term(kernel.run(Job(x, how, self.options.dtype, places=self.layout.source)).values),)
+        return self.multiply(terms["left"], terms["right"])
+
+    def from_bytes(self, left: Tensor, source: PackedOperand, quantized: Terms | None) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, as its bytes hold that, or quantized again from them."""
+        step, left = self.step("right"), self._cast(left, self.program.left)
+        own = self.operand(Rotation(left, left), "left")
+        if step.source is Source.READY:
+            term = Term(source.unpack(), source.multiplier)
+        else:
+            assert step.kernel is not None
+            job = Job(source, self._plain("right"), self.options.dtype)
+            term = Term(step.kernel.run(job).values.to(self.options.dtype))
+        terms = quantized or own.quantized(self.options.dtype), (term,)
+        if self.options.observer is not None:
+            x = source.unpack().mT
+            self.show(self.operands(Rotation(left, x)), (left, x), terms)
+        self.observe(own)
+        return self.multiply(*terms)
+
+    def show(
+        self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
+    ) -> None:
+        """Let the observer see what is multiplied."""
+        if self.options.observer is not None:
+            shown = zip(operands, given, terms, strict=True)
+            left, right = (ObservedOperand(**vars(own), given=x, terms=product) for own, x, product in shown)
+            self.options.observer(left, right)
+
+    def observe(self, *operands: BoundOperand) -> None:
+        """Write the state that the graph keeps, after everything else has read it."""
+        for own in operands:
+            if own.program.observes and self.options.training:
+                values = own.program.observe(own.x, own.draw, own.state, own.segments)
+                for slot, entry in zip(self.options.program.state, self.state, strict=True):
+                    if entry is not None and slot.written and slot.entry.operand is own.operand:
+                        entry.copy_(values[slot.technique, slot.entry.name])
+
+    def taken_back(self, x: Tensor) -> Tensor:
+        """Return rows of the GEMM's layout as the tokens are given."""
+        return x if self.layout is None or self.program.gemm is Gemm.WGRAD else self.layout.take_back(x)
+
+    def _plain(self, side: Side) -> Direction:
+        """Return how a kernel quantizes an operand by the spec alone."""
+        spec = self.program.side(side).spec
+        assert spec is not None
+        return Direction(spec, self.operand_draw(side))
+
+    def _cast(self, x: Tensor, program: OperandProgram) -> Tensor:
+        return x if program.from_master else x.to(self.options.dtype)
+
+    def _state_of(self, operand: Operand, rotation: Rotation) -> OperandState:
+        """Return an operand's entries, those of the weight's shape laid out as the operand is."""
+        result: dict[str, dict[str, Tensor]] = {}
+        for slot, tensor in zip(self.options.program.state, self.state, strict=True):
+            if slot.entry.operand is operand and tensor is not None:
+                if slot.entry.weight_like:
+                    tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
+                    tensor = rotation.apply(tensor, "right")
+                result.setdefault(slot.technique, {})[slot.entry.name] = tensor
+        return result
+
+
+class Forward(NamedTuple):
+    """What a forward computes: the product, what it keeps of both factors quantized, and the operands of fprop."""
+
+    y: Tensor
+    left: Tensor | PackedOperand | None
+    right: Tensor | PackedOperand | None
+    operands: tuple[BoundOperand, BoundOperand]
+
+
 class BoundMatmul:
     """A matmul program with what one forward or backward calls it with, run as its schedule says.
 
     Args:
         experts: the tokens of each expert, of a grouped product.
+        channels: the input channels ``[k]`` that are multiplied; None for all.
     """
 
     def __init__(
@@ -78,66 +270,69 @@ class BoundMatmul:
         draw: Draw | None,
         state: tuple[Tensor | None, ...],
         experts: Experts | None = None,
+        channels: Tensor | None = None,
     ) -> None:
-        self._options, self._dtype, self._draw, self._experts = options, options.dtype, draw, experts
-        self._schedule = schedule
+        self.program, self.schedule = options.program, schedule
+        self._options, self._dtype, self._channels = options, options.dtype, channels
+        self._given = draw, state, experts
         self._layouts: dict[int, Layout] = {}
-        self._slots = tuple(zip(options.program.state, state, strict=True))
+        self._gemms: dict[Gemm, BoundGemm] = {}
 
-    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
-        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
+    def of(self, x: Tensor) -> Tensor:
+        """Return the channels of ``x [..., K]`` that are multiplied."""
+        return x if self._channels is None else x.index_select(-1, self._channels)
 
-        Args:
-            leaves: leave it to :meth:`quantized_product` to rotate the right operand.
-        """
-        left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
-        segments = None
-        if (layout := self._layout(gemm)) is not None:
-            segments = layout.segments(gemm.gemm, "left")
-            if gemm.gemm is Gemm.WGRAD:
-                left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
-            else:
-                left = layout.lay_out(left)
-        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, leaves=leaves)
+    def gemm(self, gemm: Gemm) -> BoundGemm:
+        """Return one of the three GEMMs."""
+        if gemm not in self._gemms:
+            program: GemmProgram = getattr(self.program, gemm)
+            draw, state, experts = self._given
+            layout = None
+            if experts is not None:
+                if program.granule not in self._layouts:
+                    self._layouts[program.granule] = experts.layout(program.granule)
+                layout = self._layouts[program.granule]
+            schedule = getattr(self.schedule, gemm)
+            self._gemms[gemm] = BoundGemm(program, schedule, self._options, draw, state, layout)
+        return self._gemms[gemm]
 
-    def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
-        """Return both operands of ``gemm``."""
-        return self._operand(gemm, rotation, "left"), self._operand(gemm, rotation, "right")
+    def forward(self, a: Tensor, b: Tensor, addend: Tensor | None) -> Forward:
+        """Return fprop, and what is kept for the backward."""
+        fprop, right_step = self.gemm(Gemm.FPROP), self.schedule.fprop.right
+        x = self.of(a)
+        rotation = fprop.rotated(x, self.of(b), leaves=right_step.turns)
+        operands = left, right = fprop.operands(rotation)
+        left_terms, kept_left = self._kept(fprop, left, rotation, "left")
+        if right_step.in_product:
+            y, kept = fprop.product(left_terms, right, packs=Keeps.BYTES in right_step.keeps)
+            return Forward(y, kept_left, kept, operands)
+        right_terms, kept_right = self._kept(fprop, right, rotation, "right")
+        fprop.show(operands, (x, b), (left_terms, right_terms))  # dgrad's weight is compared with the whole one
+        return Forward(fprop.multiply(left_terms, right_terms, addend), kept_left, kept_right, operands)
 
-    def kept_terms(
-        self, operand: BoundOperand, rotation: Rotation, side: Side
+    def _kept(
+        self, fprop: BoundGemm, operand: BoundOperand, rotation: Rotation, side: Side
     ) -> tuple[Terms, Tensor | PackedOperand | None]:
         """Return an operand of fprop quantized, and what the backward rereads of it: the dequantized operand in the
         original layout and basis, the bytes that stand for it, those of what the backward multiplies, or None."""
-        fprop = self._options.program.fprop
-        step = self._schedule.fprop.left if side == "left" else self._schedule.fprop.right
-        if step.way is Way.PACKS:
-            spec = operand.program.spec
+        step = fprop.step(side)
+        if step.kernel is not None and step.asked is not Asked.VALUES:
+            spec, both = operand.program.spec, step.asked is Asked.BOTH
             assert spec is not None
-            values, packed = operators.quantize_and_pack(operand.x, spec, operand.draw, self._dtype)
-            return (Term(values.to(self._dtype)),), packed
-        if step.way is Way.BOTH and (terms_and_bytes := self._both().kept(operand, side)) is not None:
-            return terms_and_bytes
+            how, multiplier, columns, waiting = Direction(spec, operand.draw), None, None, None
+            if both:
+                reader = self.gemm(Gemm.WGRAD if side == "left" else Gemm.DGRAD)
+                other = reader.program.right, reader.operand_draw("right")
+                own = operand.program, operand.draw
+                (how, multiplier), (columns, waiting) = _directions(operand.x, step.kernel, own, other)
+            job = Job(operand.x, how, self._dtype, columns=columns, multiplier=waiting, keeps=both)
+            values, packed, *_ = step.kernel.run(job)
+            return (Term(values.to(self._dtype), multiplier),), packed
         terms = operand.quantized(self._dtype)
         if Keeps.VALUES not in step.keeps:
             return terms, None
         dequantized = rotation.undo(total(terms), side).to(self._dtype)
-        return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
-
-    def _both(self) -> BothDirections:
-        """Return what quantizes a tensor both ways in one read."""
-        return BothDirections(self._options.program, self._dtype, self._draw)
-
-    def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
-        """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
-        alpha and its addend."""
-        if (layout := self._layout(gemm)) is not None:
-            period = lcm(*(transform.period for transform in gemm.transforms)) if gemm.gemm is Gemm.WGRAD else 1
-            return self._taken_back(gemm, layout.multiply(left, right, period))
-        narrows = self._of(gemm).multiply is Multiply.NARROW and gemm.is_exact(left, right)
-        if gemm.gemm is not Gemm.FPROP:
-            return multiply(left, right, narrows=narrows)
-        return multiply(left, right, addend, self._options.alpha, self._options.beta, narrows=narrows)
+        return terms, fprop.taken_back(dequantized) if side == "left" else dequantized
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
         """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.
@@ -146,160 +341,64 @@ class BoundMatmul:
             dy: in the dtype of the GEMMs.
             sums: whether the sum of dY over its rows is returned too, fp32.
         """
-        dgrad = self._schedule.dgrad
-        if dgrad is None or dgrad.left.way is not Way.BOTH:
+        step = None if self.schedule.dgrad is None else self.schedule.dgrad.left
+        if step is None or step.kernel is None or step.asked is not Asked.BOTH:
             return None, None, None
-        return self._both().gradients(dy, sums)
+        own, other = (
+            (gemm.program.left, gemm.operand_draw("left")) for gemm in map(self.gemm, (Gemm.DGRAD, Gemm.WGRAD))
+        )
+        (rows, multiplier), (columns, waiting) = _directions(dy, step.kernel, own, other)
+        along_rows, _, along_columns, partial = step.kernel.run(Job(dy, rows, columns=columns, sums=sums))
+        assert along_columns is not None
+        terms = (Term(along_rows, multiplier),), (Term(along_columns.mT, waiting),)
+        return *terms, None if partial is None else partial.sum(0)
 
     def product(
-        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
+        self, which: Gemm, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
     ) -> Tensor:
         """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype.
 
         Args:
             quantized: what :meth:`gradients` made of ``left``, or None.
         """
-        own = self._of(gemm)
-        way = own.right.way
-        if way is Way.PRODUCT:
-            return self._product_of_experts(gemm, left, source, turns=own.turns)
-        if way is Way.PLACES:
-            tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
-            rows = self._cast(left, gemm.left).mT
-            return self.multiply(gemm, *self._by_expert(gemm).laid_out(rows, tokens, turns=own.turns))
+        gemm = self.gemm(which)
+        step = gemm.step("right")
+        if step.in_product:
+            return gemm.backward_product(left, source)
+        if step.asked is Asked.PLACES:
+            return gemm.at_places(left, source)
         if isinstance(source, PackedOperand):
-            if way in (Way.READY, Way.BYTES):
-                return self._product_from_bytes(gemm, self._cast(left, gemm.left), source, quantized)
+            if step.asked is Asked.FROM_BYTES or step.source is Source.READY:
+                return gemm.from_bytes(left, source, quantized)
             source = source.unpack()
-        operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
+        operands = gemm.operands(gemm.rotated(left, source.mT))
         terms = quantized or operands[0].quantized(self._dtype), operands[1].quantized(self._dtype)
-        self.show(operands, (left, source.mT), terms)
-        y = self.multiply(gemm, *terms)
-        self.observe(*operands)
+        gemm.show(operands, (left, source.mT), terms)
+        y = gemm.multiply(*terms)
+        gemm.observe(*operands)
         return y
-
-    def _of(self, gemm: GemmProgram) -> GemmSchedule:
-        """Return the schedule of one GEMM, which is needed."""
-        own: GemmSchedule | None = getattr(self._schedule, gemm.gemm)
-        assert own is not None
-        return own
-
-    def _by_expert(self, gemm: GemmProgram) -> ByExpert:
-        """Return the operators for the experts of ``gemm``, a grouped product."""
-        layout = self._layout(gemm)
-        assert layout is not None
-        return ByExpert(gemm, layout, self._dtype, self._draw)
-
-    def quantized_product(
-        self, gemm: GemmProgram, left: Terms, right: BoundOperand, *, packs: bool = False
-    ) -> tuple[Tensor, PackedOperand | None]:
-        """Return a product of experts whose weights an operator quantizes, in the original layout, and if ``packs`` the
-        bytes of the weights."""
-        y, packed = self._by_expert(gemm).product(left, right, packs=packs)
-        return self._taken_back(gemm, y), packed
-
-    def _product_of_experts(
-        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, *, turns: bool
-    ) -> Tensor:
-        """Return :meth:`product` of experts whose weights an operator quantizes, one expert's after another's."""
-        by_expert = self._by_expert(gemm)
-        right: BoundOperand | PackedOperand
-        if isinstance(source, PackedOperand):
-            laid_out = by_expert.layout.lay_out(self._cast(left, gemm.left))
-            own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), source
-        else:
-            own, right = self.operands(gemm, self.rotated(gemm, left, source.mT, leaves=turns))
-        y, _ = by_expert.product(own.quantized(self._dtype), right)
-        self.observe(own)
-        return self._taken_back(gemm, y)
-
-    def _product_from_bytes(
-        self, gemm: GemmProgram, left: Tensor, source: PackedOperand, quantized: Terms | None
-    ) -> Tensor:
-        """Return :meth:`product` with its right operand as the bytes hold it, or quantized again without being
-        unpacked."""
-        own = self._operand(gemm, Rotation(left, left), "left")
-        if source.transposed:
-            term = Term(source.unpack(), source.multiplier)
-        else:
-            assert gemm.right.spec is not None
-            draw = operand_draw(self._draw, gemm.operands[1])
-            term = Term(source.requantized(gemm.right.spec, draw).to(self._dtype))
-        terms = quantized or own.quantized(self._dtype), (term,)
-        if self._options.observer is not None:
-            x = source.unpack().mT
-            self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)
-        self.observe(own)
-        return self.multiply(gemm, *terms)
-
-    def show(
-        self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
-    ) -> None:
-        """Let the observer see what one GEMM multiplies."""
-        if self._options.observer is not None:
-            shown = zip(operands, given, terms, strict=True)
-            left, right = (ObservedOperand(**vars(own), given=x, terms=product) for own, x, product in shown)
-            self._options.observer(left, right)
-
-    def observe(self, *operands: BoundOperand) -> None:
-        """Write the state that the graph keeps, after everything else has read it."""
-        for own in operands:
-            if own.program.observes and self._options.training:
-                values = own.program.observe(own.x, own.draw, own.state, own.segments)
-                for slot, entry in self._slots:
-                    if entry is not None and slot.written and slot.entry.operand is own.operand:
-                        entry.copy_(values[slot.technique, slot.entry.name])
 
     def with_factors(
         self, a: Tensor, b: Tensor, da: Tensor | None, db: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return ``(dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, R being fprop's pair transforms."""
-        fprop = self._options.program.fprop
-        rotation = self.rotated(fprop, a, b)
-        left, right = self.operands(fprop, rotation)
+        fprop = self.gemm(Gemm.FPROP)
+        rotation = fprop.rotated(a, b)
+        left, right = fprop.operands(rotation)
         # The gradient with respect to A·R is dA·R⁻ᵀ: a transform of the other side.
-        if (layout := self._layout(fprop)) is not None and da is not None:
-            da = layout.lay_out(da)
+        if fprop.layout is not None and da is not None:
+            da = fprop.layout.lay_out(da)
         da = _with_factor(da, left, rotation, "right")
-        da = None if da is None else self._taken_back(fprop, da)
+        da = None if da is None else fprop.taken_back(da)
         return da, _with_factor(db, right, rotation, "left")
 
-    def _cast(self, x: Tensor, program: OperandProgram) -> Tensor:
-        return x if program.from_master else x.to(self._dtype)
 
-    def _operand(self, gemm: GemmProgram, rotation: Rotation, side: Side) -> BoundOperand:
-        left, right = gemm.operands
-        operand = left if side == "left" else right
-        program, x = (gemm.left, rotation.left) if side == "left" else (gemm.right, rotation.right)
-        layout = self._layout(gemm)
-        segments = None if layout is None else layout.segments(gemm.gemm, side)
-        own_draw, state = operand_draw(self._draw, operand), self._state(operand, rotation)
-        turn = None if side == "left" else rotation.turn
-        return BoundOperand(operand, program, x, own_draw, state, segments, turn)
-
-    def _layout(self, gemm: GemmProgram) -> Layout | None:
-        """Return the places of tokens in the operands of ``gemm``; None for a product without experts."""
-        if self._experts is None:
-            return None
-        if gemm.granule not in self._layouts:
-            self._layouts[gemm.granule] = self._experts.layout(gemm.granule)
-        return self._layouts[gemm.granule]
-
-    def _taken_back(self, gemm: GemmProgram, x: Tensor) -> Tensor:
-        """Return rows of the layout of ``gemm`` as the tokens are given."""
-        layout = None if gemm.gemm is Gemm.WGRAD else self._layout(gemm)
-        return x if layout is None else layout.take_back(x)
-
-    def _state(self, operand: Operand, rotation: Rotation) -> OperandState:
-        """Return an operand's entries, those of the weight's shape laid out as the operand is."""
-        result: dict[str, dict[str, Tensor]] = {}
-        for slot, tensor in self._slots:
-            if slot.entry.operand is operand and tensor is not None:
-                if slot.entry.weight_like:
-                    tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
-                    tensor = rotation.apply(tensor, "right")
-                result.setdefault(slot.technique, {})[slot.entry.name] = tensor
-        return result
+def _directions(
+    x: Tensor, kernel: Kernel, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
+) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]]:
+    """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
+    largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
+    return rows[0].direction(x, rows[1], kernel, largest), columns[0].direction(x.mT, columns[1], kernel, largest)
 
 
 def _with_factor(gradient: Tensor | None, own: BoundOperand, rotation: Rotation, side: Side) -> Tensor | None:

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import ldexp
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import operators
+from fp4graph.kernels.devices import by_runs
 from fp4graph.kernels.direction import Direction
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import INSIDE, OUTSIDE, Asked, Job, Kernel, Needs, Quantizing, Request
+from fp4graph.kernels.rows import TENSOR_CODE, chosen
 from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -24,14 +28,14 @@ from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
-from fp4graph.ops.code import Code, Machine, Quantizing
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.draw import call_draw, technique_draw
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer, Scaled
+from fp4graph.ops.schedule import Code
 from fp4graph.ops.state import OperandState, StateSlot
-from fp4graph.technique import GRADIENT_STAGES, Context, Quantization, Technique, overrides
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
 from fp4graph.technique.context import product_of
 
 
@@ -89,7 +93,12 @@ class OperandProgram:
         scaled = bool(self.at("group_scale"))
         return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)
 
-    @property
+    @cached_property
+    def _is_wrapped(self) -> bool:
+        """True if a technique acts outside of the calls of the quantizer."""
+        return any(self.at(stage) for stage in OUTSIDE)
+
+    @cached_property
     def has_gradient_factor(self) -> bool:
         """True if a technique replaces the straight-through estimator."""
         return self.spec is not None and any(self.at(stage) for stage in GRADIENT_STAGES)
@@ -98,6 +107,35 @@ class OperandProgram:
         """Return the techniques that act at ``stage``, in order."""
         return [technique for technique in self.techniques if overrides(technique, stage)]
 
+    def quantizing(self, *, drawn: bool, again: bool = False) -> Quantizing:
+        """Return the quantizer as kernels are asked about it.
+
+        Args:
+            drawn: whether there is a source of random bits.
+            again: of calls after the first, in which techniques with state do not round.
+        """
+        assert self.spec is not None, "a high-precision operand has no quantizer"
+        idle = {slot.technique for slot in self.state} if again else set[str]()
+        acts: list[tuple[str, tuple[str, ...]]] = []
+        for stage in QUANTIZER_STAGES:
+            names = tuple(t.name for t in self.at(stage) if not (stage == "round" and t.name in idle))
+            if names:
+                acts.append((stage, names))
+        whole = all(t.group_granularity in ("tensor", "all") for t in self.at("group_scale"))
+        return Quantizing(self.spec, tuple(acts), drawn, self.shares, bool(self.state), whole)
+
+    def chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, *, drawn: bool) -> tuple[Code, str]:
+        """Return the kernels that quantize values on ``machine``, and why those before the first do not.
+
+        Args:
+            source: the dtype of the operand. dtype: of the GEMM.
+        """
+        first, why = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn), source, dtype))
+        if not (self.state and self.at("around")):
+            return Code(first, first), why
+        again, _ = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn, again=True), source, dtype))
+        return Code(first, again), why
+
     def __call__(
         self,
         x: Tensor,
@@ -105,13 +143,15 @@ class OperandProgram:
         state: OperandState | None = None,
         segments: Segments | None = None,
         dtype: torch.dtype | None = None,
+        code: Code | None = None,
     ) -> Terms:
         if self.spec is None:
             return (Term(x),)
-        machine, asked = Machine.of(x.device), Quantizing(self.spec, self.techniques, draw is not None, self.shares)
-        if asked.of_whole(machine).code is Code.KERNEL:
-            return (Term(operators.quantize(x, self.spec, draw, None, dtype)),)
-        bare = asked.of_call(machine).code is Code.KERNEL
+        if code is None:
+            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=draw is not None)
+        if code.first.needs is Needs.NOTHING and not self._is_wrapped:
+            return (Term(code.first.run(Job(x, Direction(self.spec, draw), dtype)).values),)
+        kernels = code
         acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
@@ -120,12 +160,12 @@ class OperandProgram:
 
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
-            own = call_draw(draw, calls)
-            if bare and self.spec is not None:
+            own, kernel = call_draw(draw, calls), kernels.first if calls == 0 else kernels.again
+            if kernel.needs is Needs.NOTHING and self.spec is not None:
                 calls += 1
-                return operators.quantize(part, self.spec, own)
+                return kernel.run(Job(part, Direction(self.spec, own))).values
             again = acting if calls == 0 else self.acting(part, own, state, segments)
-            quantizer = self._quantizer(again, own, segments, calls > 0)
+            quantizer = self._quantizer(again, own, segments, kernel, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
             if wrapped:
@@ -145,24 +185,24 @@ class OperandProgram:
         self,
         x: Tensor,
         draw: Draw | None,
+        kernel: Kernel,
         largest: Callable[[], Tensor] | None = None,
         segments: Segments | None = None,
     ) -> tuple[Direction, Tensor | None]:
-        """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term.
+        """Return how ``kernel`` quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
             largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.
         """
         assert self.spec is not None
-        asked = Quantizing(self.spec, self.techniques, draw is not None, self.shares)
-        if asked.of_whole(Machine.of(x.device)).code is Code.KERNEL:
+        if isinstance(self.spec.block, int) and not any(self.at(stage) for stage in INSIDE):
             return Direction(self.spec, draw), None
         acting = self.acting(x, draw, None, segments)
-        quantizer = self._quantizer(acting, draw, segments, largest=largest)
+        quantizer = self._quantizer(acting, draw, segments, kernel, largest=largest)
         scaled = quantizer.scaled(x)
         factor, multiplier = _parted(scaled)
         given = quantizer.given(scaled, x.device, factor)
-        return Direction(operators.by_runs(quantizer.spec), draw, given), multiplier
+        return Direction(by_runs(quantizer.spec), draw, given), multiplier
 
     def quantize(
         self,
@@ -174,7 +214,7 @@ class OperandProgram:
         """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
         acting = self.acting(x, draw, state, segments)
         part, _ = _split(x, acting)
-        return self._quantizer(acting, draw, segments).quantize(part)
+        return self._quantizer(acting, draw, segments, TENSOR_CODE).quantize(part)
 
     def observe(
         self, x: Tensor, draw: Draw | None, state: OperandState, segments: Segments | None = None
@@ -210,11 +250,12 @@ class OperandProgram:
         acting: Acting,
         draw: Draw | None,
         segments: Segments | None,
+        kernel: Kernel,
         remainder: bool = False,
         largest: Callable[[], Tensor] | None = None,
     ) -> Quantizer:
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        return Quantizer(self.spec, acting, self.state, draw, remainder, segments, self.shares, largest)
+        return Quantizer(self.spec, acting, kernel, self.state, draw, remainder, segments, self.shares, largest)
 
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
