@@ -74,7 +74,7 @@ def _quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Te
     if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
         cpu.quantize(source, target, how)
     else:
-        source = _rows(x.contiguous())
+        source = rows_of(x.contiguous())
         target = torch.empty_like(source, dtype=dtype)
         cpu.quantize(source, target, how)
         y.copy_(target.view(x.shape))
@@ -85,7 +85,7 @@ def _maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
     z = _fake_maxima(x, block, lines)
     if z.numel():
         source = _matrices(x)
-        source = _rows(x.contiguous()) if source is None else source
+        source = rows_of(x.contiguous()) if source is None else source
         cpu.maxima(source, z.view(-1, *_last_two(z)), block, lines)
     return z
 
@@ -115,8 +115,8 @@ def _quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tenso
     y, codes, scales = _fake_quantize_and_pack(x, how)
     if y.numel():
         source = _matrices(x)
-        source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, _rows(y), how, (codes, scales))
+        source = rows_of(x.contiguous()) if source is None or source.stride(2) != 1 else source
+        cpu.quantize(source, rows_of(y), how, (codes, scales))
     return y, codes, scales
 
 
@@ -138,7 +138,7 @@ def _quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -
 def _requantize(packed: Packed, how: Direction) -> Tensor:
     y = _fake_requantize(packed, how)
     if y.numel():
-        cpu.requantize(packed.bytes, packed.spec, _rows(y.mT).mT, how)
+        cpu.requantize(packed.bytes, packed.spec, rows_of(y.mT).mT, how)
     return y
 
 
@@ -146,7 +146,7 @@ def _unpack(packed: Packed, factor: Tensor | None) -> Tensor:
     y = _fake_unpack(packed, factor)
     y = y if factor is None else torch.empty_like(y, dtype=torch.float32)
     if y.numel():
-        cpu.unpack(packed.bytes, packed.spec, _rows(y))
+        cpu.unpack(packed.bytes, packed.spec, rows_of(y))
     return y if factor is None else (y * factor).to(packed.dtype)
 
 
@@ -160,7 +160,7 @@ def _last_two(x: Tensor) -> tuple[int, int]:
     return (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
     rows, columns = _last_two(x)
     return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))

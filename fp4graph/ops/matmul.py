@@ -27,7 +27,8 @@ from fp4graph.errors import CaptureError
 from fp4graph.kernels.direction import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract, observe
-from fp4graph.ops.bound import BoundMatmul, MatmulOptions
+from fp4graph.ops.bound import BoundMatmul
+from fp4graph.ops.bound_gemm import MatmulOptions
 from fp4graph.ops.first_order import first_order, refuse_transforms
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.numerics.draw import Draw
-from fp4graph.ops.bound import BoundMatmul, MatmulOptions
+from fp4graph.ops.bound import BoundMatmul
+from fp4graph.ops.bound_gemm import MatmulOptions
 from fp4graph.ops.draw import apart_draw, operand_draw
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts

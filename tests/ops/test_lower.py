@@ -243,4 +243,4 @@ def test_only_lowering_asks_what_kernels_can_do() -> None:
     asking = {file.relative_to(package).as_posix() for file in files if asked_by(file)}
     # An operand's quantizer is lowered by itself for callers outside of products. The census prints what GPUs lack;
     # packing frozen weights asks which operator unpacks their bytes.
-    assert asking == {"ops/lower.py", "ops/operand.py", "model/census.py", "model/packing.py"}
+    assert asking == {"ops/lower.py", "ops/facts.py", "model/census.py", "model/packing.py"}
