@@ -11,9 +11,12 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import operators
+from fp4graph.kernels.devices import GPU
+from fp4graph.kernels.direction import Direction
 from fp4graph.kernels.inductor import patches
-from fp4graph.kernels.request import Request
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
@@ -32,7 +35,7 @@ def kernel_specs() -> dict[str, QuantSpec]:
     for name, program in programs():
         for own in (program.fprop, program.dgrad, program.wgrad):
             for spec in (own.left.spec, own.right.spec):
-                if spec is not None and gpu.supports(spec):
+                if spec is not None and GPU.unknown(spec) is None:
                     found.setdefault(spec, f"{name} {spec.element.name}/{spec.block}")
     return {f"{name} #{number}": spec for number, (spec, name) in enumerate(found.items(), 1)}
 
@@ -60,14 +63,14 @@ def _runs(
     """Yield the operators' names, with what they give and what they should."""
     yield "quantize, rows", (operators.quantize(x, spec, draw), rows)
     yield "quantize, columns", (operators.quantize(x.mT, spec, other).mT, columns)
-    if not operators.packs(spec, x.dtype, x.dtype, x.device):
+    if of_spec(spec, x.device, Asked.BYTES, x.dtype, x.dtype) == TENSOR_CODE:
         return
     values, packed = operators.quantize_and_pack(x, spec, draw, x.dtype)
     yield "quantize_and_pack", (values, rows)
     yield "unpack", (packed.unpack(), rows)
     noise = None if other is None else other.varying
     yield "requantize", (packed.requantized(spec, other), fake_quantize(rows.mT, spec, -1, noise))
-    both = Request(spec, draw), Request(spec, other)
+    both = Direction(spec, draw), Direction(spec, other)
     first, second, _ = operators.quantize_both(x, *both)
     yield "quantize_both, rows", (first, rows)
     yield "quantize_both, columns", (second, columns)

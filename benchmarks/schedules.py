@@ -48,10 +48,7 @@ def _table(policy: str, model: str) -> str:
     modules: dict[tuple[tuple[str, str, str, str], ...], list[str]] = {}
     for site in sites:
         if site.schedule is not None:
-            rows = tuple(
-                (operand.value, step.way.value, step.why, ", ".join(sorted(step.keeps)))
-                for operand, step in site.schedule.steps().items()
-            )
+            rows = tuple((line.what, line.by, line.why, ", ".join(line.keeps)) for line in site.schedule.lines())
             leaf = (site.module or "").rpartition(".")[2]
             names = modules.setdefault(rows, [])
             names += [leaf] if leaf not in names else []

@@ -1,4 +1,11 @@
 """The entry point of the command ``fp4graph``."""
 
-from fp4graph.commands.app import app as app
-from fp4graph.commands.app import main as main
+import sys
+
+from fp4graph.errors import Error, abridged, printable
+
+try:
+    from fp4graph.commands.app import app as app
+    from fp4graph.commands.app import main as main
+except Error as error:  # FP4GRAPH_KERNELS is read when kernels are imported
+    sys.exit(printable(abridged(str(error))))

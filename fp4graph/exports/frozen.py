@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyError
 from fp4graph.exports.packing import nibbles
 from fp4graph.exports.unpacking import Bytes, Frozen, Unpack, dtype_to_quantize
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import require_runtime
@@ -20,7 +22,6 @@ from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.numerics.packing import element_codes, scale_codes
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gemm import MatmulProgram
-from fp4graph.ops.lower import reads_bytes
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
@@ -191,7 +192,7 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, fr
         scale_codes(scales[:, ::length].contiguous(), spec.scale.format),
         None if gamma is None else gamma.flatten()[:1].to(torch.float32).clone(),
     )
-    by_kernel = reads_bytes(lines, w.dtype, w.device)
+    by_kernel = of_spec(lines, w.device, Asked.BYTES, w.dtype, w.dtype) != TENSOR_CODE
     origin = None if program.from_master else dtype
     return Unpack(case.weight, lines, by_kernel, origin, frozen), kept
 

@@ -22,8 +22,8 @@ from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product, name_of, transposes, value_of
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.site import Site, WeightUse
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.code import Machine
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram

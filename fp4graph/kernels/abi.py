@@ -21,7 +21,7 @@ from torch import Tensor
 from fp4graph.errors import Error
 from fp4graph.kernels import build
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.request import Blocks
+from fp4graph.kernels.direction import Blocks
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.packing import scale_storage

@@ -11,34 +11,12 @@ from torch import Tensor
 
 from fp4graph.kernels import abi, build
 from fp4graph.kernels.abi import DTYPES, Call
-from fp4graph.kernels.request import Request
+from fp4graph.kernels.direction import Direction
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.spec import QuantSpec
 
 __all__ = ["DTYPES"]
-_LANES = 64  # of cpp/memory.h
-
-
-def supports(spec: QuantSpec) -> bool:
-    """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, one element format with
-    codes of up to a byte."""
-    return unsupported(spec) is None
-
-
-def unsupported(spec: QuantSpec) -> str | None:
-    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
-    block = spec.block
-    if not isinstance(block, int) or block > 1024:
-        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
-    if spec.others:
-        return f"a choice between {' and '.join(each.name for each in spec.elements)}"
-    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
-
-
-def packs(spec: QuantSpec) -> bool:
-    """True if the result of ``spec`` can be kept as bytes and quantized again from them."""
-    return supports(spec) and isinstance(spec.block, int) and spec.block % 2 == 0 and _LANES % spec.block == 0
 
 
 @functools.cache
@@ -62,7 +40,7 @@ def available() -> bool:
 Bytes = tuple[Tensor, Tensor]
 
 
-def quantize(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, places: Tensor | None = None) -> None:
+def quantize(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None) -> None:
     """Quantize ``x`` into ``y``.
 
     Args:
@@ -78,7 +56,7 @@ def quantize(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, plac
     _quantizer(x, y, how)(call)
 
 
-def matrix_quantizer(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None) -> Callable[[int], None]:
+def matrix_quantizer(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`quantize` makes of ``x [B, R, C]`` into ``y [R, C]``.
 
     It keeps none of the tensors alive.
@@ -92,11 +70,13 @@ def matrix_quantizer(x: Tensor, y: Tensor, how: Request, into: Bytes | None = No
     )
 
 
-def _quantizer(x: Tensor, y: Tensor, how: Request) -> Callable[..., None]:
+def _quantizer(x: Tensor, y: Tensor, how: Direction) -> Callable[..., None]:
     return abi.function(abi.QUANTIZE, y.dtype, x.dtype, Q=how.spec.to_text())
 
 
-def _quantization(x: Tensor, y: Tensor, how: Request, into: Bytes | None = None, places: Tensor | None = None) -> Call:
+def _quantization(
+    x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None
+) -> Call:
     """Return the call but for its shape."""
     call = Call(x=abi.matrix(x), y=abi.matrix(y), threads=torch.get_num_threads())
     if how.draw is not None:
@@ -117,7 +97,7 @@ def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, ...], nu
     run(call)
 
 
-def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Request, places: Tensor | None = None) -> None:
+def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction, places: Tensor | None = None) -> None:
     """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R.
 
     Args:
@@ -132,7 +112,7 @@ def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Request, places
     _requantizer(packed, y, how)(call)
 
 
-def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Request) -> Callable[[int], None]:
+def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`requantize` makes into ``y [R, C]``.
 
     It keeps none of the tensors alive.
@@ -142,11 +122,11 @@ def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Request
     )
 
 
-def _requantizer(packed: QuantSpec, y: Tensor, how: Request) -> Callable[..., None]:
+def _requantizer(packed: QuantSpec, y: Tensor, how: Direction) -> Callable[..., None]:
     return abi.function(abi.REQUANTIZE, y.dtype, P=packed.to_text(), Q=how.spec.to_text())
 
 
-def _requantization(source: Bytes, y: Tensor, how: Request) -> Call:
+def _requantization(source: Bytes, y: Tensor, how: Direction) -> Call:
     codes, scales = map(abi.at, source)
     draw, threads = abi.key_parts(how.draw), torch.get_num_threads()
     return Call(codes=codes, scales=scales, y=abi.matrix(y), draw=draw, threads=threads)

@@ -17,21 +17,16 @@ from torch import Tensor
 
 from fp4graph.kernels import cpu
 from fp4graph.kernels.cpu_product import product_into
-from fp4graph.kernels.request import PACKED, REQUEST, ROTATED, WHOLE, Packed, PackedOperand, Request
+from fp4graph.kernels.direction import DIRECTION, PACKED, ROTATED, WHOLE, Direction, Packed, PackedOperand
 from fp4graph.numerics.declare import Structure, operator
 from fp4graph.numerics.packing import empty_bytes
 
 
-def serves(dtype: torch.dtype, kind: str) -> bool:
-    """True if these operators take tensors of ``dtype`` on devices of a ``kind``."""
-    return kind == "cpu" and dtype in cpu.DTYPES
-
-
-def quantize_at(x: Tensor | PackedOperand, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+def quantize_at(x: Tensor | PackedOperand, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
 
     Args:
-        x: of a dtype that :func:`serves` knows.
+        x: of a dtype that the kernels of a CPU read.
         places: int64 ``[P]``; T stands for zeros.
         how: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
         dtype: of the result.
@@ -65,7 +60,7 @@ class Groups:
 
 
 def quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool = False
+    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
@@ -75,12 +70,12 @@ def quantized_product(
         how: ``right`` is quantized, blocks along K. A rotation is the one that ``left`` has had, whose K is filled up
             to whole blocks of it; there is none if ``packs``.
     """
-    request = how.flat(given=True, rotation=True)
-    y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *request, packs)
+    direction = how.flat(given=True, rotation=True)
+    y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *direction, packs)
     return y, PackedOperand(codes, scales, how.spec, right.shape[-1], right.dtype) if packs else None
 
 
-def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, how: Request) -> Tensor:
+def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, how: Direction) -> Tensor:
     """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
     operands = left, *right.flat()
     y: Tensor = torch.ops.fp4graph.requantized_product(*operands, *groups.flat(), *how.flat())
@@ -110,29 +105,29 @@ def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize_at(x: Tensor, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+def _fake_quantize_at(x: Tensor, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
     return x.new_empty((places.shape[0], x.shape[1]), dtype=dtype).mT
 
 
-def _fake_requantize_at(packed: Packed, places: Tensor, how: Request) -> Tensor:
+def _fake_requantize_at(packed: Packed, places: Tensor, how: Direction) -> Tensor:
     return packed.codes.new_empty((places.shape[0], packed.length), dtype=packed.dtype).mT
 
 
 def _fake_quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool
+    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = right.shape if packs else (0, *right.shape[1:])
     return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, how.spec)
 
 
-def _fake_requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Request) -> Tensor:
+def _fake_requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Direction) -> Tensor:
     return left.new_empty((left.shape[0], packed.length))
 
 
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize_at(x: Tensor, places: Tensor, how: Request, dtype: torch.dtype) -> Tensor:
+def _quantize_at(x: Tensor, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
     y = _fake_quantize_at(x, places, how, dtype)
     if y.numel():
         source = (x if x.stride(1) == 1 else x.contiguous()).mT
@@ -140,7 +135,7 @@ def _quantize_at(x: Tensor, places: Tensor, how: Request, dtype: torch.dtype) ->
     return y
 
 
-def _requantize_at(packed: Packed, places: Tensor, how: Request) -> Tensor:
+def _requantize_at(packed: Packed, places: Tensor, how: Direction) -> Tensor:
     y = _fake_requantize_at(packed, places, how)
     if y.numel():
         cpu.requantize(packed.bytes, packed.spec, y.unsqueeze(0), how, places.contiguous())
@@ -148,7 +143,7 @@ def _requantize_at(packed: Packed, places: Tensor, how: Request) -> Tensor:
 
 
 def _quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Request, packs: bool
+    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, codes, scales = _fake_quantized_product(left, right, groups, how, packs)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
@@ -164,7 +159,7 @@ def _quantized_product(
     return y, codes, scales
 
 
-def _requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Request) -> Tensor:
+def _requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Direction) -> Tensor:
     y = _fake_requantized_product(left, packed, groups, how)
     buffer = torch.empty((packed.codes.shape[1], packed.length), dtype=packed.dtype).mT
     bytes_ = packed.bytes
@@ -202,31 +197,32 @@ def _requantized_flops(left: torch.Size, *rest: Any, out_shape: torch.Size, **op
 _GROUPS = Structure(("Tensor starts", "Tensor sizes", "Tensor? gamma"), Groups)
 _EXACT = [torch.Tag.needs_exact_strides]
 operator(
-    "quantize_at(Tensor x, Tensor places, Request how, ScalarType dtype) -> Tensor",
+    "quantize_at(Tensor x, Tensor places, Direction how, ScalarType dtype) -> Tensor",
     _fake_quantize_at,
     tags=_EXACT,
-    structures={"Request": ROTATED},
+    structures={"Direction": ROTATED},
     CPU=_quantize_at,
 )
 operator(
-    "requantize_at(Packed packed, Tensor places, Request how) -> Tensor",
+    "requantize_at(Packed packed, Tensor places, Direction how) -> Tensor",
     _fake_requantize_at,
-    structures={"Packed": PACKED, "Request": REQUEST},
+    structures={"Packed": PACKED, "Direction": DIRECTION},
     CPU=_requantize_at,
 )
 operator(
-    "quantized_product(Tensor left, Tensor right, Groups groups, Request how, bool packs) -> (Tensor, Tensor, Tensor)",
+    "quantized_product(Tensor left, Tensor right, Groups groups, Direction how, bool packs) "
+    "-> (Tensor, Tensor, Tensor)",
     _fake_quantized_product,
     tags=_EXACT,
     flops=_flops,
-    structures={"Groups": _GROUPS, "Request": WHOLE},
+    structures={"Groups": _GROUPS, "Direction": WHOLE},
     CPU=_quantized_product,
 )
 operator(
-    "requantized_product(Tensor left, Packed packed, Groups groups, Request how) -> Tensor",
+    "requantized_product(Tensor left, Packed packed, Groups groups, Direction how) -> Tensor",
     _fake_requantized_product,
     tags=_EXACT,
     flops=_requantized_flops,
-    structures={"Groups": _GROUPS, "Packed": PACKED, "Request": REQUEST},
+    structures={"Groups": _GROUPS, "Packed": PACKED, "Direction": DIRECTION},
     CPU=_requantized_product,
 )

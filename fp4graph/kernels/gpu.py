@@ -1,4 +1,4 @@
-"""The GPUs, specs and dtypes that the Triton kernels serve. Does not import Triton, which may be missing."""
+"""The GPUs that the Triton kernels serve. Does not import Triton, which may be missing."""
 
 from __future__ import annotations
 
@@ -13,28 +13,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels import switches
-from fp4graph.kernels.tiles import TILE
 from fp4graph.numerics import target
-from fp4graph.numerics.spec import QuantSpec
 
-DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
-
-
-def supports(spec: QuantSpec) -> bool:
-    """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, one element format with codes of up to a
-    byte."""
-    return unsupported(spec) is None
-
-
-def unsupported(spec: QuantSpec) -> str | None:
-    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
-    block = spec.block
-    if not (isinstance(block, int) and block > 1 and TILE % block == 0):
-        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
-    if spec.others:
-        return f"a choice between {' and '.join(each.name for each in spec.elements)}"
-    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, tiles
-from fp4graph.kernels.request import GIVEN, PACKED, REQUEST, Packed, Request
+from fp4graph.kernels.direction import DIRECTION, GIVEN, PACKED, Direction, Packed
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
@@ -21,7 +21,7 @@ from fp4graph.numerics.packing import empty_bytes
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize(x: Tensor, how: Request, dtype: torch.dtype | None = None) -> Tensor:
+def _fake_quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
@@ -39,19 +39,19 @@ def _fake_largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
-def _fake_quantize_and_pack(x: Tensor, how: Request) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(x, x.shape, how.spec)
 
 
-def _fake_quantize_both(x: Tensor, rows: Request, columns: Request, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_both(x: Tensor, rows: Direction, columns: Direction, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), tiles.empty_sums(x, sums)
 
 
-def _fake_quantize_and_pack_columns(x: Tensor, rows: Request, columns: Request) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), *empty_bytes(x, x.mT.shape, columns.spec)
 
 
-def _fake_requantize(packed: Packed, how: Request) -> Tensor:
+def _fake_requantize(packed: Packed, how: Direction) -> Tensor:
     return _fake_unpack(packed, None).mT
 
 
@@ -66,7 +66,7 @@ def _fake_gaussian(key: Tensor, step: Tensor | None, salts: list[int], count: in
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize(x: Tensor, how: Request, dtype: torch.dtype | None = None) -> Tensor:
+def _quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
     if not y.numel():
         return y
@@ -74,7 +74,7 @@ def _quantize(x: Tensor, how: Request, dtype: torch.dtype | None = None) -> Tens
     if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
         cpu.quantize(source, target, how)
     else:
-        source = _rows(x.contiguous())
+        source = rows_of(x.contiguous())
         target = torch.empty_like(source, dtype=dtype)
         cpu.quantize(source, target, how)
         y.copy_(target.view(x.shape))
@@ -85,7 +85,7 @@ def _maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
     z = _fake_maxima(x, block, lines)
     if z.numel():
         source = _matrices(x)
-        source = _rows(x.contiguous()) if source is None else source
+        source = rows_of(x.contiguous()) if source is None else source
         cpu.maxima(source, z.view(-1, *_last_two(z)), block, lines)
     return z
 
@@ -111,16 +111,16 @@ def largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
 
 
-def _quantize_and_pack(x: Tensor, how: Request) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
     y, codes, scales = _fake_quantize_and_pack(x, how)
     if y.numel():
         source = _matrices(x)
-        source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, _rows(y), how, (codes, scales))
+        source = rows_of(x.contiguous()) if source is None or source.stride(2) != 1 else source
+        cpu.quantize(source, rows_of(y), how, (codes, scales))
     return y, codes, scales
 
 
-def _quantize_both(x: Tensor, rows: Request, columns: Request, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_both(x: Tensor, rows: Direction, columns: Direction, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     sums = tiles.empty_sums(x, with_sums)
     if sums.numel():
@@ -129,16 +129,16 @@ def _quantize_both(x: Tensor, rows: Request, columns: Request, with_sums: bool) 
     return _quantize(x, rows), _quantize(x.mT, columns).mT, sums
 
 
-def _quantize_and_pack_columns(x: Tensor, rows: Request, columns: Request) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     _, codes, scales = _quantize_and_pack(x.mT, columns)
     return _quantize(x, rows), codes, scales
 
 
-def _requantize(packed: Packed, how: Request) -> Tensor:
+def _requantize(packed: Packed, how: Direction) -> Tensor:
     y = _fake_requantize(packed, how)
     if y.numel():
-        cpu.requantize(packed.bytes, packed.spec, _rows(y.mT).mT, how)
+        cpu.requantize(packed.bytes, packed.spec, rows_of(y.mT).mT, how)
     return y
 
 
@@ -146,7 +146,7 @@ def _unpack(packed: Packed, factor: Tensor | None) -> Tensor:
     y = _fake_unpack(packed, factor)
     y = y if factor is None else torch.empty_like(y, dtype=torch.float32)
     if y.numel():
-        cpu.unpack(packed.bytes, packed.spec, _rows(y))
+        cpu.unpack(packed.bytes, packed.spec, rows_of(y))
     return y if factor is None else (y * factor).to(packed.dtype)
 
 
@@ -160,7 +160,7 @@ def _last_two(x: Tensor) -> tuple[int, int]:
     return (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
     rows, columns = _last_two(x)
     return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
@@ -198,7 +198,7 @@ _TAGS = {
 for _schema, _fake, _run in (
     ("quantize(Tensor x, Given how, ScalarType? dtype=None) -> Tensor", _fake_quantize, _quantize),
     (
-        "quantize_and_pack(Tensor x, Request how) -> (Tensor, Tensor, Tensor)",
+        "quantize_and_pack(Tensor x, Direction how) -> (Tensor, Tensor, Tensor)",
         _fake_quantize_and_pack,
         _quantize_and_pack,
     ),
@@ -212,11 +212,11 @@ for _schema, _fake, _run in (
         _fake_quantize_and_pack_columns,
         _quantize_and_pack_columns,
     ),
-    ("requantize(Packed packed, Request how) -> Tensor", _fake_requantize, _requantize),
+    ("requantize(Packed packed, Direction how) -> Tensor", _fake_requantize, _requantize),
     ("unpack(Packed packed, Tensor? factor) -> Tensor", _fake_unpack, _unpack),
 ):
     _name = _schema.partition("(")[0]
-    _structures = {"Request": REQUEST, "Given": GIVEN, "Packed": PACKED}
+    _structures = {"Direction": DIRECTION, "Given": GIVEN, "Packed": PACKED}
     operator(_schema, _fake, tags=_TAGS.get(_name, ()), structures=_structures, CPU=_run, CUDA=_on_gpu(_name))
 operator("maxima(Tensor x, int block, int lines=1) -> Tensor", _fake_maxima, tags=[_EXACT], CPU=_maxima)
 operator("mantissa(Tensor z, float divisor, int bits) -> Tensor", _fake_elementwise, CPU=_mantissa)

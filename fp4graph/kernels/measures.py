@@ -15,8 +15,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import abi, cpu, operators
+from fp4graph.kernels import abi
 from fp4graph.kernels.abi import Entry
+from fp4graph.kernels.devices import CPU, by_runs
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import quantize, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.declare import operator
@@ -40,7 +42,7 @@ def block_errors(
     """
     unit, nearest = power_of_two(z).clamp(min=_SMALLEST_NORMAL), replace(spec, rounding="nearest")
     if _serves(nearest, values.device):
-        text = operators.by_runs(nearest).to_text()
+        text = by_runs(nearest).to_text()
         error: Tensor = torch.ops.fp4graph.block_errors(
             values, scale, unit, _axes(blocking), text, measure, units_of(most_elements(spec.block))
         )
@@ -62,7 +64,7 @@ def block_moments(
         most: a bound of the number of elements whose sums are added up.
     """
     if _serves(spec, values.device):
-        about = _axes(blocking), operators.by_runs(spec).to_text(), largest, units_of(most)
+        about = _axes(blocking), by_runs(spec).to_text(), largest, units_of(most)
         squares, products = torch.ops.fp4graph.block_moments(values, scale, *about)
         return squares, products
     ratio = scaling.ratio(values, scale, spec)
@@ -76,7 +78,7 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     if len(singles) != 2 or not all(_serves(single, u.device) for single in singles):
         return quantize.round_elements(u, spec, noise)
-    texts = [operators.by_runs(single).to_text() for single in singles]
+    texts = [by_runs(single).to_text() for single in singles]
     about = spec.selector, units_of(most_elements(spec.block))
     elements: Tensor = torch.ops.fp4graph.choose_elements(u, _axes(noise.blocking), *texts, *about)
     return elements
@@ -84,7 +86,7 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
 
 def _serves(spec: QuantSpec, device: torch.device) -> bool:
     """Return whether the operators round by ``spec`` on ``device``."""
-    return spec.rounding == "nearest" and cpu.supports(operators.by_runs(spec)) and operators.on_cpu(device)
+    return spec.rounding == "nearest" and CPU.unknown(by_runs(spec)) is None and Machine.of(device).has_cpu_kernels
 
 
 def _axes(blocking: Blocking) -> int:

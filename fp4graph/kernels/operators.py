@@ -13,53 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.kernels import cpu, gpu, library, switches
-from fp4graph.kernels.request import NOTHING_GIVEN, Blocks, PackedOperand, Request
+from fp4graph.kernels import gpu, library, machine, switches
+from fp4graph.kernels.devices import DEVICES, RUN
+from fp4graph.kernels.direction import NOTHING_GIVEN, Blocks, Direction, PackedOperand
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec
 
-#: Dtypes that kernels read and write; others go through fp32.
-_DTYPES = {"cpu": frozenset(cpu.DTYPES), "cuda": gpu.DTYPES}
 _LONGEST = 1024  # lines of a 2-D block whose maximum one kernel finds
-_RUN = 32  # elements of a run where one block is a whole line or more
 
 
 def tensor_code() -> AbstractContextManager[None]:
     """Trace and run quantizers as tensor code in this context, as compilers for other devices are given them."""
     return switches.using(quantizers=False, products=0)
-
-
-def usable(device: torch.device) -> bool:
-    """True if kernels are there for ``device``, and switched on."""
-    return _on_gpu(device) if target.kind(device) == "cuda" else on_cpu(device)
-
-
-def unserved(spec: QuantSpec, kind: str) -> str | None:
-    """Return what of ``spec`` no kernel for devices of a ``kind`` knows, in a few words, or None."""
-    return gpu.unsupported(spec) if kind == "cuda" else cpu.unsupported(spec)
-
-
-def unrounded(spec: QuantSpec, kind: str) -> str | None:
-    """Return what of ``spec`` no kernel rounds by, given the scales of its blocks; None where one does.
-
-    On a GPU not where a block is a line: Inductor finds its maximum and rounds it in one read, with what makes it.
-    """
-    if kind == "cuda" and spec.block == "row":
-        return "blocks of a line"
-    return unserved(by_runs(spec), kind)
-
-
-def runs(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel quantizes by ``spec`` on ``device``."""
-    return usable(device) and unserved(spec, target.kind(device)) is None
 
 
 def largest_of_all(x: Tensor) -> Tensor:
@@ -72,13 +45,6 @@ def largest_of_all(x: Tensor) -> Tensor:
     if x.dim() > 1 and statically_known_true(x.stride(-1) != 1):
         x = x.mT
     return x.abs().amax(-1).amax().to(torch.float32)
-
-
-def by_runs(spec: QuantSpec) -> QuantSpec:
-    """Return ``spec`` with each block cut into runs along the contraction axis, as kernels need it."""
-    if isinstance(spec.block, int):
-        return spec
-    return replace(spec, block=_RUN if isinstance(spec.block, str) else spec.block[1])
 
 
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:
@@ -99,7 +65,7 @@ def by_run(part: Tensor, blocking: Blocking) -> Tensor:
         return part.flatten(-3, -2)[..., :rows, :].contiguous()
     if isinstance(blocking.block, str):  # one number a line
         part = part.expand([*blocking.shape[:-1], 1])
-        part = part.expand([*blocking.shape[:-1], (columns + _RUN - 1) // _RUN])
+        part = part.expand([*blocking.shape[:-1], (columns + RUN - 1) // RUN])
     else:
         part = part.squeeze(-1)
     return _batched(part, 3) if in_place else part.contiguous()
@@ -110,64 +76,15 @@ def _batched(x: Tensor, axes: int) -> Tensor:
     return x.flatten(0, x.dim() - axes) if x.dim() > axes else x[(None,) * (axes - x.dim())]
 
 
-def _on_gpu(device: torch.device) -> bool:
-    return switches.current().quantizers and target.kind(device) == "cuda" and _available_on_gpu()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _available_on_gpu() -> bool:
-    return gpu.available()
-
-
-def on_cpu(device: torch.device) -> bool:
-    """True if ``device`` is a CPU and its kernels are used."""
-    return switches.current().quantizers and target.kind(device) == "cpu" and _available()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _available() -> bool:
-    """Return ``cpu.available()``; Dynamo does not trace it, because in torch 2.11 tracing the build fails."""
-    return cpu.available()
-
-
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it with ``right [..., J, K]``, and
     its accumulator by a scalar."""
     wanted = switches.current().products > 0 and target.kind(left.device) == "cuda"
-    return wanted and _available_on_gpu() and gpu.multiplies(left, right, addend)
-
-
-def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``dtype``, can be kept as bytes."""
-    return usable(device) and unpacked(spec, source, dtype, target.kind(device)) is None
-
-
-def unpacked(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, kind: str) -> str | None:
-    """Return why no kernel for devices of a ``kind`` returns an operand of dtype ``source``, quantized by ``spec`` and
-    cast to ``dtype``, as bytes too; None where one does."""
-    if (what := unserved(spec, kind)) is not None:
-        return f"no kernel knows {what}"
-    if kind != "cuda" and not cpu.packs(spec):
-        return f"no bytes stand for blocks of {spec.block}"
-    wrong = [one for one in (source, dtype) if one not in _DTYPES[kind]]
-    return f"no bytes stand for {wrong[0]}" if wrong else None
-
-
-def unread_both(rows: QuantSpec, columns: QuantSpec, dtype: torch.dtype, kind: str) -> str | None:
-    """Return why no kernel quantizes a tensor by ``rows`` along its last axis and by ``columns`` along the one before;
-    None where one does.
-
-    On a CPU the read that this saves is a sixth of the time, so there each direction has a kernel of its own.
-    """
-    if kind != "cuda":
-        return "a kernel for each direction is as fast"
-    if (what := unserved(rows, kind) or unserved(columns, kind)) is not None:
-        return f"no kernel knows {what}"
-    return None if dtype in _DTYPES[kind] else f"no kernel reads {dtype}"
+    return wanted and machine.available_on_gpu() and gpu.multiplies(left, right, addend)
 
 
 def _dtypes(device: torch.device) -> frozenset[torch.dtype]:
-    return _DTYPES[target.kind(device)]
+    return DEVICES[target.kind(device)].dtypes
 
 
 def quantize(
@@ -188,7 +105,7 @@ def quantize(
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     # 16-bit operands are rounded to their own dtype first, as elsewhere.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
-    how = Request(spec, draw, given or NOTHING_GIVEN)
+    how = Direction(spec, draw, given or NOTHING_GIVEN)
     result: Tensor = torch.ops.fp4graph.quantize(x, *how.flat(given=True), *((dtype,) if casts else ()))
     return result
 
@@ -208,7 +125,7 @@ def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = No
     Args:
         values: returns ``x`` in the blocked layout, where others need it too.
     """
-    if isinstance(blocking.block, str) or not on_cpu(x.device):
+    if isinstance(blocking.block, str) or not Machine.of(x.device).has_cpu_kernels:
         return scaling.amax(blocking.split(x) if values is None else values(), blocking.axes)
     if isinstance(blocking.block, int):
         return maxima(x, blocking.block).reshape(blocking.scale_shape)
@@ -222,7 +139,7 @@ def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = No
 
 def group_amax(z: Tensor, groups: Groups) -> Tensor:
     """Return the largest statistic of every group, broadcastable to ``z``: fp32, non-negative or NaN."""
-    if not isinstance(groups.granularity, int) or not on_cpu(z.device):
+    if not isinstance(groups.granularity, int) or not Machine.of(z.device).has_cpu_kernels:
         return groups.reduce(z, "amax")
     length = groups.granularity // block_length(groups.blocking.block)
     g: Tensor = torch.ops.fp4graph.group_maxima(z.squeeze(-1), length).reshape(z.shape)
@@ -231,7 +148,7 @@ def group_amax(z: Tensor, groups: Groups) -> Tensor:
 
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
     """Return :func:`fp4graph.numerics.scaling.mantissa`."""
-    if not on_cpu(z.device):
+    if not Machine.of(z.device).has_cpu_kernels:
         return scaling.mantissa(z, divisor, bits)
     y: Tensor = torch.ops.fp4graph.mantissa(z, divisor, bits)
     return y
@@ -240,7 +157,7 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
 def largest(score: Tensor, count: int) -> Tensor:
     """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are. NaN is
     larger than any number."""
-    if not on_cpu(score.device):
+    if not Machine.of(score.device).has_cpu_kernels:
         return library.largest(score, count)
     chosen: Tensor = torch.ops.fp4graph.largest(score, count)
     return chosen
@@ -250,12 +167,12 @@ def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Request(spec, draw).flat())
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Direction(spec, draw).flat())
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
 def quantize_both(
-    x: Tensor, rows: Request, columns: Request, sums: bool = False
+    x: Tensor, rows: Direction, columns: Direction, sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
@@ -269,7 +186,7 @@ def quantize_both(
 
 
 def quantize_and_pack_columns(
-    x: Tensor, rows: Request, columns: Request, dtype: torch.dtype, multiplier: Tensor | None = None
+    x: Tensor, rows: Direction, columns: Direction, dtype: torch.dtype, multiplier: Tensor | None = None
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``.
 
@@ -288,7 +205,7 @@ def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
 
     A kernel where there is one: what Inductor makes of the hashes takes half a minute to compile.
     """
-    if not on_cpu(device):
+    if not Machine.of(device).has_cpu_kernels:
         return noise.gaussian(draw.varying, torch.arange(count, dtype=torch.int32, device=device))
     result: Tensor = torch.ops.fp4graph.gaussian(draw.key, draw.step, draw.salts, count)
     return result

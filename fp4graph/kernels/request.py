@@ -1,167 +1,218 @@
-"""What a kernel is asked for: how to quantize a tensor along one of its axes, and the bytes of an operand."""
+"""The interface of kernels: what they are asked for, what they are run on, and the base class of the rows.
+
+A :class:`Request` is data, from which :mod:`fp4graph.kernels.rows` chooses a :class:`Kernel` before anything is
+computed. The kernel then runs on a :class:`Job`, the tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import Enum, StrEnum
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4graph.numerics.blocking import is_scalar
-from fp4graph.numerics.declare import Structure
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.hadamard import BlockRotation
+from fp4graph.kernels.direction import Direction, PackedOperand
+from fp4graph.kernels.experts import Groups
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
 
+#: The stages of techniques outside one call of the quantizer, and inside, with what a technique does there.
+OUTSIDE = {"split": "splits the operand", "around": "calls the quantizer", "after": "changes the result"}
+INSIDE = {
+    "block_statistic": "chooses the statistic of blocks",
+    "group_statistic": "chooses the statistic of groups",
+    "group_scale": "divides by a scale of groups",
+    "scale": "chooses the scale of blocks",
+    "round": "rounds elements",
+    "rescale": "replaces scales",
+}
+_DOES = OUTSIDE | INSIDE
 
-class Blocks(NamedTuple):
-    """Numbers that techniques give for the blocks of a tensor ``[B, R, C]``: each fp32, one for all or one per block.
 
-    That is a tensor ``[B, R, n]``, n = ceil(C/block), or of four axes ``[B, G, r, n]`` where groups of r lines share
-    theirs; R may be less than G·r. Either may be broadcast along any axis, as by ``expand``.
+class Asked(StrEnum):
+    """What is asked of a kernel."""
+
+    VALUES = "values"
+    BYTES = "values and bytes"
+    BOTH = "both directions"
+    FROM_BYTES = "from bytes"
+    PLACES = "at places"
+
+
+class Needs(Enum):
+    """What a kernel needs of techniques."""
+
+    NOTHING = "nothing: the spec is all"
+    BLOCKS = "scales and statistics of blocks, computed by tensor code"
+    STAGES = "all stages"
+
+
+class Layout(StrEnum):
+    """How an operand lies in memory."""
+
+    DENSE = "as it is given"
+    MOVED = "tokens of experts, laid out anew"
+    WEIGHTS = "weights of experts, one after another within their product"
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """One operand's quantizer as kernels are asked about it.
 
     Attributes:
-        divisor: divides the values, before anything else.
-        statistic: replaces the largest magnitude of the divided values.
-        scale: replaces the scale that the statistic gives.
-        factor: multiplies the result.
+        acts: the stages at which techniques act, each with their names.
+        drawn: whether there is a source of random bits.
+        shares: the blocks that share a scale, of experts.
+        stateful: whether techniques have state.
+        whole: whether the scales of groups that techniques divide by are those of the whole tensor.
     """
 
-    divisor: Tensor | None = None
-    statistic: Tensor | None = None
-    scale: Tensor | None = None
-    factor: Tensor | None = None
+    spec: QuantSpec
+    acts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    drawn: bool = False
+    shares: Literal["tensor", "row"] | None = None
+    stateful: bool = False
+    whole: bool = True
+
+    def acting(self, *stages: str) -> str | None:
+        """Return the first technique that acts at one of the ``stages``, as words; None where none does."""
+        names = dict(self.acts)
+        return next((f"{names[stage][0]} {_DOES[stage]}" for stage in stages if stage in names), None)
+
+    @property
+    def undrawn(self) -> bool:
+        """True if the spec draws, and there is nothing to draw from."""
+        return self.spec.needs_key and not self.drawn
 
 
-NOTHING_GIVEN = Blocks()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Request:
-    """How a kernel quantizes a tensor along one of its axes.
+    """What a kernel is asked for.
 
     Attributes:
-        spec: with blocks that kernels know, as of :func:`fp4graph.kernels.operators.by_runs`.
-        draw: needed if the spec rounds stochastically.
-        given: what techniques have made of the blocks.
-        rotation: of the tensor before it is quantized, blocks along the same axis, which divide the spec's.
+        source: the dtype that is read; None for bytes.
+        dtype: of the GEMM.
+        columns: the quantizer of the other direction, where both are asked for.
+        keeps: whether the other direction is asked for as bytes.
+        transform: the name of the technique that transforms the operands of the GEMM, or None.
+        rotation: the block of the rotation that the transform is; None where it is another, or there is none.
+        observed: whether somebody else needs the operand as a whole.
+        residual: what splits a residual off the other operand, in words; None where nothing does.
     """
 
-    spec: QuantSpec
-    draw: Draw | None = None
-    given: Blocks = NOTHING_GIVEN
-    rotation: BlockRotation | None = None
+    asked: Asked
+    machine: Machine
+    quantizing: Quantizing
+    source: torch.dtype | None
+    dtype: torch.dtype
+    layout: Layout = Layout.DENSE
+    columns: Quantizing | None = None
+    keeps: bool = False
+    transform: str | None = None
+    rotation: int | None = None
+    observed: bool = False
+    residual: str | None = None
 
     @property
-    def packs(self) -> bool:
-        """True if bytes with one factor for all of them stand for the result.
-
-        Not where a scale or statistic is given: it may be finite where the block has a NaN, for which FP4 has no code.
-        """
-        factor = self.given.factor
-        own = self.given.scale is None and self.given.statistic is None
-        return own and (factor is None or is_scalar(factor))
-
-    def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
-        """Return the parameters of an operator that takes :data:`REQUEST`, or with what is ``given`` or a ``rotation``
-        one of the structures below. Nothing is drawn from where the spec draws nothing.
-
-        Raises:
-            ValueError: the request has parts that the operator does not take.
-        """
-        takes = given or self.given is NOTHING_GIVEN or all(part is None for part in self.given)
-        if not takes or (self.rotation is not None and not rotation):
-            raise ValueError(f"an operator that does not take all of it was given {self}")
-        draw = self.draw if self.spec.needs_key else None
-        noise = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
-        by = (None, 0) if self.rotation is None else (self.rotation.signs, self.rotation.block)
-        return (self.spec.to_text(), *noise, *(self.given if given else ()), *(by if rotation else ()))
+    def transformed(self) -> str | None:
+        """That a technique transforms the operands, in words; None where none does."""
+        return None if self.transform is None else f"{self.transform} transforms the operands"
 
 
-def _request(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Request:
-    """Return a request of its parameters; the rest are those of what is given, those of a rotation, or both."""
-    draw = None if key is None else Draw(key, step, tuple(salts))
-    given = Blocks(*rest[:4]) if len(rest) >= 4 else NOTHING_GIVEN
-    signs, block = rest[-2:] if len(rest) % 4 else (None, 0)
-    rotation = BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
-    return Request(QuantSpec.from_text(spec), draw, given, rotation)
-
-
-_REQUEST = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
-_GIVEN = tuple(f"Tensor? {name}" for name in Blocks._fields)
-_ROTATION = ("Tensor? signs", "int block")  # 0 for none
-#: How operators take a :class:`Request`: its spec and draw, and with that what is given, a rotation, or both.
-REQUEST = Structure(_REQUEST, _request)
-GIVEN = Structure((*_REQUEST, *_GIVEN), _request)
-ROTATED = Structure((*_REQUEST, *_ROTATION), _request)
-WHOLE = Structure((*_REQUEST, *_GIVEN, *_ROTATION), _request)
-
-
-@dataclass(frozen=True, eq=False)
-class PackedOperand:
-    """The bytes that stand for a dequantized operand.
+class Job(NamedTuple):
+    """What a kernel runs on.
 
     Attributes:
-        codes: uint8 ``[..., C/2]`` (``[..., C]`` for wider codes), whole blocks, as of :func:`fp4graph.pack`.
-        scales: ``[..., C/block]``, of :func:`fp4graph.numerics.packing.scale_storage`.
-        spec: it was quantized by, blocks along the last axis.
-        length: C without padding.
-        dtype: of the dequantized operand.
-        transposed: whether the bytes are those of the transposed operand as the backward multiplies it, quantized for
-            the backward already.
-        factor: multiplies the values that the bytes stand for, fp32 ``[1]``, or None.
-        multiplier: waits for the GEMM's accumulator (:class:`fp4graph.ops.product.Term`), fp32, 0-d, or None.
+        x: the operand ``[..., C]``.
+        how: it is quantized, along C, with what techniques give of blocks where the kernel needs that.
+        dtype: that the result will be cast to; the kernel may return it.
+        rounded: returns what tensor code computes, stages of techniques included, where the kernel is tensor code.
+        columns: the other direction, where both are asked for.
+        multiplier: of the columns, which waits for the accumulator.
+        keeps: whether the columns, or the weights of a product, are to be returned as bytes.
+        sums: whether to return the sums of ``x`` over rows too.
+        places: int64 ``[P]``, rows of ``x`` to read; its length stands for zeros.
+        left: the other operand of a product of experts, and groups: the tokens of each expert in it.
     """
 
-    codes: Tensor
-    scales: Tensor
-    spec: QuantSpec
-    length: int
-    dtype: torch.dtype
-    transposed: bool = False
-    factor: Tensor | None = None
+    x: Tensor | PackedOperand
+    how: Direction
+    dtype: torch.dtype | None = None
+    rounded: Callable[[], Tensor] | None = None
+    columns: Direction | None = None
     multiplier: Tensor | None = None
+    keeps: bool = False
+    sums: bool = False
+    places: Tensor | None = None
+    left: Tensor | None = None
+    groups: Groups | None = None
 
     @property
-    def device(self) -> torch.device:
-        """The device of the bytes."""
-        return self.codes.device
-
-    def unpack(self) -> Tensor:
-        """Return the dequantized operand, contiguous."""
-        result: Tensor = torch.ops.fp4graph.unpack(*self.flat(), self.factor)
-        return result
-
-    def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
-        """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
-        result: Tensor = torch.ops.fp4graph.requantize(*self.flat(), *Request(spec, draw).flat())
-        return result
-
-    def flat(self) -> tuple[Any, ...]:
-        """Return the bytes as the parameters of an operator that takes :data:`PACKED`."""
-        return self.codes, self.scales, self.spec.to_text(), self.length, self.dtype
+    def tensor(self) -> Tensor:
+        """The operand, which is no bytes."""
+        assert isinstance(self.x, Tensor)
+        return self.x
 
 
-class Packed(NamedTuple):
-    """What operators take of a :class:`PackedOperand`, under the same names."""
+class Result(NamedTuple):
+    """What a kernel returns: ``values``, of a product of experts the product, and what else it was asked for.
 
-    codes: Tensor
-    scales: Tensor
-    spec: QuantSpec
-    length: int
-    dtype: torch.dtype
+    Attributes:
+        packed: bytes, or None where the numbers that techniques gave are such as no bytes hold.
+        columns: values along the columns.
+        sums: of parts of the rows, fp32 ``[parts, C]``.
+    """
+
+    values: Tensor
+    packed: PackedOperand | None = None
+    columns: Tensor | None = None
+    sums: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the list: one way to quantize an operand.
+
+    Attributes:
+        name: as schedules print it.
+        place: rows are asked in the order of their places.
+        asked: what the kernel can be asked for.
+        product: whether the kernel quantizes the weights of a product of experts, and multiplies.
+        needs: what it needs of techniques, where values are asked for.
+        turns: whether the kernel rotates the operand.
+    """
+
+    name: ClassVar[str]
+    place: ClassVar[int] = 50
+    asked: ClassVar[Sequence[Asked]] = (Asked.VALUES,)
+    product: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs.NOTHING
+    turns: ClassVar[bool] = False
 
     @property
-    def bytes(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales, contiguous."""
-        return self.codes.contiguous(), self.scales.contiguous()
+    def kinds(self) -> Sequence[str]:
+        """The kinds of devices that the kernel runs on."""
+        return ("cpu", "cuda")
 
+    @property
+    def reads_whole(self) -> bool:
+        """True if the largest magnitude of a whole tensor is found from the tensor, because nobody else reads the
+        maxima of its blocks."""
+        return False
 
-def _packed(codes: Tensor, scales: Tensor, spec: str, *about: Any) -> Packed:
-    return Packed(codes, scales, QuantSpec.from_text(spec), *about)
+    def concerns(self, request: Request) -> bool:
+        """Return whether ``request`` is of the sort that the kernel can be asked for."""
+        within = request.layout is Layout.WEIGHTS
+        return request.asked in self.asked and request.machine.kind in self.kinds and within == self.product
 
+    def refuses(self, request: Request) -> str | None:
+        """Return why the kernel does not serve a request that it :meth:`concerns`, in a few words; None where it
+        does."""
+        raise NotImplementedError
 
-#: How operators take a :class:`Packed`.
-PACKED = Structure(("Tensor codes", "Tensor scales", "str spec", "SymInt length", "ScalarType dtype"), _packed)
+    def run(self, job: Job) -> Result:
+        """Return what was asked for."""
+        raise NotImplementedError

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.kernels import cpu
+from fp4graph.kernels.library import rows_of
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import hadamard
 from fp4graph.numerics.declare import operator
 
@@ -54,7 +56,7 @@ def _serves(x: Tensor, block: int) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return False
     known = 1 <= block <= _LONGEST and block & (block - 1) == 0
-    return known and x.dtype in cpu.DTYPES and operators.on_cpu(x.device)
+    return known and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels
 
 
 def _fake_rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:
@@ -69,21 +71,15 @@ def _rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int
         by = hadamard.BlockRotation(block, None if signs is None else signs.contiguous())
         if _is_transposed(x):
             source, target = x.mT.contiguous(), y.mT
-            cpu.rotate(_matrices(source).mT, _matrices(target).mT, by, back)
+            cpu.rotate(rows_of(source).mT, rows_of(target).mT, by, back)
         else:
-            cpu.rotate(_matrices(x.contiguous()), _matrices(y), by, back)
+            cpu.rotate(rows_of(x.contiguous()), rows_of(y), by, back)
     return y
 
 
 def _is_transposed(x: Tensor) -> bool:
     """Return whether it is along the last axis but one that neighbours lie side by side in memory."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
-
-
-def _matrices(x: Tensor) -> Tensor:
-    """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
-    rows, columns = (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
-    return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
 
 
 operator(

@@ -11,7 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.kernels import cpu
+from fp4graph.kernels.devices import CPU, by_runs
+from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import scaling
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.spec import QuantSpec
@@ -19,10 +21,10 @@ from fp4graph.numerics.spec import QuantSpec
 
 def block_scale(z: Tensor, spec: QuantSpec) -> Tensor:
     """Return :func:`fp4graph.numerics.scaling.block_scale` of ``z``, fp32, by a rule that draws nothing."""
-    by_runs = operators.by_runs(spec)
-    if not (cpu.supports(by_runs) and operators.on_cpu(z.device)):
+    runs = by_runs(spec)
+    if not (CPU.unknown(runs) is None and Machine.of(z.device).has_cpu_kernels):
         return scaling.block_scale(z, spec.scale, spec.element)
-    scale: Tensor = torch.ops.fp4graph.block_scale(z, by_runs.to_text())
+    scale: Tensor = torch.ops.fp4graph.block_scale(z, runs.to_text())
     return scale
 
 
@@ -31,7 +33,7 @@ def order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
 
     They are 0-d and of the dtype of ``x``, which is without NaN; -Inf and Inf of no elements.
     """
-    if x.dtype in cpu.DTYPES and operators.on_cpu(x.device):
+    if x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels:
         low, high = torch.ops.fp4graph.order_statistics(x, place)
         return low, high
     bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements

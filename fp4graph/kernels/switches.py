@@ -85,9 +85,9 @@ def _parsed(value: str) -> Switches:
         return _WHOLE[value.strip()]
     chosen: dict[str, Any] = {}
     for part in value.split(","):
-        name, equals, length = part.strip().partition("=")
+        name, equals, length = (piece.strip() for piece in part.partition("="))
         field = name.replace("-", "_")
-        numbered = name == "products" and equals and length.strip().isdecimal()
+        numbered = name == "products" and equals and length.isdecimal()
         if name not in ("quantizers", "products", "bf16-products") or field in chosen or (equals and not numbered):
             raise Error(
                 f"the environment variable {VARIABLE} is {value!r}, and {part.strip()!r} is not understood: {_HELP}"

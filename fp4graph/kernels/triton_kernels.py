@@ -85,6 +85,27 @@ def _part(part, block_index, within, EACH: tl.constexpr):
 
 
 @triton.jit
+def _along(
+    blocks, key, step, salts, index, block_index, within, given, EACH: tl.constexpr, AXIS: tl.constexpr, F: tl.constexpr
+):
+    """Return element values, scales and dequantized values of blocks along AXIS, with what techniques give of them."""
+    a, b = _key(key, step, salts, F)
+    divisor = None
+    if given[0] is not None:
+        divisor = _part(given[0], block_index, within, EACH[0])
+    statistic = None
+    if given[1] is not None:
+        statistic = _part(given[1], block_index, within, EACH[1])
+    scale = None
+    if given[2] is not None:
+        scale = _part(given[2], block_index, within, EACH[2])
+    factor = None
+    if given[3] is not None:
+        factor = _part(given[3], block_index, within, EACH[3])
+    return _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, AXIS, F)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     codes,
@@ -156,26 +177,14 @@ def quantize_kernel(
 
     if R is not None:
         ACROSS: tl.constexpr = TILE // R.block
-        a, b = _key(key, step, row_salts, R)
         index = tl.reshape(row.to(tl.uint32)[:, None] * K + k.to(tl.uint32)[None, :], [TILE, ACROSS, R.block])
         block = first_k // R.block + tl.arange(0, ACROSS)
         block_index = row.to(tl.uint32)[:, None] * tl.cdiv(K, R.block) + block.to(tl.uint32)[None, :]
         block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
         within = tl.reshape((m < M)[:, None] & (block < tl.cdiv(K, R.block))[None, :], [TILE, ACROSS, 1])
-        divisor = None
-        if rows_divisor is not None:
-            divisor = _part(rows_divisor, block_index, within, EACH_R[0])
-        statistic = None
-        if rows_statistic is not None:
-            statistic = _part(rows_statistic, block_index, within, EACH_R[1])
-        scale = None
-        if rows_scale is not None:
-            scale = _part(rows_scale, block_index, within, EACH_R[2])
-        factor = None
-        if rows_factor is not None:
-            factor = _part(rows_factor, block_index, within, EACH_R[3])
+        given = rows_divisor, rows_statistic, rows_scale, rows_factor
         blocks = tl.reshape(values, [TILE, ACROSS, R.block])
-        q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 2, R)
+        q, scale, y = _along(blocks, key, step, row_salts, index, block_index, within, given, EACH_R, 2, R)
         y = tl.reshape(y, [TILE, TILE])
         if row_codes is not None:
             q, scale = tl.reshape(q, [TILE, TILE]), tl.reshape(scale, [TILE, ACROSS])
@@ -187,26 +196,14 @@ def quantize_kernel(
 
     if C is not None:
         DOWN: tl.constexpr = TILE // C.block
-        a, b = _key(key, step, column_salts, C)
         index = tl.reshape(column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
         block = first_m // C.block + tl.arange(0, DOWN)
         block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
         block_index = tl.reshape(block_index, [DOWN, 1, TILE])
         within = tl.reshape((k < K)[None, :] & (block < tl.cdiv(M, C.block))[:, None], [DOWN, 1, TILE])
-        divisor = None
-        if columns_divisor is not None:
-            divisor = _part(columns_divisor, block_index, within, EACH_C[0])
-        statistic = None
-        if columns_statistic is not None:
-            statistic = _part(columns_statistic, block_index, within, EACH_C[1])
-        scale = None
-        if columns_scale is not None:
-            scale = _part(columns_scale, block_index, within, EACH_C[2])
-        factor = None
-        if columns_factor is not None:
-            factor = _part(columns_factor, block_index, within, EACH_C[3])
+        given = columns_divisor, columns_statistic, columns_scale, columns_factor
         blocks = tl.reshape(values, [DOWN, C.block, TILE])
-        q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 1, C)
+        q, scale, y = _along(blocks, key, step, column_salts, index, block_index, within, given, EACH_C, 1, C)
         if column_codes is not None:
             q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
             _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)

@@ -215,7 +215,7 @@ def _quantized(
 
     (a, b) is the operand's key; index and block_index are those of numerics/blocking.py, uint32. Where a block is not
     finite its scale is NaN, and so is all that it multiplies or divides. The four parts that techniques give are those
-    of :class:`fp4graph.kernels.request.Blocks`, None or one for each block.
+    of :class:`fp4graph.kernels.direction.Blocks`, None or one for each block.
     """
     if divisor is not None:
         x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))

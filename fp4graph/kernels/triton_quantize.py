@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.request import Packed, Request
+from fp4graph.kernels.direction import Direction, Packed
 from fp4graph.kernels.tiles import TILE, empty_sums
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.packing import empty_bytes
@@ -41,58 +41,58 @@ _NO_BYTES = (None, None)
 _NOTHING = (None, None, None, None)
 
 
-def quantize(x: Tensor, how: Request, dtype: torch.dtype | None = None) -> Tensor:
+def quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
     y = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, rows=_Direction(how, y))
+        _launch(x, rows=_Written(how, y))
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, columns=_Direction(how, y.mT))
+        _launch(x.mT, columns=_Written(how, y.mT))
     else:
         y.copy_(quantize(x.contiguous(), how, dtype))
     return y
 
 
-def quantize_and_pack(x: Tensor, how: Request) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack``."""
     y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, how.spec)
-    _launch(x.contiguous(), rows=_Direction(how, y, own))
+    _launch(x.contiguous(), rows=_Written(how, y, own))
     return y, *own
 
 
-def quantize_both(x: Tensor, rows: Request, columns: Request, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_both(x: Tensor, rows: Direction, columns: Direction, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_both``."""
     along_rows, along_columns, sums = x.new_empty(x.shape), x.new_empty(x.shape), empty_sums(x, with_sums)
-    directions = _Direction(rows, along_rows), _Direction(columns, along_columns)
+    directions = _Written(rows, along_rows), _Written(columns, along_columns)
     _launch(x.contiguous(), *directions, sums=sums if with_sums else None)
     return along_rows, along_columns, sums
 
 
-def quantize_and_pack_columns(x: Tensor, rows: Request, columns: Request) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack_columns``."""
     y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, columns.spec)
-    _launch(x.contiguous(), _Direction(rows, y), _Direction(columns, None, own))
+    _launch(x.contiguous(), _Written(rows, y), _Written(columns, None, own))
     return y, *own
 
 
-def requantize(packed: Packed, how: Request) -> Tensor:
+def requantize(packed: Packed, how: Direction) -> Tensor:
     """Run the operator ``requantize``."""
     y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
-    _launch(y, columns=_Direction(how, y), source=packed)
+    _launch(y, columns=_Written(how, y), source=packed)
     return y.mT
 
 
 def unpack(packed: Packed, factor: Tensor | None = None) -> Tensor:
     """Run the operator ``unpack``."""
     y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
-    _launch(y, rows=_Direction(None, y), source=packed, factor=factor)
+    _launch(y, rows=_Written(None, y), source=packed, factor=factor)
     return y
 
 
-class _Direction(NamedTuple):
+class _Written(NamedTuple):
     """What is written of one direction, and how it is quantized: None for what packed operands stand for."""
 
-    how: Request | None = None
+    how: Direction | None = None
     values: Tensor | None = None
     bytes: tuple[Tensor | None, Tensor | None] = _NO_BYTES
 
@@ -109,13 +109,13 @@ class _Direction(NamedTuple):
         return None if self.how is None else constants(self.how.spec)
 
 
-_NO_DIRECTION = _Direction()
+_NOT_WRITTEN = _Written()
 
 
 def _launch(
     x: Tensor,
-    rows: _Direction = _NO_DIRECTION,
-    columns: _Direction = _NO_DIRECTION,
+    rows: _Written = _NOT_WRITTEN,
+    columns: _Written = _NOT_WRITTEN,
     *,
     source: Packed | None = None,
     sums: Tensor | None = None,

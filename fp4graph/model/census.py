@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp4graph.graph.site import Site
-from fp4graph.kernels import gpu
+from fp4graph.kernels.devices import GPU
 from fp4graph.policy import DEFAULT_INDEX
 from fp4graph.technique.operands import Gemm, Operand
 
@@ -69,7 +69,7 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
     without: dict[str, Counter[Operand]] = {}
     for site in sites:
         for operand, spec in site.operands.items():
-            if spec is not None and (what := gpu.unsupported(spec)) is not None:
+            if spec is not None and (what := GPU.unknown(spec)) is not None:
                 without.setdefault(what, Counter())[operand] += 1
     for what, operands in without.items():
         names = " ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in operands)

@@ -29,7 +29,6 @@ from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
 from fp4graph.model.source import release_all
-from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
@@ -86,13 +85,8 @@ class Explanation:
         former = None
         for name, sites in self._lines([site for site in self.sites if site.quantized], every=every, schedules=True):
             schedule = sites[0].schedule
-            parts = [] if schedule is None else [(schedule, ""), (schedule.apart, " of channels apart")]
-            rows = [
-                (operand + of, step.way, step.why, ", ".join(sorted(step.keeps)))
-                for part, of in parts
-                if part is not None
-                for operand, step in part.steps().items()
-            ]
+            lines = [] if schedule is None else schedule.lines()
+            rows = [(line.what, line.by, line.why, ", ".join(line.keeps)) for line in lines]
             for index, row in enumerate([("as above",)] if rows == former else rows):
                 table.add_row("" if index else name, *row)
             former = rows
@@ -152,7 +146,7 @@ class Explanation:
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
                 | {"exact": [gemm.value for gemm in site.exact], "apart_channels": site.apart_channels}
                 | {"apart": {operand.value: describe(spec) for operand, spec in site.apart.items()}}
-                | ({"schedule": _steps(site.schedule)} if schedule else {})
+                | ({"schedule": {} if site.schedule is None else site.schedule.to_json()} if schedule else {})
                 for site in self.sites
             ],
         }
@@ -335,14 +329,6 @@ def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: 
     with fake_mode:
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad)
     return nn.Parameter(like, x.requires_grad) if isinstance(x, nn.Parameter) else like
-
-
-def _steps(schedule: Schedule | None) -> dict[str, dict[str, Any]]:
-    steps = {} if schedule is None else schedule.steps()
-    return {
-        operand.value: {"by": step.way.value, "because": step.why, "keeps": sorted(step.keeps)}
-        for operand, step in steps.items()
-    }
 
 
 def _printed(table: Table, *lines: str) -> str:

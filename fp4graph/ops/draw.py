@@ -14,11 +14,12 @@ _TRANSFORM = 2  # the i-th pair transform of a GEMM draws under salt 2 + i of th
 _TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
 _APART = 15  # channels that are multiplied apart draw under salt 15 of the site
 _CALL = 256  # the i-th further call of the quantizer, under a technique that wraps it, draws under salt 256 + i
+_SALTS = {operand: 1 + index for index, operand in enumerate(Operand)}  # an operand draws under its number
 
 
 def operand_draw(draw: Draw | None, operand: Operand) -> Draw | None:
     """Return what one of a site's six operands draws from."""
-    return None if draw is None else draw.salted(1 + list(Operand).index(operand))
+    return None if draw is None else draw.salted(_SALTS[operand])
 
 
 def transform_draw(draw: Draw | None, index: int) -> Draw | None:

@@ -39,6 +39,13 @@ class GemmProgram:
     right: OperandProgram
     transforms: tuple[Technique, ...] = ()
 
+    def __post_init__(self) -> None:
+        _ = self.rotates  # raises an error of the technique here, before anything runs
+
+    def side(self, side: Side) -> OperandProgram:
+        """Return the program of an operand."""
+        return self.left if side == "left" else self.right
+
     @property
     def draws(self) -> bool:
         """True if calling the program needs a source of random bits."""

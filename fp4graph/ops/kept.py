@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp4graph.kernels.request import PackedOperand
+from fp4graph.kernels.direction import PackedOperand
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.operand import OperandProgram
 

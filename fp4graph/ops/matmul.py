@@ -9,12 +9,14 @@ For ``Y = A @ Bᵀ`` with ``A [..., M, K]`` and ``B [..., N, K]`` (contraction a
 (TetraJet, Chen et al. 2025, Eq. 3-5, and Microscaling's Eq. 6-7.) ``B'`` and ``A'`` are the originals, or with
 ``source: fprop`` the dequantized fprop operands Q2(B) and Q1(A), rotated back where a pair transform was applied.
 The quantizers themselves are straight-through unless a technique gives a gradient factor f'(A), applied in the
-transformed basis: dA ← (dA·R ⊙ f')·R⁻¹. A program that multiplies some input channels apart is in
-:mod:`fp4graph.ops.parted`.
+transformed basis: dA ← (dA·R ⊙ f')·R⁻¹. Where some input channels are multiplied apart, the products are several
+(:mod:`fp4graph.ops.parted`). A schedule says beforehand how each is computed (:mod:`fp4graph.ops.lower`).
 """
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -22,17 +24,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import CaptureError
-from fp4graph.kernels.request import PackedOperand
+from fp4graph.kernels.direction import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract, observe
-from fp4graph.ops.bound import BoundMatmul, MatmulOptions
+from fp4graph.ops.bound import BoundMatmul
+from fp4graph.ops.bound_gemm import MatmulOptions
 from fp4graph.ops.first_order import first_order, refuse_transforms
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts
-from fp4graph.ops.kept import as_read, is_ready, packing, restored, tensors
+from fp4graph.ops.kept import as_read, is_ready, packing, restored, tensors, values
 from fp4graph.ops.lower import lower
-from fp4graph.ops.parted import parted_matmul
-from fp4graph.ops.schedule import Keeps, Way
+from fp4graph.ops.parted import channel_order, joined, parts
+from fp4graph.technique.operands import Gemm
 
 
 def quantized_matmul(
@@ -78,10 +81,11 @@ def quantized_matmul(
         )
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
-        if program.apart is not None:
-            return parted_matmul(options, a, b, addend, key, step, state)
-        result: Tensor = _QuantizedMatmul.apply(options, a, b, addend, key, step, ends, *state)
-    return result
+        inside = addend if program.apart is None else None  # else added after the sum of the parts
+        result: Tensor = _QuantizedMatmul.apply(options, a, b, inside, key, step, ends, *state)
+        if addend is None or inside is not None:
+            return result
+        return result + (addend if beta == 1 else addend * beta).to(result.dtype)
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -98,50 +102,44 @@ class _QuantizedMatmul(torch.autograd.Function):
         *state: Tensor,
     ) -> Tensor:
         program, dtype = options.program, options.dtype
-        fprop = program.fprop
         needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         schedule = lower(program, options.setting(a, b, key, needs, experts=ends is not None))
-        bound = BoundMatmul(options, schedule, _draw(key, step), state, _experts(ends, a, b))
-        rotation = bound.rotated(fprop, a, b, leaves=schedule.fprop.turns)
-        operands = left, right = bound.operands(fprop, rotation)
-        left_terms, a_fprop = bound.kept_terms(left, rotation, "left")
-        b_fprop: Tensor | PackedOperand | None
-        if schedule.fprop.right.way is Way.PRODUCT:
-            packs = Keeps.BYTES in schedule.fprop.right.keeps
-            y, b_fprop = bound.quantized_product(fprop, left_terms, right, packs=packs)
-        else:
-            right_terms, b_fprop = bound.kept_terms(right, rotation, "right")
-            bound.show(operands, (a, b), (left_terms, right_terms))
-            y = bound.multiply(fprop, left_terms, right_terms, addend)
+        order = None if program.apart is None else channel_order(state[program.apart.score])
+        experts = None if ends is None else Experts(ends, a.shape[0], b.shape[0])
+        products = parts(options, schedule, _draw(key, step), state, experts, order)
+        forwards = [product.forward(a, b, addend) for product in products]
+        y = reduce(add, [forward.y for forward in forwards])
         # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
         # bytes if it can be), the original where an operand or a gradient factor starts from it.
-        keep_a = schedule.fprop.left.saves_original(ready=is_ready(a_fprop))
-        keep_b = schedule.fprop.right.saves_original(ready=is_ready(b_fprop))
-        factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
+        pairs = list(zip(products, forwards, strict=True))
+        keep_a = any(p.schedule.fprop.left.saves_original(ready=is_ready(f.left)) for p, f in pairs)
+        keep_b = any(p.schedule.fprop.right.saves_original(ready=is_ready(f.right)) for p, f in pairs)
+        readers_a = [each for p in products for each in (p.program.fprop.left, p.program.wgrad.right)]
+        readers_b = [each for p in products for each in (p.program.fprop.right, p.program.dgrad.right)]
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
-        ctx.options, ctx.schedule, ctx.single = options, schedule, ()
-        if addend is not None:
-            ctx.single = tuple(statically_known_true(size == 1) for size in addend.shape)
+        single = () if addend is None else tuple(statically_known_true(size == 1) for size in addend.shape)
+        ctx.options, ctx.schedule, ctx.single = options, schedule, single
         ctx.dtypes = (a.dtype, b.dtype, None if addend is None else addend.dtype)
         # A factor must differentiate what was computed, so state that this forward is about to change is copied. State
         # that the backward changes is not saved but referred to: two forwards may come before one backward.
-        written = [slot.written for slot in program.state]
-        ctx.live = tuple(entry if now else None for entry, now in zip(state, written, strict=True))
-        before = tuple(
-            (entry.clone() if now else entry) if factors else None for entry, now in zip(state, written, strict=True)
-        )
+        written = [slot.written for slot in program.state] if order is None else []  # parts have no other state
+        slots = list(zip(state, written, strict=order is None))
+        ctx.live = tuple(entry if now else None for entry, now in slots)
+        before = [entry.clone() if now else entry for entry, now in slots] if _factors(program) else []
+        kept = [operand for forward in forwards for operand in (forward.left, forward.right)]
+        ctx.packings = [packing(operand) for operand in kept]
         ctx.save_for_backward(
-            as_read(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
-            as_read(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
+            as_read(a, dtype, *readers_a) if keep_a else None,
+            as_read(b, dtype, *readers_b) if keep_b else None,
             key,
             step,
             ends,
-            *tensors(a_fprop),
-            *tensors(b_fprop),
+            order,
+            *(tensor for operand in kept for tensor in tensors(operand)),
             *before,
         )
-        ctx.packings = packing(a_fprop), packing(b_fprop)
-        bound.observe(*operands)
+        for product, forward in pairs:
+            product.gemm(Gemm.FPROP).observe(*forward.operands)
         return y
 
     @staticmethod
@@ -149,11 +147,11 @@ class _QuantizedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype
-        a, b, key, step, ends, *rest = ctx.saved_tensors
-        a_fprop, b_fprop, before = restored(rest[:4], ctx.packings[0]), restored(rest[4:8], ctx.packings[1]), rest[8:]
-        draw = _draw(key, step)
+        a, b, key, step, ends, order, *saved = ctx.saved_tensors
+        kept = [restored(saved[4 * i : 4 * i + 4], own) for i, own in enumerate(ctx.packings)]
+        before, draw = saved[4 * len(ctx.packings) :], _draw(key, step)
         experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
-        bound = BoundMatmul(options, ctx.schedule, draw, ctx.live, experts)
+        products = parts(options, ctx.schedule, draw, ctx.live, experts, order)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = daddend = None
             dy = dy.to(dtype)
@@ -165,17 +163,23 @@ class _QuantizedMatmul(torch.autograd.Function):
             if needs_a and needs_b:
                 # A bias: the kernel adds up what it reads.
                 sums = ctx.needs_input_grad[3] and ctx.single == (False,) and dy.dim() == 2 and options.alpha == 1
-                dy_rows, dy_columns, summed = bound.gradients(scaled, sums)
+                dy_rows, dy_columns, summed = products[0].gradients(scaled, sums)
             if ctx.needs_input_grad[3]:
                 axes = zip(ctx.single, dy.shape[dy.dim() - len(ctx.single) :], strict=True)
                 sizes = [1 if single else size for single, size in axes]
                 daddend = (dy.sum_to_size(sizes) if summed is None else summed.to(dtype)).to(ctx.dtypes[2])
                 daddend = daddend if options.beta == 1 else daddend * options.beta
             if needs_a:
-                da = bound.product(program.dgrad, scaled, b if b_fprop is None else b_fprop, dy_rows)
+                da = products[0].product(Gemm.DGRAD, scaled, _whole(b, kept[1::2], order), dy_rows)
             if needs_b:
-                db = bound.product(program.wgrad, scaled.mT, a if a_fprop is None else a_fprop, dy_columns)
-            if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
+                each = [
+                    product.product(
+                        Gemm.WGRAD, scaled.mT, product.of(a) if own is None else own, dy_columns if index == 0 else None
+                    )
+                    for index, (product, own) in enumerate(zip(products, kept[::2], strict=True))
+                ]
+                db = each[0] if order is None else joined(each, order)
+            if _factors(program):
                 former = BoundMatmul(options, ctx.schedule, draw, tuple(before), experts)
                 da, db = former.with_factors(a, b, da, db)
             da = None if da is None else da.to(ctx.dtypes[0])
@@ -183,8 +187,18 @@ class _QuantizedMatmul(torch.autograd.Function):
         return (None, da, db, daddend, None, None, None, *(None for _ in program.state))
 
 
-def _experts(ends: Tensor | None, a: Tensor, b: Tensor) -> Experts | None:
-    return None if ends is None else Experts(ends, a.shape[0], b.shape[0])
+def _factors(program: MatmulProgram) -> bool:
+    return program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor
+
+
+def _whole(b: Tensor | None, kept: list[Tensor | PackedOperand | None], order: Tensor | None) -> Tensor | PackedOperand:
+    """Return what dgrad reads of B: as the forward kept it quantized, or as it was given."""
+    operands = [operand for operand in kept if operand is not None]
+    if order is not None and b is None:
+        return joined([values(operand) for operand in operands], order)
+    if b is None or (operands and order is None):
+        return operands[0]
+    return b
 
 
 def _draw(key: Tensor | None, step: Tensor | None) -> Draw | None:

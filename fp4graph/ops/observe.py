@@ -15,6 +15,7 @@ from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
+from fp4graph.ops.schedule import Code
 from fp4graph.ops.state import OperandState
 from fp4graph.technique.operands import Operand
 
@@ -25,6 +26,7 @@ class BoundOperand:
 
     Attributes:
         turn: brings ``x`` into the GEMM's basis, where a kernel is to do that; else None.
+        code: the kernels of its values; None in high precision, and where values are never asked for.
     """
 
     operand: Operand
@@ -34,10 +36,11 @@ class BoundOperand:
     state: OperandState
     segments: Segments | None = None
     turn: BlockRotation | None = None
+    code: Code | None = None
 
     def quantized(self, dtype: torch.dtype) -> Terms:
         """Return the quantized operand in the dtype of the GEMM."""
-        terms = self.program(self.x, self.draw, self.state, self.segments, dtype)
+        terms = self.program(self.x, self.draw, self.state, self.segments, dtype, self.code)
         return tuple(term.to(dtype) for term in terms)
 
 

@@ -10,93 +10,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ldexp
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import operators
-from fp4graph.kernels.request import Request
+from fp4graph.kernels.devices import by_runs
+from fp4graph.kernels.direction import Direction
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import INSIDE, Job, Kernel, Needs
+from fp4graph.kernels.rows import TENSOR_CODE
 from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.segments import Segments
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
-from fp4graph.ops.code import Code, Machine, Quantizing
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.draw import call_draw, technique_draw
+from fp4graph.ops.facts import OperandFacts
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer, Scaled
-from fp4graph.ops.state import OperandState, StateSlot
-from fp4graph.technique import GRADIENT_STAGES, Context, Quantization, Technique, overrides
+from fp4graph.ops.schedule import Code
+from fp4graph.ops.state import OperandState
+from fp4graph.technique import Context, Quantization, Technique
 from fp4graph.technique.context import product_of
 
 
 @dataclass(frozen=True)
-class OperandProgram:
+class OperandProgram(OperandFacts):
     """One operand's quantizer.
 
     Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``,
     or where a kernel casts them, in the ``dtype`` that they will be cast to.
-
-    Attributes:
-        spec: None leaves the operand in high precision.
-        techniques: those that act on the operand, in the policy's order.
-        state: their state.
-        reuses: True if an operand in high precision reads the dequantized fprop operand as it is.
-        shares: the blocks of one expert that share a scale, "tensor" or "row", where the policy's blocks would reach
-            into several experts; the spec's own are parts of them.
     """
-
-    spec: QuantSpec | None
-    techniques: tuple[Technique, ...] = ()
-    state: tuple[StateSlot, ...] = ()
-    reuses: bool = False
-    shares: Literal["tensor", "row"] | None = None
-
-    @property
-    def draws(self) -> bool:
-        """True if calling the program needs a source of random bits."""
-        return self.spec is not None and (self.spec.needs_key or any(t.draws for t in self.techniques))
-
-    @property
-    def from_fprop(self) -> bool:
-        """True if the program starts from the dequantized fprop operand."""
-        return self.reuses or (self.spec is not None and self.spec.source == "fprop")
-
-    @property
-    def from_master(self) -> bool:
-        """True if the operand is quantized from before autocast's cast."""
-        return self.spec is not None and self.spec.from_master
-
-    @property
-    def observes(self) -> bool:
-        """True if calling the program while training changes state."""
-        return any(slot.written for slot in self.state)
-
-    def is_exact_in_bfloat16(self, multiplied: bool | None = None) -> bool:
-        """Return whether every value of the quantized operand is a bf16 number by construction.
-
-        Args:
-            multiplied: whether the group scales wait for the GEMM's accumulator, which shows when the program runs;
-                None takes it that they do.
-        """
-        if self.spec is None or any(self.at(stage) for stage in ("around", "rescale", "after")):
-            return False
-        scaled = bool(self.at("group_scale"))
-        return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)
-
-    @property
-    def has_gradient_factor(self) -> bool:
-        """True if a technique replaces the straight-through estimator."""
-        return self.spec is not None and any(self.at(stage) for stage in GRADIENT_STAGES)
-
-    def at(self, stage: str) -> list[Technique]:
-        """Return the techniques that act at ``stage``, in order."""
-        return [technique for technique in self.techniques if overrides(technique, stage)]
 
     def __call__(
         self,
@@ -105,13 +52,15 @@ class OperandProgram:
         state: OperandState | None = None,
         segments: Segments | None = None,
         dtype: torch.dtype | None = None,
+        code: Code | None = None,
     ) -> Terms:
         if self.spec is None:
             return (Term(x),)
-        machine, asked = Machine.of(x.device), Quantizing(self.spec, self.techniques, draw is not None, self.shares)
-        if asked.of_whole(machine).code is Code.KERNEL:
-            return (Term(operators.quantize(x, self.spec, draw, None, dtype)),)
-        bare = asked.of_call(machine).code is Code.KERNEL
+        if code is None:
+            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=draw is not None)
+        if code.first.needs is Needs.NOTHING and not self.is_wrapped:
+            return (Term(code.first.run(Job(x, Direction(self.spec, draw), dtype)).values),)
+        kernels = code
         acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
@@ -120,12 +69,12 @@ class OperandProgram:
 
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
-            own = call_draw(draw, calls)
-            if bare and self.spec is not None:
+            own, kernel = call_draw(draw, calls), kernels.first if calls == 0 else kernels.again
+            if kernel.needs is Needs.NOTHING and self.spec is not None:
                 calls += 1
-                return operators.quantize(part, self.spec, own)
+                return kernel.run(Job(part, Direction(self.spec, own))).values
             again = acting if calls == 0 else self.acting(part, own, state, segments)
-            quantizer = self._quantizer(again, own, segments, calls > 0)
+            quantizer = self._quantizer(again, own, segments, kernel, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
             if wrapped:
@@ -145,24 +94,24 @@ class OperandProgram:
         self,
         x: Tensor,
         draw: Draw | None,
+        kernel: Kernel,
         largest: Callable[[], Tensor] | None = None,
         segments: Segments | None = None,
-    ) -> tuple[Request, Tensor | None]:
-        """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term.
+    ) -> tuple[Direction, Tensor | None]:
+        """Return how ``kernel`` quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
             largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.
         """
         assert self.spec is not None
-        asked = Quantizing(self.spec, self.techniques, draw is not None, self.shares)
-        if asked.of_whole(Machine.of(x.device)).code is Code.KERNEL:
-            return Request(self.spec, draw), None
+        if isinstance(self.spec.block, int) and not any(self.at(stage) for stage in INSIDE):
+            return Direction(self.spec, draw), None
         acting = self.acting(x, draw, None, segments)
-        quantizer = self._quantizer(acting, draw, segments, largest=largest)
+        quantizer = self._quantizer(acting, draw, segments, kernel, largest=largest)
         scaled = quantizer.scaled(x)
         factor, multiplier = _parted(scaled)
         given = quantizer.given(scaled, x.device, factor)
-        return Request(operators.by_runs(quantizer.spec), draw, given), multiplier
+        return Direction(by_runs(quantizer.spec), draw, given), multiplier
 
     def quantize(
         self,
@@ -174,7 +123,7 @@ class OperandProgram:
         """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
         acting = self.acting(x, draw, state, segments)
         part, _ = _split(x, acting)
-        return self._quantizer(acting, draw, segments).quantize(part)
+        return self._quantizer(acting, draw, segments, TENSOR_CODE).quantize(part)
 
     def observe(
         self, x: Tensor, draw: Draw | None, state: OperandState, segments: Segments | None = None
@@ -210,11 +159,12 @@ class OperandProgram:
         acting: Acting,
         draw: Draw | None,
         segments: Segments | None,
+        kernel: Kernel,
         remainder: bool = False,
         largest: Callable[[], Tensor] | None = None,
     ) -> Quantizer:
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        return Quantizer(self.spec, acting, self.state, draw, remainder, segments, self.shares, largest)
+        return Quantizer(self.spec, acting, kernel, self.state, draw, remainder, segments, self.shares, largest)
 
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None

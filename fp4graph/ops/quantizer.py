@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators, statistics
+from fp4graph.kernels.devices import by_runs
+from fp4graph.kernels.direction import Blocks, Direction
 from fp4graph.kernels.measures import round_elements
-from fp4graph.kernels.request import Blocks
+from fp4graph.kernels.request import Job, Kernel, Needs
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
@@ -24,7 +26,6 @@ from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
-from fp4graph.ops.code import Code, Machine, Quantizing
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
 from fp4graph.technique import Context, GroupScale, Quantization, Technique
@@ -56,6 +57,7 @@ class Quantizer:
     Attributes:
         spec: of the operand.
         acting: the operand's techniques with their contexts.
+        kernel: that rounds, by the blocks that :meth:`given` returns, or tensor code.
         slots: the state that the techniques have.
         draw: the source of the spec's own random bits.
         remainder: True for the remainder of an earlier call, which techniques with state do not round: their state
@@ -67,6 +69,7 @@ class Quantizer:
 
     spec: QuantSpec
     acting: Acting
+    kernel: Kernel
     slots: tuple[StateSlot, ...] = ()
     draw: Draw | None = None
     remainder: bool = False
@@ -120,13 +123,6 @@ class Quantizer:
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
-    def by_kernel(self, machine: Machine) -> bool:
-        """Return whether a kernel rounds, given what :meth:`given` returns."""
-        techniques = tuple(technique for technique, _ in self.acting)
-        idle = [technique.name for technique, context in self.acting if self.remainder and context.state]
-        own = Quantizing(self.spec, techniques, self.draw is not None, self.shares)
-        return own.of_call(machine, idle).code is not Code.TENSOR
-
     def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
 
@@ -134,14 +130,18 @@ class Quantizer:
             x: what ``scaled`` was made from.
             dtype: that a kernel casts the result to, if it can.
         """
-        if self.by_kernel(Machine.of(x.device)):
-            if len(scaled.group_scales) > 1:
-                divided = scaled.blocking.join(scaled.values())
-                return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
-            given = self.given(scaled, x.device, factor)
-            return operators.quantize(x, operators.by_runs(self.spec), self.draw, given, dtype)
-        values = self._rounded(scaled).dequantized()
-        return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
+        if self.kernel.needs is Needs.STAGES:
+
+            def rounded() -> Tensor:
+                values = self._rounded(scaled).dequantized()
+                return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
+
+            return self.kernel.run(Job(x, Direction(self.spec, self.draw), rounded=rounded)).values
+        if len(scaled.group_scales) > 1:
+            divided = scaled.blocking.join(scaled.values())
+            return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
+        given = self.given(scaled, x.device, factor)
+        return self.kernel.run(Job(x, Direction(by_runs(self.spec), self.draw, given), dtype)).values
 
     def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
         """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
@@ -154,8 +154,7 @@ class Quantizer:
 
     def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Return what computes the largest magnitude of ``x``; None where the maxima of blocks are computed anyway."""
-        machine = Machine.of(x.device)
-        if self.segments is not None or not (machine.reads_whole and self.by_kernel(machine)):
+        if self.segments is not None or not self.kernel.reads_whole:
             return None
         return self.largest or (lambda: operators.largest_of_all(x))
 

@@ -1,4 +1,4 @@
-"""How a site's product is computed: for each operand the code that quantizes it, and what the forward keeps of it.
+"""How a site's product is computed: for each operand the kernel that quantizes it, and what the forward keeps of it.
 
 A :class:`Schedule` is data, made once by :func:`fp4graph.ops.lower.lower` from a program, which says what is computed,
 and a :class:`Setting`. :mod:`fp4graph.ops.matmul` runs it and takes no decision of its own.
@@ -6,30 +6,24 @@ and a :class:`Setting`. :mod:`fp4graph.ops.matmul` runs it and takes no decision
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fp4graph.ops.code import Machine
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import Asked, Kernel
 from fp4graph.technique.operands import Gemm, Operand
 
 
-class Way(StrEnum):
-    """How one operand of a GEMM comes to be quantized."""
+class Source(StrEnum):
+    """What an operand is quantized from."""
 
-    HIGH = "high precision"
-    KERNEL = "a kernel"
-    WITHIN = "a kernel, within tensor code"
-    GIVEN = "a kernel, scales by tensor code"
-    TENSOR = "tensor code"
-    PACKS = "a kernel that writes bytes too"
-    BOTH = "a kernel for both directions"
-    BYTES = "a kernel that reads bytes"
+    TENSOR = "the tensor that the GEMM is given"
+    BYTES = "bytes of the forward"
     READY = "bytes of the forward, unpacked"
-    PLACES = "a kernel that reads tokens where they lie"
-    PRODUCT = "within the product, expert by expert"
 
 
 class Keeps(StrEnum):
@@ -73,18 +67,37 @@ class Setting:
     part: Literal["rest", "chosen"] | None = None
 
 
+class Code(NamedTuple):
+    """The kernels of the calls of an operand's quantizer: of the first, and of those that techniques around it make
+    after it, in which techniques with state do not round."""
+
+    first: Kernel
+    again: Kernel
+
+
 @dataclass(frozen=True)
 class Step:
     """How one operand is quantized.
 
     Attributes:
-        why: the reason, where another way would be shorter; else "".
+        kernel: that quantizes it; None leaves it in high precision.
+        asked: what the kernel is asked for.
+        code: of the operand's values, should they be asked for alone; None in high precision.
+        source: what it is quantized from.
         keeps: of an operand of fprop.
+        why: why the kernels before do not; else "".
     """
 
-    way: Way
-    why: str = ""
+    kernel: Kernel | None
+    asked: Asked = Asked.VALUES
+    code: Code | None = None
+    source: Source = Source.TENSOR
     keeps: frozenset[Keeps] = frozenset()
+    why: str = ""
+
+    def by_kernel(self, kernel: Kernel, asked: Asked) -> Step:
+        """Return the step with another kernel, which is asked for more than values."""
+        return replace(self, kernel=kernel, asked=asked, why="")
 
     def saves_original(self, *, ready: bool) -> bool:
         """Return whether the forward saves the operand as it was given.
@@ -94,24 +107,45 @@ class Step:
         """
         return Keeps.ORIGINAL in self.keeps or (Keeps.READY in self.keeps and not ready)
 
-    def __str__(self) -> str:
-        why = f" ({self.why})" if self.why else ""
-        kept = f"; keeps {' and '.join(sorted(self.keeps))}" if self.keeps else ""
-        return f"{self.way}{why}{kept}"
+    @property
+    def in_product(self) -> bool:
+        """True if the kernel quantizes the weights of experts, and multiplies."""
+        return self.kernel is not None and self.kernel.product
+
+    @property
+    def turns(self) -> bool:
+        """True if the kernel rotates the operand."""
+        return self.kernel is not None and self.kernel.turns
+
+    @property
+    def by(self) -> str:
+        """The code that quantizes the operand, as people read it."""
+        if self.source is Source.READY:
+            return self.source.value
+        return "high precision" if self.kernel is None else self.kernel.name
 
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """How the two operands of one GEMM are quantized.
-
-    Attributes:
-        turns: whether what quantizes experts' weights, or tokens where they lie, rotates them itself.
-    """
+    """How the two operands of one GEMM are quantized, and multiplied."""
 
     left: Step
     right: Step
     multiply: Multiply
-    turns: bool = False
+
+
+class Line(NamedTuple):
+    """A line of a schedule as people read it: of an operand, or of how GEMMs multiply."""
+
+    what: str
+    by: str
+    why: str = ""
+    keeps: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        kept = f"; keeps {' and '.join(self.keeps)}" if self.keeps else ""
+        return f"{self.what}: {self.by}{why}{kept}"
 
 
 @dataclass(frozen=True)
@@ -127,15 +161,39 @@ class Schedule:
     wgrad: GemmSchedule | None
     apart: Schedule | None = None
 
+    def gemms(self) -> dict[Gemm, GemmSchedule]:
+        """Return how the GEMMs that are needed are computed."""
+        each = {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}
+        return {gemm: own for gemm, own in each.items() if own is not None}
+
     def steps(self) -> dict[Operand, Step]:
         """Return how each operand of the GEMMs that are needed is quantized."""
-        gemms = {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}
         return {
             operand: step
-            for gemm, own in gemms.items()
-            if own is not None
+            for gemm, own in self.gemms().items()
             for operand, step in zip(gemm.operands, (own.left, own.right), strict=True)
         }
 
+    def lines(self, of: str = "") -> Iterator[Line]:
+        """Yield what people read: the operands, how GEMMs multiply, and the same of channels apart."""
+        for operand, step in self.steps().items():
+            yield Line(f"{operand}{of}", step.by, step.why, tuple(sorted(step.keeps)))
+        ways: dict[Multiply, list[str]] = {}
+        for gemm, own in self.gemms().items():
+            ways.setdefault(own.multiply, []).append(gemm.value)
+        for way, names in ways.items():
+            yield Line(f"{', '.join(names)}{of}", f"multiplied {way}")
+        if self.apart is not None:
+            yield from self.apart.lines(" of channels apart")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schedule as plain data: each operand, how each GEMM multiplies, and the same of channels apart."""
+        steps = {
+            operand.value: {"by": step.by, "because": step.why, "keeps": sorted(step.keeps)}
+            for operand, step in self.steps().items()
+        }
+        multiply = {gemm.value: own.multiply.value for gemm, own in self.gemms().items()}
+        return {**steps, "multiply": multiply, **({} if self.apart is None else {"apart": self.apart.to_json()})}
+
     def __str__(self) -> str:
-        return "\n".join(f"{operand}: {step}" for operand, step in self.steps().items())
+        return "\n".join(map(str, self.lines()))

@@ -261,6 +261,8 @@ def test_explain_prints_schedules(fp4graph: Any) -> None:
     site = next(site for site in fp4graph(*command, "--json").data["sites"] if site["quantized"])
     weight = {"by": "tensor code", "because": "q_ema rounds elements", "keeps": ["quantized values"]}
     assert site["schedule"]["fprop.weight"] == weight
+    assert site["schedule"]["multiply"]["wgrad"] == "in the dtype of the model"
+    assert "multiplied in the dtype of the model" in text
     assert "schedule" not in fp4graph("explain", "--model", "test_vit", "--json", "tetrajet").data["sites"][0]
 
 

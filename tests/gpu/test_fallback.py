@@ -13,7 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4graph
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import gpu
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.target import traced_for
 
@@ -84,11 +86,11 @@ def test_a_triton_that_cannot_compile_the_kernel(card: pytest.MonkeyPatch) -> No
     assert torch.version.cuda is None or not torch._C._cuda_getDeviceCount()
     cuda = torch.device("cuda")
     with pytest.warns(UserWarning, match=r"GPU kernels cannot be used \(Triton cannot compile or run.*tensor code"):
-        assert not operators.runs(QuantSpec(), cuda)
+        assert of_spec(QuantSpec(), cuda) == TENSOR_CODE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not operators.runs(QuantSpec(block=16), cuda)
-        assert not operators.packs(QuantSpec(), torch.float32, torch.float32, cuda)
+        assert of_spec(QuantSpec(block=16), cuda) == TENSOR_CODE
+        assert of_spec(QuantSpec(), cuda, Asked.BYTES) == TENSOR_CODE
 
 
 @pytest.mark.slow

@@ -22,10 +22,12 @@ from benchmarks import absent_gpu as absent
 from fp4graph.kernels import gpu as kernels
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.gpu import DTYPES, supports
+from fp4graph.kernels.devices import GPU
+from fp4graph.kernels.direction import Blocks, Direction
+from fp4graph.kernels.direction import Packed as Bytes
 from fp4graph.kernels.inductor import EXACT
-from fp4graph.kernels.request import Blocks, Request
-from fp4graph.kernels.request import Packed as Bytes
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.blocking import Blocking
@@ -92,7 +94,7 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
             altered = any(own.at(stage) for own in (rows, columns) for stage in QUANTIZER_STAGES)
             if not altered and rows.spec is not None and columns.spec is not None:
                 pair = rows.spec, columns.spec
-                if all(map(supports, pair)) and pair not in found.values():
+                if not any(map(GPU.unknown, pair)) and pair not in found.values():
                     found[f"{name}:{side}"] = pair
     return {**found, **OTHERS}
 
@@ -110,12 +112,12 @@ def key_of(operand: Operand) -> Tensor:
 ROW_KEY, COLUMN_KEY = key_of(Operand.DGRAD_GRAD_OUTPUT), key_of(Operand.WGRAD_GRAD_OUTPUT)
 
 
-def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
-    return Request(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
+def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
+    return Direction(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
 
 
-def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Request:  # noqa: B008  # a constant
-    return Request(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
+def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
+    return Direction(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
 
 
 def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -336,7 +338,7 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in sorted(DTYPES, key=str)],
+    [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in sorted(GPU.dtypes, key=str)],
     ids=str,
 )
 def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) -> None:
@@ -351,7 +353,7 @@ def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
-    directions = Request(rows, draw.salted(1)), Request(columns, draw.salted(6))
+    directions = Direction(rows, draw.salted(1)), Direction(columns, draw.salted(6))
     first, second, _ = operators.quantize_both(torch.relu(x), *directions)
     values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)
@@ -359,9 +361,9 @@ def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_what_the_kernels_serve() -> None:
-    assert kernels.supports(QuantSpec())
+    assert GPU.unknown(QuantSpec()) is None
     for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
-        assert not kernels.supports(spec)
+        assert GPU.unknown(spec)
 
 
 @pytest.mark.parametrize(
@@ -379,10 +381,10 @@ def test_a_warning_says_why_there_are_no_kernels(
     cuda = torch.device("cuda")
     try:
         with pytest.warns(UserWarning, match=reason):
-            assert not operators.runs(QuantSpec(), cuda)
+            assert of_spec(QuantSpec(), cuda) == TENSOR_CODE
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not operators.usable(cuda)
+            assert Machine.of(cuda).lacks == "the kernels of this cuda cannot be used, as a warning says"
     finally:
         kernels.available.cache_clear()
 
@@ -391,4 +393,4 @@ def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     kernels.available.cache_clear()
-    assert not operators.runs(QuantSpec(), torch.device("cuda"))
+    assert of_spec(QuantSpec(), torch.device("cuda")) == TENSOR_CODE

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 
 from torch import Tensor
 
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import gpu, machine
 from fp4graph.numerics.declare import of_flat
 from fp4graph.numerics.target import traced_for
 from fp4graph.ops.matmul import quantized_matmul
@@ -69,7 +69,7 @@ def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool])
     own = torch.library.Library("fp4graph", "IMPL")
     for name in (*OPERATORS, "scaled_product"):
         own.impl(name, counted(name), "CPU", allow_override=True)
-    operators._available_on_gpu = lambda: True
+    machine.available_on_gpu = lambda: True
     try:
         with as_on_a_gpu():
             return trained(policy, dtype, needs), sorted(ran)

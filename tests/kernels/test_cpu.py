@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators, switches
-from fp4graph.kernels.request import Blocks, PackedOperand
+from fp4graph.kernels.devices import CPU, by_runs
+from fp4graph.kernels.direction import Blocks, PackedOperand
+from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.draw import Draw
@@ -83,8 +85,8 @@ def test_the_rows_cover_what_there_is() -> None:
         assert {row[value] for row in ROWS} == set(CHOICES[value])
     assert len({(row["element"], row["rounding"]) for row in ROWS}) == len(ROWS) == 6 * len(ELEMENTS)
     assert len({(row["scale"], row["rule"]) for row in ROWS}) > 30  # of 41
-    assert all(cpu.supports(spec) for spec in specs)
-    assert sum(cpu.packs(spec) for spec in specs) > 30
+    assert all(CPU.unknown(spec) is None for spec in specs)
+    assert sum(CPU.unpacked(spec) is None for spec in specs) > 30
 
 
 @pytest.mark.slow
@@ -102,7 +104,7 @@ def test_values_and_bytes(row: Row) -> None:
     expected = fake_quantize(x, spec, -1, DERIVED)
     assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
     assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
-    if cpu.packs(spec):
+    if CPU.unpacked(spec) is None:
         values, packed = operators.quantize_and_pack(x, spec, SOURCE, dtype)
         assert_same_bits(values, expected)
         assert_same_bytes(packed, x, spec)
@@ -129,7 +131,7 @@ def test_layouts(layout: str, spec: QuantSpec) -> None:
     blocking = Blocking(tuple(x.shape), spec.block)
     largest = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
     assert_same_bits(operators.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
-    if cpu.packs(spec):
+    if CPU.unpacked(spec) is None:
         values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
         assert_same_bits(values, expected)
         assert values.is_contiguous()
@@ -157,7 +159,7 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
     """A number for each 2-D block is taken for each of its lines, where it lies, and broadcast numbers too."""
     spec, x = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even")), hostile((2, 70, 45), 16)
     blocking = Blocking(tuple(x.shape), spec.block)
-    runs = operators.by_runs(spec)
+    runs = by_runs(spec)
     r, c = block
     grid = 2, -(-70 // r), -(-45 // c)
     scale = torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -218,21 +220,21 @@ def test_any_floats(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", [1, 3, 65, 1024])
 def test_blocks_of_any_length(block: int) -> None:
     spec = QuantSpec("e2m1", block, ScaleSpec("e8m0", "floor"), "stochastic")
-    assert cpu.supports(spec)
-    assert not cpu.packs(spec)
+    assert CPU.unknown(spec) is None
+    assert CPU.unpacked(spec) is not None
     for x in (hostile((5, 1100), block), hostile((1100, 70), block).mT):
         assert_same_bits(operators.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
 
 
 def test_what_kernels_do_not_know() -> None:
     for block in (1025, (16, 16), "row", "tensor"):
-        assert not cpu.supports(QuantSpec("e2m1", block))  # type: ignore[arg-type]
+        assert CPU.unknown(QuantSpec("e2m1", block))  # type: ignore[arg-type]
     wide = ElementFormat("e5m4", 5, 4, bias=15, max=2.0**15)
-    assert not cpu.supports(QuantSpec(wide, 32))
-    assert not operators.runs(MXFP4, torch.device("meta"))
+    assert CPU.unknown(QuantSpec(wide, 32))
+    assert of_spec(MXFP4, torch.device("meta")) == TENSOR_CODE
     with operators.tensor_code():
-        assert not operators.runs(MXFP4, torch.device("cpu"))
-    assert operators.runs(MXFP4, torch.device("cpu"))
+        assert of_spec(MXFP4, torch.device("cpu")) == TENSOR_CODE
+    assert of_spec(MXFP4, torch.device("cpu")) != TENSOR_CODE
 
 
 # ------------------------------------------------------------------ what strangers add

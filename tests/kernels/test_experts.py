@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, experts, operators, switches
+from fp4graph.kernels.direction import Blocks, Direction, PackedOperand
 from fp4graph.kernels.experts import Groups
-from fp4graph.kernels.request import Blocks, PackedOperand, Request
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -64,7 +64,7 @@ def laid_out(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_at(name: str, dtype: torch.dtype) -> None:
     """Also from the columns of a wider tensor, from bytes, and of one channel."""
-    how = Request(SPECS[name], SOURCE)
+    how = Direction(SPECS[name], SOURCE)
     for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
         y = experts.quantize_at(x, places(), how, x.dtype)
         assert_same_bits(y, fake_quantize(laid_out(x).mT, SPECS[name], -1, DERIVED))
@@ -77,7 +77,7 @@ def test_quantize_at(name: str, dtype: torch.dtype) -> None:
 def test_quantize_at_casts_from_fp32() -> None:
     spec = SPECS["encoding scales"]  # whose quotients bf16 rounds
     x = normal(TOKENS, N)
-    y = experts.quantize_at(x, places(), Request(spec, SOURCE), torch.bfloat16)
+    y = experts.quantize_at(x, places(), Direction(spec, SOURCE), torch.bfloat16)
     assert_same_bits(y, fake_quantize(laid_out(x).mT, spec, -1, DERIVED).bfloat16())
 
 
@@ -114,7 +114,7 @@ def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
     rows = torch.cat([x, x.new_zeros(1, N)])[order]
     k = K - 7
     for turn in turns(g):
-        how = Request(spec, SOURCE, rotation=turn)
+        how = Direction(spec, SOURCE, rotation=turn)
         y = experts.quantize_at(x, order, how, dtype)
         # Zeros are compared without their signs, which depend on the order of a sum of zeros.
         assert_same_bits(y + 0, fake_quantize(turned(rows.mT, turn).float(), spec, -1, DERIVED).to(dtype) + 0)
@@ -149,7 +149,7 @@ def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> N
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     quantized = fake_quantize(w, spec, -1, DERIVED)
-    how = Request(spec, SOURCE)
+    how = Direction(spec, SOURCE)
     y, nothing = experts.quantized_product(x, w, GROUPS, how)
     assert nothing is None
     assert_same_bits(y, by_hand(x, quantized))
@@ -171,14 +171,14 @@ def test_quantized_product_given_numbers_of_blocks(dtype: torch.dtype, transpose
     gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
     quantized = operators.quantize(w, spec, SOURCE, given)
     assert not torch.equal(quantized, fake_quantize(w, spec, -1, DERIVED))
-    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Request(spec, SOURCE, given))
+    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE, given))
     assert_same_bits(y, by_hand(x, quantized, gamma))
 
 
 def test_weights_of_one_channel_are_packed() -> None:
     """Contiguous by torch's rule, whatever the stride along K."""
     x, w = normal(TOKENS, 1), normal(4, 1, N).mT
-    y, kept = experts.quantized_product(x, w, GROUPS, Request(MXFP4), packs=True)
+    y, kept = experts.quantized_product(x, w, GROUPS, Direction(MXFP4), packs=True)
     assert kept is not None
     quantized = fake_quantize(w, MXFP4, -1, None)
     assert_same_bits(y, by_hand(x, quantized))
@@ -190,7 +190,7 @@ def test_quantized_product_of_wider_weights(transposed: bool) -> None:
     """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""
     x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # whose quotients bf16 rounds
     w = normal(4, K, N).mT if transposed else normal(4, N, K)
-    y, _ = experts.quantized_product(x, w, GROUPS, Request(spec, SOURCE))
+    y, _ = experts.quantized_product(x, w, GROUPS, Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(x, fake_quantize(w, spec, -1, DERIVED).bfloat16()))
 
 
@@ -199,10 +199,10 @@ def test_quantized_product_of_wider_weights(transposed: bool) -> None:
 def test_requantized_product(name: str, dtype: torch.dtype) -> None:
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
     quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
-    y = experts.requantized_product(dy, kept, GROUPS, Request(spec, SOURCE))
+    y = experts.requantized_product(dy, kept, GROUPS, Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(dy, quantized))
     gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
-    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Request(spec, SOURCE))
+    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(dy, quantized, gamma))
 
 
@@ -238,4 +238,4 @@ def test_operators_keep_their_promises(name: str) -> None:
 def test_tokens_beyond_the_operand_are_refused(start: int, size: int) -> None:
     wrong = torch.tensor([start], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
-        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Request(MXFP4))
+        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Direction(MXFP4))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.kernels import operators
-from fp4graph.kernels.request import PackedOperand
+from fp4graph.kernels.direction import PackedOperand
 from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes

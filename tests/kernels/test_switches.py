@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fp4graph.errors import Error
-from fp4graph.kernels import gpu, operators, switches
+from fp4graph.kernels import gpu, machine, operators, switches
+from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.switches import Switches, read
 from tests.helpers.processes import IMPORTS, PATIENCE
 
@@ -28,7 +29,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("quantizers", Switches(True, 0, False)),
         ("products", Switches(False, 4096, False)),
         ("products=512", Switches(False, 512, False)),
-        (" bf16-products , products = 0 ".replace(" = ", "="), Switches(False, 0, True)),
+        (" bf16-products , products = 0 ", Switches(False, 0, True)),
         ("quantizers,products=8192,bf16-products", Switches(True, 8192, True)),
     ],
 )
@@ -94,12 +95,22 @@ def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
     assert ended.stderr.rstrip().endswith("FP4GRAPH_KERNELS=quantizers,bf16-products")
 
 
+@pytest.mark.process
+def test_the_command_ends_at_a_misspelt_value_with_one_line() -> None:
+    command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "policies"]
+    environment = {**os.environ, **IMPORTS, "FP4GRAPH_KERNELS": "quantisers"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("the environment variable FP4GRAPH_KERNELS is 'quantisers'")
+
+
 @pytest.mark.compiler
 def test_contexts_change_one_thing_each() -> None:
     assert switches.current() == Switches()
-    assert operators.on_cpu(CPU)
+    assert Machine.of(CPU).lacks is None
     with operators.tensor_code():
-        assert not operators.on_cpu(CPU)
+        assert Machine.of(CPU).lacks == "the kernels of this cpu are switched off (FP4GRAPH_KERNELS)"
         assert switches.current() == Switches(False, 0, True)
     with gpu.products_in_fp32():
         assert not gpu.multiplies_bfloat16(CUDA)
@@ -109,7 +120,7 @@ def test_contexts_change_one_thing_each() -> None:
 
 def test_products_have_a_switch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that takes the kernels, of operands that only say that they are there."""
-    monkeypatch.setattr(operators, "_available_on_gpu", lambda: True)
+    monkeypatch.setattr(machine, "available_on_gpu", lambda: True)
     monkeypatch.setattr(operators.target, "kind", lambda device: "cuda")
     left, right = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (2, 8))
     assert operators.multiplies(left, right, None)
@@ -117,7 +128,7 @@ def test_products_have_a_switch_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
         assert not operators.multiplies(left, right, None)
     with switches.using(quantizers=False):
         assert operators.multiplies(left, right, None)
-        assert not operators.usable(CUDA)
+        assert Machine.of(CUDA).lacks == "the kernels of this cuda are switched off (FP4GRAPH_KERNELS)"
     with switches.using(products=0):
-        assert operators.usable(CUDA)
+        assert Machine.of(CUDA).lacks is None
         assert not operators.multiplies(left, right, None)

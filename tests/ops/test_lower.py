@@ -16,11 +16,13 @@ import torch
 import fp4graph
 from benchmarks.bits import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
 from fp4graph.graph.plan import plan_site
-from fp4graph.ops.code import Machine
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import Asked
+from fp4graph.kernels.rows import TENSOR_CODE
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.ops.schedule import Keeps, Schedule, Setting, Step, Way
+from fp4graph.ops.schedule import Keeps, Schedule, Setting, Source, Step
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.policies import NVFP4, long_but_few, one_rule
@@ -30,7 +32,7 @@ POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.
 SEVERAL = ("around", "observe", "element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 FP32 = torch.float32
 #: A training step of an fp32 model on a CPU with kernels.
-TRAINING = Setting(Machine("cpu", True), (FP32, FP32), FP32, (True, True), drawn=True)
+TRAINING = Setting(Machine("cpu"), (FP32, FP32), FP32, (True, True), drawn=True)
 
 
 def operators_of(call: Callable[[], object]) -> Counter[str]:
@@ -41,18 +43,26 @@ def operators_of(call: Callable[[], object]) -> Counter[str]:
     return Counter(name for space, _, name in names if space == "fp4graph")
 
 
-#: The operator that quantizes an operand in each way, once; from bytes another.
-OPERATOR = {
-    Way.KERNEL: "quantize",
-    Way.WITHIN: "quantize",
-    Way.GIVEN: "quantize",
-    Way.PACKS: "quantize_and_pack",
-    Way.BYTES: "requantize",
-    Way.PLACES: "quantize_at",
-    Way.PRODUCT: "quantized_product",
+#: The operators that quantize an operand once.
+COUNTED = {
+    *("quantize", "quantize_and_pack", "requantize"),
+    *("quantize_at", "requantize_at", "quantized_product", "requantized_product"),
 }
-FROM_BYTES = {Way.PLACES: "requantize_at", Way.PRODUCT: "requantized_product"}
-COUNTED = {*OPERATOR.values(), *FROM_BYTES.values()}
+
+
+def operator_of(step: Step) -> str | None:
+    """Return the operator that quantizes an operand; None for tensor code, and for bytes that are ready."""
+    if step.kernel is None or step.kernel == TENSOR_CODE or step.source is Source.READY:
+        return None
+    if step.in_product or step.asked is Asked.PLACES:
+        from_bytes, name = step.source is Source.BYTES, "product" if step.in_product else "at"
+        return {
+            ("product", False): "quantized_product",
+            ("product", True): "requantized_product",
+            ("at", False): "quantize_at",
+            ("at", True): "requantize_at",
+        }[name, from_bytes]
+    return {Asked.VALUES: "quantize", Asked.BYTES: "quantize_and_pack", Asked.FROM_BYTES: "requantize"}[step.asked]
 
 
 def steps(schedule: Schedule) -> Iterator[Step]:
@@ -77,11 +87,7 @@ def first_program(policy: str) -> MatmulProgram:
 
 def expected(schedule: Schedule) -> Counter[str]:
     """Return how often each operator that quantizes runs; without those inside of techniques that call a quantizer."""
-    return Counter(
-        (FROM_BYTES if step.why == "from bytes" else OPERATOR)[step.way]
-        for step in steps(schedule)
-        if step.way in OPERATOR
-    )
+    return Counter(name for step in steps(schedule) if (name := operator_of(step)) is not None)
 
 
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MatmulProgram, Setting, Schedule]]:
@@ -93,8 +99,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MatmulProgram, Settin
         seen.append((program, setting, schedule))
         return schedule
 
-    for module in ("matmul", "parted"):
-        monkeypatch.setattr(f"fp4graph.ops.{module}.lower", spy)
+    monkeypatch.setattr("fp4graph.ops.matmul.lower", spy)
     return seen
 
 
@@ -133,21 +138,26 @@ def test_reasons_name_what_stands_in_the_way() -> None:
 
     tetrajet = reasons("tetrajet")
     assert all(
-        step.way is Way.PACKS and step.keeps == {Keeps.BYTES} for name, step in tetrajet.items() if "fprop" in name
+        step.asked is Asked.BYTES and step.keeps == {Keeps.BYTES} for name, step in tetrajet.items() if "fprop" in name
     )
-    assert all(tetrajet[name].way is Way.BYTES for name in ("dgrad.right", "wgrad.right"))
+    assert all(tetrajet[name].asked is Asked.FROM_BYTES for name in ("dgrad.right", "wgrad.right"))
     qema = reasons("tetrajet-qema")["fprop.right"]
-    assert (qema.way, qema.why) == (Way.TENSOR, "q_ema rounds elements")
+    assert (qema.by, qema.why) == ("tensor code", "q_ema rounds elements")
     nvfp4 = reasons("nvfp4-te")
-    assert nvfp4["fprop.left"] == Step(Way.GIVEN, "tensor_scaling divides by a scale of groups", {Keeps.ORIGINAL})
-    assert nvfp4["wgrad.left"].way is Way.GIVEN
-    off = reasons("tetrajet", machine=Machine("cpu", False))
-    assert {step.way for step in off.values()} == {Way.TENSOR}
-    assert off["fprop.left"].why == "no kernels are used on this cpu"
-    gpu = reasons("nvfp4", machine=Machine("cuda", True), drawn=True)
-    assert gpu["dgrad.left"].way is gpu["wgrad.left"].way is Way.BOTH
-    seen = reasons("nvfp4", machine=Machine("cuda", True), observed=True)
-    assert seen["fprop.left"].way is not Way.BOTH
+    given = nvfp4["fprop.left"]
+    assert (given.by, given.why) == (
+        "a kernel, scales by tensor code",
+        "tensor_scaling divides by a scale of groups",
+    )
+    assert given.keeps == {Keeps.ORIGINAL}
+    assert nvfp4["wgrad.left"].by == given.by
+    off = reasons("tetrajet", machine=Machine("cpu", "they are off"))
+    assert {step.kernel for step in off.values()} == {TENSOR_CODE}
+    assert off["fprop.left"].why == "they are off"
+    gpu = reasons("nvfp4", machine=Machine("cuda"), drawn=True)
+    assert gpu["dgrad.left"].asked is gpu["wgrad.left"].asked is Asked.BOTH
+    seen = reasons("nvfp4", machine=Machine("cuda"), observed=True)
+    assert seen["fprop.left"].asked is not Asked.BOTH
     assert seen["fprop.left"].keeps == {Keeps.ORIGINAL}
 
 
@@ -157,7 +167,7 @@ def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
     model = torch.nn.Linear(64, 64)
     explained = fp4graph.explain(model, policy, (torch.randn(32, 64, requires_grad=True),))
     step = explained.sites[0].schedule.steps()[Operand.FPROP_INPUT]  # type: ignore[union-attr]
-    assert (step.way, step.why) == (Way.WITHIN, "outlier_clamp splits the operand")
+    assert (step.by, step.why) == ("a kernel, within tensor code", "outlier_clamp splits the operand")
     fp4graph.apply(model, policy, backend="eager")
     x = torch.randn(32, 64, requires_grad=True)
     model(x)
@@ -187,30 +197,50 @@ def test_a_schedule_is_made_once_and_prints_its_reasons() -> None:
     schedule = lower(program, TRAINING)
     assert lower(program, replace(TRAINING)) is schedule
     lines = str(schedule).splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 7
+    assert lines[6] == "fprop, dgrad, wgrad: multiplied in the dtype of the model"
     assert lines[1] == "fprop.weight: tensor code (q_ema rounds elements); keeps quantized values"
 
 
-#: The package's functions that say what kernels can do. Whoever asks them decides about kernels.
+@pytest.mark.compiler
+def test_channels_apart_and_reused_operands_are_printed() -> None:
+    rule = fp4graph.load_policy(one_rule({"out_control": {"mode": "split"}}, quantize=NVFP4)).rules[0]
+    program = plan_site(SiteView("fc", "linear", WIDTH, HIDDEN, WIDTH * HIDDEN), rule).program
+    assert program is not None
+    schedule = lower(program, TRAINING)
+    assert schedule.apart is not None
+    lines = str(schedule).splitlines()
+    assert len(lines) == len(schedule.steps()) + len(schedule.apart.steps()) + 2
+    assert any(line.startswith("wgrad.input of channels apart: ") for line in lines)
+    data = schedule.to_json()
+    assert data["apart"] == schedule.apart.to_json()
+    assert data["multiply"] == dict.fromkeys(Gemm, "in the dtype of the model")
+    assert set(data["apart"]["multiply"]) == {"fprop", "wgrad"}
+    reused = lower(first_program("wang-dge"), TRAINING).steps()[Operand.DGRAD_WEIGHT]
+    assert (reused.by, reused.why) == ("high precision", "it is the dequantized operand of fprop")
+
+
+#: What says what kernels can do. Whoever reads it decides about kernels.
 ASKS = {
-    *("usable", "unserved", "unrounded", "unpacked", "unread_both", "serves", "supports", "unsupported", "runs"),
-    *("packs", "available", "on_cpu", "multiplies", "multiplies_bfloat16"),
+    *("unknown", "unrounded", "unpacked", "refuses", "concerns"),
+    *("available", "multiplies", "multiplies_bfloat16", "lacks"),
 }
+CHOOSES = {"chosen", "of_spec"}
+
+
+def asked_by(file: Path) -> set[str]:
+    """Return what ``file`` reads of kernels, by the names that it imports of them."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and "kernels" in (node.module or "")]
+    known = {alias.name for node in imported for alias in node.names}
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    return known & CHOOSES | (read & ASKS if known else set())
 
 
 def test_only_lowering_asks_what_kernels_can_do() -> None:
     package = Path(fp4graph.__file__).parent
-    asking = {}
-    for path in package.rglob("*.py"):
-        calls = {
-            node.attr
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("operators", "cpu", "gpu", "experts")
-            and node.attr in ASKS
-        }
-        if calls and path.parent.name != "kernels":
-            asking[path.relative_to(package).as_posix()] = calls
-    # The census prints what GPUs lack.
-    assert set(asking) == {"ops/code.py", "ops/lower.py", "model/census.py"}
+    files = [file for file in package.rglob("*.py") if "kernels" not in file.relative_to(package).parts]
+    asking = {file.relative_to(package).as_posix() for file in files if asked_by(file)}
+    # An operand's quantizer is lowered by itself for callers outside of products. The census prints what GPUs lack;
+    # packing frozen weights asks which operator unpacks their bytes.
+    assert asking == {"ops/lower.py", "ops/facts.py", "model/census.py", "exports/frozen.py"}

@@ -1,11 +1,11 @@
-"""Requests and packed operands as the parameters of operators, and back."""
+"""Directions and packed operands as the parameters of operators, and back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fp4graph.kernels.request import GIVEN, PACKED, REQUEST, ROTATED, WHOLE, Blocks, PackedOperand, Request
+from fp4graph.kernels.direction import DIRECTION, GIVEN, PACKED, ROTATED, WHOLE, Blocks, Direction, PackedOperand
 from fp4graph.numerics.declare import Structure
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
@@ -21,7 +21,7 @@ BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGN
 @pytest.mark.parametrize(
     ("structure", "how", "rest"),
     [
-        (REQUEST, {}, ()),
+        (DIRECTION, {}, ()),
         (GIVEN, {"given": True}, (DIVISOR, None, None, FACTOR)),
         (ROTATED, {"rotation": True}, (SIGNS, 2)),
         (WHOLE, {"given": True, "rotation": True}, (DIVISOR, None, None, FACTOR, SIGNS, 2)),
@@ -30,7 +30,7 @@ BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGN
 )
 def test_there_and_back(structure: Structure, how: dict[str, bool], rest: tuple[object, ...]) -> None:
     blocks, rotation = BLOCKS if "given" in how else Blocks(), ROTATION if "rotation" in how else None
-    flat = Request(SPEC, DRAW, blocks, rotation).flat(**how)
+    flat = Direction(SPEC, DRAW, blocks, rotation).flat(**how)
     assert flat == (SPEC.to_text(), KEY, STEP, (3, 4), *rest)
     assert len(flat) == len(structure.parameters)
     back = structure.build(*flat)
@@ -41,19 +41,19 @@ def test_there_and_back(structure: Structure, how: dict[str, bool], rest: tuple[
 
 
 def test_nothing_is_drawn_where_the_spec_rounds_to_nearest() -> None:
-    flat = Request(QuantSpec("e2m1", 32), DRAW).flat()
+    flat = Direction(QuantSpec("e2m1", 32), DRAW).flat()
     assert flat[1:] == (None, None, ())
-    assert REQUEST.build(*flat).draw is None
+    assert DIRECTION.build(*flat).draw is None
 
 
 @pytest.mark.parametrize(
-    ("request_", "takes"),
-    [(Request(SPEC, DRAW, BLOCKS), {"rotation": True}), (Request(SPEC, DRAW, rotation=ROTATION), {"given": True})],
+    ("direction", "takes"),
+    [(Direction(SPEC, DRAW, BLOCKS), {"rotation": True}), (Direction(SPEC, DRAW, rotation=ROTATION), {"given": True})],
     ids=["given", "rotation"],
 )
-def test_what_an_operator_does_not_take_is_refused(request_: Request, takes: dict[str, bool]) -> None:
+def test_what_an_operator_does_not_take_is_refused(direction: Direction, takes: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match="does not take"):
-        request_.flat(**takes)
+        direction.flat(**takes)
 
 
 def test_bytes_there_and_back() -> None:

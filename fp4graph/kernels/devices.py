@@ -1,0 +1,67 @@
+"""The quantizers that the kernels of each kind of device know."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp4graph.kernels.abi import DTYPES
+from fp4graph.kernels.tiles import TILE
+from fp4graph.numerics.spec import QuantSpec
+
+RUN = 32  # elements of a run where one block is a whole line or more
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and what its kernels know.
+
+    Attributes:
+        dtypes: that kernels read and write; others go through fp32.
+        blocks: the lengths of blocks along the contraction axis.
+    """
+
+    kind: str
+    dtypes: frozenset[torch.dtype]
+    blocks: Container[int]
+
+    def unknown(self, spec: QuantSpec) -> str | None:
+        """Return what of ``spec`` no kernel knows, in a few words; None where kernels know it: blocks of a fixed length
+        along the contraction axis, one element format with codes of up to a byte."""
+        block = spec.block
+        if not isinstance(block, int) or block not in self.blocks:
+            return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
+        if spec.others:
+            return f"a choice between {' and '.join(each.name for each in spec.elements)}"
+        return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
+
+    def unrounded(self, spec: QuantSpec) -> str | None:
+        """Return what of ``spec`` no kernel rounds by, given the scales of its blocks; None where one does.
+
+        On a GPU not where a block is a line: Inductor finds its maximum and rounds it in one read, with what makes it.
+        """
+        if self.kind == "cuda" and spec.block == "row":
+            return "blocks of a line"
+        return self.unknown(by_runs(spec))
+
+    def unpacked(self, spec: QuantSpec) -> str | None:
+        """Return why the result of ``spec`` cannot be kept as bytes and quantized again from them; None where it
+        can."""
+        if (what := self.unknown(spec)) is not None:
+            return f"no kernel knows {what}"
+        return None if spec.block in _PACKED else f"no bytes stand for blocks of {spec.block}"
+
+
+_PACKED = frozenset(length for length in range(2, TILE + 1) if TILE % length == 0)
+CPU = Device("cpu", frozenset(DTYPES), range(1, 1025))
+GPU = Device("cuda", frozenset((torch.float32, torch.bfloat16, torch.float16)), _PACKED)
+DEVICES = {device.kind: device for device in (CPU, GPU)}
+
+
+def by_runs(spec: QuantSpec) -> QuantSpec:
+    """Return ``spec`` with each block cut into runs along the contraction axis, as kernels need it."""
+    if isinstance(spec.block, int):
+        return spec
+    return replace(spec, block=RUN if isinstance(spec.block, str) else spec.block[1])

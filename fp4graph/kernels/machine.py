@@ -1,0 +1,57 @@
+"""The machine that code runs on: which devices have kernels, and whether they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp4graph.kernels import cpu, gpu, switches
+from fp4graph.numerics import target
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs the code.
+
+    Attributes:
+        kind: of device: "cpu", "cuda".
+        lacks: why none of its kernels is used, in a few words; None where they are.
+        narrows: whether exact products of fp32 operands multiply as bf16.
+    """
+
+    kind: str
+    lacks: str | None = None
+    narrows: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Machine:
+        """Return the machine that code on ``device`` runs on, or is traced for."""
+        kind = target.kind(device)
+        return cls(kind, _lack(kind), gpu.multiplies_bfloat16(device))
+
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """True if kernels compute statistics, rotations and normal variates too, as those of a CPU do."""
+        return self.kind == "cpu" and self.lacks is None
+
+
+def _lack(kind: str) -> str | None:
+    if kind not in ("cpu", "cuda"):
+        return f"there are no kernels for {kind}"
+    if not switches.current().quantizers:
+        return f"the kernels of this {kind} are switched off ({switches.VARIABLE})"
+    available = available_on_gpu() if kind == "cuda" else _available_on_cpu()
+    return None if available else f"the kernels of this {kind} cannot be used, as a warning says"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _available_on_cpu() -> bool:
+    """Return ``cpu.available()``; Dynamo does not trace it, because in torch 2.11 tracing the build fails."""
+    return cpu.available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def available_on_gpu() -> bool:
+    """Return ``gpu.available()``, likewise."""
+    return gpu.available()

@@ -1,0 +1,243 @@
+"""One GEMM of a site at work: it quantizes its operands as its schedule says, and multiplies them.
+
+It shows them to an observer, and writes the state that the graph keeps. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels.direction import Direction, PackedOperand
+from fp4graph.kernels.experts import Groups
+from fp4graph.kernels.machine import Machine
+from fp4graph.kernels.request import Job
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
+from fp4graph.ops.grouped import Layout
+from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import Term, Terms, multiply
+from fp4graph.ops.schedule import GemmSchedule, Multiply, Setting, Source, Step
+from fp4graph.ops.state import OperandState
+from fp4graph.technique.operands import Gemm, Operand
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """The arguments of a product that are no tensors.
+
+    ``dtype`` is that of the GEMMs, ``training`` allows state to be written, ``site`` is for the errors of plugins, and
+    ``observer`` is shown the operands of every GEMM.
+    """
+
+    program: MatmulProgram
+    dtype: torch.dtype
+    training: bool
+    site: str | None
+    alpha: float = 1
+    beta: float = 1
+    observer: OperandObserver | None = None
+
+    def setting(
+        self,
+        a: Tensor,
+        b: Tensor,
+        key: Tensor | None,
+        needs: tuple[bool, bool],
+        *,
+        experts: bool = False,
+    ) -> Setting:
+        """Return what the code of a product of ``a`` and ``b`` depends on beside the program.
+
+        Args:
+            key: None where there are no random bits.
+            needs: whether the gradients of ``a`` and ``b`` are needed.
+        """
+        about = Machine.of(a.device), (a.dtype, b.dtype), self.dtype, needs
+        return Setting(*about, key is not None, self.observer is not None, experts)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundGemm:
+    """One GEMM of a site at work.
+
+    Attributes:
+        schedule: None where the GEMM is not computed.
+        draw: of the site.
+        state: of the site, in the order of the program's slots.
+        layout: the places of tokens in the operands, of experts.
+    """
+
+    program: GemmProgram
+    schedule: GemmSchedule | None
+    options: MatmulOptions
+    draw: Draw | None
+    state: tuple[Tensor | None, ...]
+    layout: Layout | None
+
+    def step(self, side: Side) -> Step:
+        """Return how an operand is quantized."""
+        assert self.schedule is not None
+        return self.schedule.left if side == "left" else self.schedule.right
+
+    def operand_draw(self, side: Side) -> Draw | None:
+        """Return what an operand draws from."""
+        return operand_draw(self.draw, self.program.operands[side == "right"])
+
+    def rotated(self, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
+        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
+
+        Args:
+            leaves: leave it to the kernel to rotate the right operand.
+        """
+        left, right = self._cast(left, self.program.left), self._cast(right, self.program.right)
+        segments = None
+        if self.layout is not None:
+            segments = self.layout.segments(self.program.gemm, "left")
+            if self.program.gemm is Gemm.WGRAD:
+                left, right = self.layout.lay_out(left.mT).mT, self.layout.lay_out(right.mT).mT
+            else:
+                left = self.layout.lay_out(left)
+        return self.program.rotate(left, right, self.operand_draw("left"), segments, leaves=leaves)
+
+    def operands(self, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
+        """Return both operands."""
+        return self.operand(rotation, "left"), self.operand(rotation, "right")
+
+    def operand(self, rotation: Rotation, side: Side) -> BoundOperand:
+        """Return one operand."""
+        operand, program = self.program.operands[side == "right"], self.program.side(side)
+        x, turn = (rotation.left, None) if side == "left" else (rotation.right, rotation.turn)
+        segments = None if self.layout is None else self.layout.segments(self.program.gemm, side)
+        state, code = self._state_of(operand, rotation), self.step(side).code
+        return BoundOperand(operand, program, x, self.operand_draw(side), state, segments, turn, code)
+
+    def multiply(self, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
+        """Return ``left @ rightᵀ`` of the quantized operands, in the original layout; for fprop with the product's
+        alpha and its addend."""
+        assert self.schedule is not None
+        gemm = self.program.gemm
+        if self.layout is not None:
+            period = lcm(*(transform.period for transform in self.program.transforms)) if gemm is Gemm.WGRAD else 1
+            return self.taken_back(self.layout.multiply(left, right, period))
+        narrows = self.schedule.multiply is Multiply.NARROW and self.program.is_exact(left, right)
+        if gemm is not Gemm.FPROP:
+            return multiply(left, right, narrows=narrows)
+        return multiply(left, right, addend, self.options.alpha, self.options.beta, narrows=narrows)
+
+    def product(
+        self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
+    ) -> tuple[Tensor, PackedOperand | None]:
+        """Return a product of experts whose weights the kernel quantizes, in the original layout, and if ``packs`` the
+        bytes of the weights.
+
+        Args:
+            right: not quantized yet; its transpose where it is given as bytes.
+        """
+        (term,), kernel = left, self.step("right").kernel
+        assert self.layout is not None
+        assert kernel is not None
+        x: Tensor | PackedOperand
+        if isinstance(right, PackedOperand):
+            x, how, waiting = right, self._plain("right"), None
+        else:
+            x, (how, waiting) = right.x, right.program.direction(right.x, right.draw, kernel, segments=right.segments)
+            how = how.rotated(right.turn)
+        groups = Groups(*self.layout.tokens, self.layout.scale(term.multiplier, waiting))
+        y, packed, *_ = kernel.run(Job(x, how, self.options.dtype, keeps=packs, left=term.values, groups=groups))
+        return self.taken_back(y), packed
+
+    def backward_product(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, where the kernel quantizes that within the product."""
+        right: BoundOperand | PackedOperand
+        if isinstance(source, PackedOperand):
+            assert self.layout is not None
+            laid_out = self.layout.lay_out(self._cast(left, self.program.left))
+            own, right = self.operand(Rotation(laid_out, laid_out), "left"), source
+        else:
+            own, right = self.operands(self.rotated(left, source.mT, leaves=self.step("right").turns))
+        y, _ = self.product(own.quantized(self.options.dtype), right)
+        self.observe(own)
+        return y
+
+    def at_places(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, both quantized where the tokens lie."""
+        assert self.layout is not None
+        places = self.layout.source
+        tokens = source if isinstance(source, PackedOperand) else self._cast(source, self.program.right)
+        rows, turn = self._cast(left, self.program.left).mT, None
+        if self.step("right").turns and isinstance(tokens, Tensor):
+            segments = self.layout.segments(Gemm.WGRAD, "left")
+            operands = self.layout.lay_out(rows).mT, self.layout.lay_out(tokens).mT
+            turn = self.program.turn(*operands, self.operand_draw("left"), segments)
+
+        def quantized(side: Side, x: Tensor | PackedOperand) -> Terms:
+            kernel, how = self.step(side).kernel, self._plain(side).rotated(turn)
+            assert kernel is not None
+            return (Term(kernel.run(Job(x, how, self.options.dtype, places=places)).values),)
+
+        return self.multiply(quantized("left", rows), quantized("right", tokens))
+
+    def from_bytes(self, left: Tensor, source: PackedOperand, quantized: Terms | None) -> Tensor:
+        """Return ``left`` times the transpose of ``source``, as its bytes hold that, or quantized again from them."""
+        step, left = self.step("right"), self._cast(left, self.program.left)
+        own = self.operand(Rotation(left, left), "left")
+        if step.source is Source.READY:
+            term = Term(source.unpack(), source.multiplier)
+        else:
+            assert step.kernel is not None
+            job = Job(source, self._plain("right"), self.options.dtype)
+            term = Term(step.kernel.run(job).values.to(self.options.dtype))
+        terms = quantized or own.quantized(self.options.dtype), (term,)
+        if self.options.observer is not None:
+            x = source.unpack().mT
+            self.show(self.operands(Rotation(left, x)), (left, x), terms)
+        self.observe(own)
+        return self.multiply(*terms)
+
+    def show(
+        self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
+    ) -> None:
+        """Let the observer see what is multiplied."""
+        if self.options.observer is not None:
+            shown = zip(operands, given, terms, strict=True)
+            left, right = (ObservedOperand(**vars(own), given=x, terms=product) for own, x, product in shown)
+            self.options.observer(left, right)
+
+    def observe(self, *operands: BoundOperand) -> None:
+        """Write the state that the graph keeps, after everything else has read it."""
+        for own in operands:
+            if own.program.observes and self.options.training:
+                values = own.program.observe(own.x, own.draw, own.state, own.segments)
+                for slot, entry in zip(self.options.program.state, self.state, strict=True):
+                    if entry is not None and slot.written and slot.entry.operand is own.operand:
+                        entry.copy_(values[slot.technique, slot.entry.name])
+
+    def taken_back(self, x: Tensor) -> Tensor:
+        """Return rows of the GEMM's layout as the tokens are given."""
+        return x if self.layout is None or self.program.gemm is Gemm.WGRAD else self.layout.take_back(x)
+
+    def _plain(self, side: Side) -> Direction:
+        """Return how a kernel quantizes an operand by the spec alone."""
+        spec = self.program.side(side).spec
+        assert spec is not None
+        return Direction(spec, self.operand_draw(side))
+
+    def _cast(self, x: Tensor, program: OperandProgram) -> Tensor:
+        return x if program.from_master else x.to(self.options.dtype)
+
+    def _state_of(self, operand: Operand, rotation: Rotation) -> OperandState:
+        """Return an operand's entries, those of the weight's shape laid out as the operand is."""
+        result: dict[str, dict[str, Tensor]] = {}
+        for slot, tensor in zip(self.options.program.state, self.state, strict=True):
+            if slot.entry.operand is operand and tensor is not None:
+                if slot.entry.weight_like:
+                    tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
+                    tensor = rotation.apply(tensor, "right")
+                result.setdefault(slot.technique, {})[slot.entry.name] = tensor
+        return result
