@@ -19,15 +19,7 @@ from fp4graph.lab import Statistics, read
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.report import PICTURES, write_report
 from tests.helpers.processes import PATIENCE
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+from tests.lab.trainings import Block
 
 
 @pytest.fixture(scope="module")
