@@ -117,7 +117,7 @@ class Unpack(Source):
         self.stand_in = nn.Parameter(torch.empty_like(weight.stored, device="meta"), requires_grad=False)
         self.programs: set[MatmulProgram] = set()
         self._spec, self._dtype = spec.to_text(), weight.stored.dtype  # Dynamo traces no method of a text
-        self._by_kernel, self._origin, self._frozen = by_kernel, origin, frozen
+        self._by_kernel, self._origin, self.before_training = by_kernel, origin, frozen.warn_unfrozen
         self._buffers = tuple(f"{state.PACKED}{self.name}_{part}" for part in Bytes._fields)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -154,9 +154,6 @@ class Unpack(Source):
                 f"{self.path} is packed as bytes of {self._dtype} and cannot become {dtype}; call "
                 "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
             )
-
-    def before_training(self) -> None:
-        self._frozen.warn_unfrozen()
 
     def hold(self, module: nn.Module, kept: Bytes) -> None:
         """Replace the parameter of ``module`` by bytes."""

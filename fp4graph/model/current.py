@@ -96,10 +96,12 @@ class CurrentForward:
     def enter(self, module: nn.Module) -> None:
         """Note that ``module`` begins to run in the pass."""
         assert self.direct is not None
-        again = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
-        if torch.is_grad_enabled() and not (again and self.last in (Kind.CALL, Kind.METHOD)):
-            self.ran.add(id(module))
         region = torch_internals.checkpointed_region()
+        again = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
+        # A reentrant one, which has no region, runs it without gradients at first.
+        noted = again and (region in self.regions or self.last in (Kind.CALL, Kind.METHOD))
+        if torch.is_grad_enabled() and not noted:
+            self.ran.add(id(module))
         if region is not None and region not in self.regions:
             self.regions[region] = self.step, self.direct.planner.occurrences
 

@@ -59,6 +59,11 @@ class PhasePlan:
         """The sources of the weights that are no parameters now."""
         return [source for weight in self.weights if (source := weight.source) is not None]
 
+    def before_training(self) -> None:
+        """Warn of what a training forward that begins will not do."""
+        for warn in {source.before_training for source in self.sources}:
+            warn()
+
     def require_sources(self) -> None:
         """Raise PolicyError where the plan asks other values of a weight than its source gives."""
         weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}

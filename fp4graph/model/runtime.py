@@ -195,8 +195,8 @@ class Runtime:
         first = forward.training and not (of_parts and self._current.ran)
         if first and self._steps.trained == 1:
             self.optimizers.check(self.plan)
-        for source in self.plan.sources if first else ():
-            source.before_training()
+        if first:
+            self.plan.before_training()
         own = self.root_state
         if own is not None and first and own.count_unknown and own.count == 0 and self.policy.phases:
             self._runner.uncompiled.warn("count", _COUNT_UNKNOWN.format(policy=repr(self.policy.name)))

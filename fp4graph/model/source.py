@@ -20,12 +20,14 @@ class Source(ABC):
         name: of the parameter that the weight was. path: its fully qualified name.
         stand_in: that parameter without data (device meta).
         programs: the programs under which the weight gives the operands that the parameter gave.
+        before_training: warns of what training would not do; one function for weights that left together.
     """
 
     name: str
     path: str
     stand_in: nn.Parameter
     programs: set[MatmulProgram]
+    before_training: Callable[[], None]
 
     @abstractmethod
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -38,10 +40,6 @@ class Source(ABC):
     @abstractmethod
     def require_dtype(self, dtype: torch.dtype) -> None:
         """Raise Error where a module that is converted to ``dtype`` would leave the weight behind."""
-
-    @abstractmethod
-    def before_training(self) -> None:
-        """Warn of what training would not do; called before every training forward."""
 
     @abstractmethod
     def release(self, module: nn.Module) -> Callable[[], None]:

@@ -54,8 +54,7 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     runtime = require_runtime(model, "prepare_optimizer").up_to_date()
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise Error(f"{takes} an optimizer such as torch.optim.AdamW(model.parameters()); got {optimizer!r}")
-    for source in runtime.plan.sources:
-        source.before_training()
+    runtime.plan.before_training()
     former: _Hooks | None = optimizer.__dict__.get("_fp4graph")
     others = [] if former is None else [r for r in former.runtimes if _is_live(r) and r.root is not runtime.root]
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):

@@ -147,6 +147,20 @@ def test_a_recomputation_has_the_step_of_its_forward() -> None:
     assert torch.equal(again, forward)
 
 
+@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
+def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early: bool) -> None:
+    model, runtime = applied()
+    assert runtime.root_state is not None
+    with set_checkpoint_early_stop(early):
+        body, head = (checkpoint(m, X.clone().requires_grad_(), use_reentrant=False) for m in (model.body, model.head))
+    model.body(X)
+    assert runtime.root_state.count == 1
+    (body.sum() + head.sum()).backward()
+    model.head(X)
+    assert runtime.root_state.count == 1
+
+
 @pytest.mark.parametrize("kind", list(Kind), ids=str)
 def test_which_forwards_warn_that_they_run_uncompiled(kind: Kind) -> None:
     model, _ = applied(Looping() if kind is Kind.UNCAPTURED else None)
