@@ -1,5 +1,5 @@
-"""Hand-written kernels of the plain quantizer: the one that a spec describes without any technique.
+"""Hand-written kernels of quantizers, one ordered list of them, and the operators of torch that they are behind.
 
 They compute the same bits as :mod:`fp4graph.numerics`, in one pass over the tensor. What techniques change is left to
-the tensor code, which Inductor compiles. The engine calls :mod:`fp4graph.kernels.operators`.
+the tensor code, which Inductor compiles. :mod:`fp4graph.kernels.rows` is the list that lowering asks.
 """

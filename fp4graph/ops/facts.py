@@ -101,13 +101,27 @@ class OperandFacts:
         return Quantizing(self.spec, tuple(acts), drawn, self.shares, bool(self.state), whole)
 
     def chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, *, drawn: bool) -> tuple[Code, str]:
-        """Return the kernels that quantize values on ``machine``, and why those before the first do not.
+        """Return the kernels that quantize values on ``machine``, and why those before the first do not: the same every
+        time.
 
         Args:
             source: the dtype of the operand. dtype: of the GEMM.
         """
+        setting = machine, source, dtype, drawn
+        if torch.compiler.is_dynamo_compiling():
+            return self._chosen(*setting)
+        if setting not in self._codes:
+            self._codes[setting] = self._chosen(*setting)
+        return self._codes[setting]
+
+    def _chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, drawn: bool) -> tuple[Code, str]:
         first, why = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn), source, dtype))
         if not (self.state and self.at("around")):
             return Code(first, first), why
         again, _ = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn, again=True), source, dtype))
         return Code(first, again), why
+
+    @cached_property
+    def _codes(self) -> dict[tuple[Machine, torch.dtype, torch.dtype, bool], tuple[Code, str]]:
+        """What :meth:`chosen` has returned so far."""
+        return {}
