@@ -1,6 +1,12 @@
-"""The errors that fp4graph raises on purpose; one ``except fp4graph.Error`` catches them all."""
+"""The errors that fp4graph raises on purpose, and the names that they suggest.
+
+One ``except fp4graph.Error`` catches all errors.
+"""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class Error(Exception):
@@ -77,3 +83,15 @@ class CaptureError(Error):
 
 class UncompiledError(CaptureError):
     """A module with quantized sites was called outside its compiled graph, where it would run in high precision."""
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return at most ``count`` of ``known`` that are spelled almost like ``name``, the best first."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=cutoff)
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the nearest of ``known``, or all of them when none is near."""
+    known = sorted(known)
+    near = nearest(name, known)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"

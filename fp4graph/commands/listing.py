@@ -11,9 +11,8 @@ from rich.table import Table
 
 from fp4graph.commands import catalogue, reference
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.policy import ALIASES, load_policy, shipped_policies
-from fp4graph.text import suggest
 
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this one in full.")]
 

@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.lab.data.extras import needs
-from fp4graph.text import suggest
 
 #: The help of ``--model``.
 HELP = (

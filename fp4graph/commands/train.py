@@ -18,8 +18,7 @@ from rich.table import Column, Table
 
 from fp4graph.commands.output import AsJson, new_console, print_json, wide_console
 from fp4graph.commands.run_options import run_options
-from fp4graph.errors import Error
-from fp4graph.text import suggest
+from fp4graph.errors import Error, suggest
 
 if TYPE_CHECKING:
     from fp4graph.lab.runs.run import Outcome, Run

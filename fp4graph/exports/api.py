@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error, PolicyWarning, suggest
 from fp4graph.exports.activations import input_scales
 from fp4graph.exports.compressed_tensors import CompressedTensors
 from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_json, write_tensors
@@ -27,7 +27,6 @@ from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
 from fp4graph.technique.operands import Operand
-from fp4graph.text import suggest
 
 #: The layouts by the names of ``format=``, with the packages that write them.
 LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, nearest, suggest
 from fp4graph.kernels import build
-from fp4graph.text import nearest, suggest
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
 #:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error, PolicyWarning, suggest
 from fp4graph.graph.blocks import upwards
 from fp4graph.graph.observe import substituted
 from fp4graph.lab.data.images import seeded
@@ -30,7 +30,6 @@ from fp4graph.model.runtime import detach, require_runtime
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.rule import DEFAULT, Rule
 from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.text import suggest
 from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
 

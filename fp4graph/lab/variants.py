@@ -13,14 +13,13 @@ from typing import Any
 
 import yaml
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
 from fp4graph.policy.rule import DEFAULT_INDEX
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
-from fp4graph.text import suggest
 
 #: The operands that each variant quantizes, by what is varied and by the variant's name.
 VARIANTS: dict[str, dict[str, tuple[Operand, ...]]] = {

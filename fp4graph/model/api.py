@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import compiler_options, require_compiler
 from fp4graph.model import saved
@@ -26,7 +26,6 @@ from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.model.versions import warn_once
 from fp4graph.policy import Policy, check_modules, load_policy
-from fp4graph.text import suggest
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fp4graph.text import suggest
+from fp4graph.errors import suggest
 
 _Format = TypeVar("_Format")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fp4graph.errors import PolicyError
+from fp4graph.errors import PolicyError, nearest
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
@@ -30,7 +30,6 @@ from fp4graph.policy.rule import (
 )
 from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
-from fp4graph.text import nearest
 
 _NOT_BY_DEFAULT = (
     "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention, with "

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt, ValidationError, WrapValidator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fp4graph.text import suggest
+from fp4graph.errors import suggest
 
 _Item = TypeVar("_Item")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.model.runtime import Runtime, runtime_of
-from fp4graph.text import difference, name_in
+
+_SHOWN = 12  # lines of a difference
 
 
 class Mismatch(Error):
@@ -77,3 +79,25 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
             "would begin elsewhere. Say the former, or pass same_policy=False"
         )
+
+
+def name_in(text: str) -> str:
+    """Return the name in a policy's YAML as ``Policy.to_yaml`` writes it, on the second line."""
+    return next((line[6:] for line in text.splitlines() if line.startswith("name: ")), "?")
+
+
+def difference(old: str, new: str) -> str:
+    """Return the changed lines from one policy's YAML (-) to another's (+), indented, a dozen lines at most.
+
+    Names and descriptions alone make no difference: the result is then "".
+    """
+    ignored = "-description:", "+description:", "+++", "---"
+    changed = [
+        line
+        for line in difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
+        if line[:1] in "+-" and not line.startswith(ignored)
+    ]
+    if not any(line[1:6] != "name:" for line in changed):
+        return ""
+    shown = "\n".join(f"  {line}" for line in changed[:_SHOWN])
+    return shown + (f"\n  ... and {len(changed) - _SHOWN} lines more" if len(changed) > _SHOWN else "")

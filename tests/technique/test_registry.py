@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from fp4graph.errors import PluginError, PolicyError
+from fp4graph.errors import PluginError, PolicyError, suggest
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.policy import load_policy
 from fp4graph.technique import Factors, Overhead, ProductOperation, Technique, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
-from fp4graph.text import suggest
 
 ROOT = Path(__file__).parents[2]
 FREE = Overhead("O(1)", "O(1)", fusable=True)

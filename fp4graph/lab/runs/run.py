@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.graph.backend import BACKENDS
-from fp4graph.text import suggest
 
 #: Seeds are below this: torch's generators take 64 bits, and tasks add the number of an epoch.
 SEEDS = 2**63

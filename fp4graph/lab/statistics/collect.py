@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.lab.statistics import storage
 from fp4graph.lab.statistics.metrics import METRICS
 from fp4graph.lab.statistics.oscillation import Moving
@@ -20,7 +20,6 @@ from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
-from fp4graph.text import suggest
 
 #: Steps at the end of a window over which outputs are compared; each takes a forward of the probe.
 PROBED = 5

@@ -16,10 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.lab import jsonlines
 from fp4graph.lab.data.extras import needs
-from fp4graph.text import suggest
 
 FORMAT, VERSION = "fp4graph.statistics", 1
 FILE = "statistics.jsonl"

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from fp4graph.errors import Error, PolicyError, PolicyWarning
+from fp4graph.errors import Error, PolicyError, PolicyWarning, suggest
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.sweeps.overlay import overlaid
 from fp4graph.lab.sweeps.space_schema import Fragment, SpaceSection
@@ -30,7 +30,6 @@ from fp4graph.policy.document import Node, Place, parse
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import default_registry
-from fp4graph.text import suggest
 
 #: The choice taken of each parameter that has one.
 Assignment = Mapping[str, str]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, suggest
 from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.tasks import classification, diffusion, language, regression, reinforcement
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task, placed
-from fp4graph.text import suggest
 
 __all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]
 
