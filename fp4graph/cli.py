@@ -2,10 +2,10 @@
 
 import sys
 
-from fp4graph.errors import Error, abridged, printable
+from fp4graph.errors import Error
 
 try:
     from fp4graph.commands.app import app as app
     from fp4graph.commands.app import main as main
 except Error as error:  # FP4GRAPH_KERNELS is read when kernels are imported
-    sys.exit(printable(abridged(str(error))))
+    sys.exit(str(error))

@@ -14,13 +14,14 @@ from fp4graph.commands.compare import compare
 from fp4graph.commands.diagnose import diagnose
 from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
+from fp4graph.commands.output import abridged, printable
 from fp4graph.commands.report import report
 from fp4graph.commands.score import pareto, score
 from fp4graph.commands.search import search
 from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
-from fp4graph.errors import Error, abridged, printable
+from fp4graph.errors import Error
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

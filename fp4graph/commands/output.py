@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -12,11 +13,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markdown import Markdown
 from rich.segment import Segment
 
-from fp4graph.errors import printable
 from fp4graph.technique.registry import Registry, default_registry
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
+
+_LONGEST = 10_000  # characters of a message
+#: Characters that move a terminal's cursor, start its commands or turn the direction of text, and halves of characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def show(data: Any, *parts: RenderableType, as_json: bool) -> None:
@@ -70,3 +74,16 @@ def installed_registry() -> Registry:
     for failure in registry.failures.values():
         warn(str(failure))
     return registry
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control characters but tabs and line feeds written as JSON escapes, such as ``\\u001b``."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def abridged(text: str) -> str:
+    """Return ``text``, without the middle of a long one."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    return f"{text[: _LONGEST // 2]} [... {left_out} characters ...] {text[-_LONGEST // 2 :]}"

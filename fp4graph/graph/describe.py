@@ -91,7 +91,8 @@ class Describer:
     def written_out(self, node: Node, markers: Markers) -> WrittenOut | None:
         """Return what takes the place of a product with copies of experts' matrices; None for any other node, and for
         a product that cannot be written out."""
-        read = read_product(node)
+        copied = any(experts.COPIES in source.meta for source in node.all_input_nodes)
+        read = read_product(node) if copied else None
         if not isinstance(read, Product) or (weight_first := self._weight_first(read, markers)) is None:
             return None
         return experts.written_out(read, self.writes, weight_first=weight_first)

@@ -351,14 +351,8 @@ def _lowered(product: Product, program: MatmulProgram) -> Callable[[], Schedule]
     """Return a function that lowers ``program`` for the factors of ``product``, by the kernels that there are then."""
     (a, b), y = product.values, value_of(product.node)
     dtype = a.dtype if y is None else y.dtype  # autocast's, where there is one
-    setting = partial(
-        Setting,
-        dtypes=(a.dtype, b.dtype),
-        dtype=dtype,
-        needs=(a.requires_grad, b.requires_grad),
-        drawn=program.draws,
-        experts=product.ends is not None,
-    )
+    dtypes, needs, experts = (a.dtype, b.dtype), (a.requires_grad, b.requires_grad), product.ends is not None
+    setting = partial(Setting, dtypes=dtypes, dtype=dtype, needs=needs, drawn=program.draws, experts=experts)
     return partial(_schedule, program, a.device, setting)
 
 

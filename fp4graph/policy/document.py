@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from fp4graph.errors import PolicyError, dotted
+from fp4graph.errors import PolicyError
+from fp4graph.policy.words import dotted
 
 #: The largest document that is read: bytes of a file, mappings and lists inside each other, and values with aliases and
 #: merge keys written out.

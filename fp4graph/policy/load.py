@@ -7,12 +7,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.errors import nearest, shortened
+from fp4graph.errors import nearest
 from fp4graph.policy.document import MOST_BYTES, Node, Place, from_data, merge, parse
 from fp4graph.policy.policy import Policy
 from fp4graph.policy.resolve import listed, resolve
 from fp4graph.policy.schema import PolicySection
 from fp4graph.policy.validation import validate
+from fp4graph.policy.words import shortened
 from fp4graph.technique.registry import Registry, default_registry
 
 PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy

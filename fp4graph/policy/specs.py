@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4graph.errors import dotted, suggest
+from fp4graph.errors import suggest
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy.document import Node
@@ -14,6 +14,7 @@ from fp4graph.policy.dump import REPLACES_TIES, BaseFormats
 from fp4graph.policy.rule import Specs
 from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
 from fp4graph.policy.validation import Path, refuse_contested
+from fp4graph.policy.words import dotted
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.technique.registry import Registry
 

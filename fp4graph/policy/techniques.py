@@ -9,13 +9,14 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
-from fp4graph.errors import Error, PluginError, PolicyWarning, dotted, suggest
+from fp4graph.errors import Error, PluginError, PolicyWarning, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, validate
+from fp4graph.policy.words import dotted
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fp4graph.errors import dotted, shortened, suggest
+from fp4graph.errors import suggest
 from fp4graph.policy.document import Node
+from fp4graph.policy.words import dotted, shortened
 from fp4graph.technique.registry import Registry
 
 #: Keys and indices that lead to a node of a document.

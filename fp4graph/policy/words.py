@@ -1,8 +1,9 @@
-"""Puts specs into words, for tables and messages."""
+"""Puts specs and places in a policy into words, for tables and messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
@@ -50,3 +51,13 @@ def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
 
 def _block(spec: QuantSpec) -> str:
     return "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
+
+
+def shortened(text: str) -> str:
+    """Return ``text``, its end cut off beyond 80 characters."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Return ``rules[0].match.block`` for ``("rules", 0, "match", "block")``."""
+    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in path))

@@ -35,7 +35,9 @@ IMPORTABLE = (
     "fp4graph",  # the public names, and all of a simple technique
     "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, products, the hook
     "fp4graph.errors",  # errors to raise
+    "fp4graph.kernels.measures",  # sums over blocks: rounding errors, moments
     "fp4graph.kernels.rotation",  # block Hadamard rotations
+    "fp4graph.kernels.statistics",  # maxima and scales of blocks
     "fp4graph.numerics.blocking",  # the blocked layout, groups of blocks
     "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
     "fp4graph.numerics.formats",  # element and scale formats

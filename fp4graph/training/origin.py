@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -10,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from fp4graph.errors import Error, difference, name_in
+from fp4graph.errors import Error
 from fp4graph.files import read_json, write
 from fp4graph.model.runtime import Runtime, runtime_of
 
 #: File in a folder of saved state with the policy that the state was written under.
 POLICY_FILE = "fp4graph.json"
+_SHOWN = 12  # lines of a difference
 
 
 class Mismatch(Error):
@@ -94,3 +96,25 @@ def check_origin(folder: str | PathLike[str], module: nn.Module) -> None:
     """Raise :class:`Mismatch` unless ``module`` trains as the model whose state is in ``folder``."""
     file = Path(folder) / POLICY_FILE
     check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, module)
+
+
+def name_in(text: str) -> str:
+    """Return the name in a policy's YAML as ``Policy.to_yaml`` writes it, on the second line."""
+    return next((line[6:] for line in text.splitlines() if line.startswith("name: ")), "?")
+
+
+def difference(old: str, new: str) -> str:
+    """Return the changed lines from one policy's YAML (-) to another's (+), indented, a dozen lines at most.
+
+    Names and descriptions alone make no difference: the result is then "".
+    """
+    ignored = "-description:", "+description:", "+++", "---"
+    changed = [
+        line
+        for line in difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
+        if line[:1] in "+-" and not line.startswith(ignored)
+    ]
+    if not any(line[1:6] != "name:" for line in changed):
+        return ""
+    shown = "\n".join(f"  {line}" for line in changed[:_SHOWN])
+    return shown + (f"\n  ... and {len(changed) - _SHOWN} lines more" if len(changed) > _SHOWN else "")
