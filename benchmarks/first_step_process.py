@@ -14,7 +14,7 @@ import torch._functorch.aot_autograd
 import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 
-import fp4graph.training  # noqa: F401  # what apply and prepare_optimizer would import
+import fp4graph
 from benchmarks.models import MODELS, Training
 from benchmarks.options import DTYPES
 from benchmarks.timing import synchronize
@@ -23,6 +23,7 @@ from fp4graph.technique.registry import default_registry
 
 def main(model: str, policy: str, batch: str, dtype: str, device: str, backend: str) -> None:
     default_registry()  # imports the plugins
+    _ = fp4graph.apply, fp4graph.prepare_optimizer  # imports what they need
     on = torch.device(device)
     training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], on, backend)
     synchronize(on)

@@ -23,7 +23,6 @@ from benchmarks.models import MODELS, TOTAL_STEPS, Model
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, alternate, synchronize
 from fp4graph.model.runtime import runtime_of
-from fp4graph.training.stable_spam import StableSPAM
 
 #: Steps of a detection, here.
 DETECTION = 30
@@ -73,7 +72,7 @@ def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Steppin
 
 
 def stable_spam_optimizer(model: nn.Module) -> Stepping:
-    return Stepping(model, StableSPAM(model.parameters(), lr=1e-4, weight_decay=0.01))
+    return Stepping(model, fp4graph.optim.StableSPAM(model.parameters(), lr=1e-4, weight_decay=0.01))
 
 
 def detecting(model: nn.Module) -> Stepping:

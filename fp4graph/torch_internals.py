@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx import GraphModule, Node
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -39,8 +38,6 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 #: Maps and flattens nested lists, tuples and dicts as torch does.
 pytree = _pytree
-#: The class of all convolutions, transposed ones too.
-Convolution = _ConvNd
 #: The built-in functions behind torch.nn.functional, which graphs call by themselves.
 BUILTIN_NN: Any = torch._C._nn
 #: Returns the function that compiles frames now. The result is not callable where Dynamo is disabled, or past a limit.

@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fp4graph.errors import Error
-from fp4graph.optim import StableSPAM
 from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
 from fp4graph.training import conditioning
+from fp4graph.training.stable_spam import StableSPAM
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: Entries that are no moments and stay: timm's Lookahead keeps slow weights there.

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4graph.exports.weights import Fp4Weight, refusal
-from fp4graph.torch_internals import Convolution
 
 
 def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,7 +61,7 @@ def kept_modules(model: nn.Module, names: Mapping[str, Tensor]) -> list[str]:
         names: the tensors that stay in high precision, by their names in the model.
     """
     owners = dict(model.named_modules(remove_duplicate=False))
-    outside = (nn.Embedding, nn.EmbeddingBag, Convolution)
+    outside = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
     matrices = {
         name: tensor
         for name, tensor in names.items()

@@ -15,22 +15,9 @@ import torch
 from torch import Tensor
 
 from fp4graph.exports.weights import ExportError, Fp4Weight
+from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.numerics.formats import E4M3
 
-#: The last names of modules that a server fuses if they have one parent: the values of vLLM's packed_modules_mapping.
-SIBLINGS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("c_fc_0", "c_fc_1"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
 _LISTED = 3  # groups that an error shows
 
 

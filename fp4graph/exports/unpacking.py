@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error, PolicyWarning
+from fp4graph.graph.nested import nested
 from fp4graph.model import state
 from fp4graph.model.source import Source
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import MatmulProgram
-from fp4graph.torch_internals import pytree
 
 
 class Bytes(NamedTuple):
@@ -254,7 +254,7 @@ class PackedWeight:
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse what torch would compute with the weight."""
-        weight = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
+        weight = next(nested((args, kwargs), PackedWeight))
         return weight._refuse()
 
     def _refuse_other(self, other: Any) -> Any:

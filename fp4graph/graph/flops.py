@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp4graph import torch_internals
+from fp4graph.graph.nested import nested
 from fp4graph.graph.products import Product, operation
 from fp4graph.torch_internals import pytree
 
@@ -69,7 +70,7 @@ _raw_grouped._get_raw = True  # type: ignore[attr-defined]  # torch's counter ha
 
 def of_recurrent(*args: Any, **kwargs: Any) -> int:
     """Return the FLOPs of a product of each matrix with every token; the first tensor holds the tokens."""
-    first, *others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    first, *others = nested((args, kwargs), Tensor)
     return 2 * prod(first.shape[:-1]) * sum(other.numel() for other in others if other.dim() == 2)
 
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.graph import experts
 from fp4graph.graph.names import Names
+from fp4graph.graph.nested import nested
 from fp4graph.graph.products import PRODUCER, producer_of
 from fp4graph.torch_internals import pytree
 
@@ -109,8 +110,8 @@ class Nodes:
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors of ``result``, for the forwards after this one."""
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and (node := self._nodes.get(leaf)) is not None and node.op != "placeholder":
+        for leaf in nested(result, Tensor):
+            if (node := self._nodes.get(leaf)) is not None and node.op != "placeholder":
                 self._produced[leaf] = producer_of(node)
 
 

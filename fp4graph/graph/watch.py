@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import NonFiniteError
 from fp4graph.graph.names import Names
-from fp4graph.torch_internals import pytree
+from fp4graph.graph.nested import nested
 
 
 class Watch:
@@ -115,7 +115,7 @@ class Watcher(Interpreter):
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return (leaf for leaf in nested(value, Tensor) if leaf.is_floating_point())
 
 
 def _finite(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.exports.siblings import SIBLINGS
+from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.graph.site import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
@@ -62,7 +62,7 @@ def groups_of(
     """Partition the modules ``names`` into groups of siblings, in the order of ``names``.
 
     Two modules are siblings if they share a weight, if they stand in one module and read one tensor (``inputs``) or
-    bear names that servers fuse (:data:`fp4graph.exports.siblings.SIBLINGS`), or if their names differ in the number of
+    bear names that servers fuse (:data:`fp4graph.graph.siblings.SIBLINGS`), or if their names differ in the number of
     an expert only. Siblings of siblings are siblings.
     """
     modules = dict(model.named_modules(remove_duplicate=False))

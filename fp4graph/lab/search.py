@@ -21,6 +21,7 @@ from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.files import write
+from fp4graph.graph.nested import nested
 from fp4graph.lab import jsonlines
 from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, Floats, bound_text, total
 from fp4graph.lab.comparison.record import locked
@@ -30,7 +31,6 @@ from fp4graph.lab.linears import Loss
 from fp4graph.lab.sensitivity import Score, sensitivity
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy, load_policy
-from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8-block", EXACT)
@@ -224,7 +224,7 @@ def _scores(
     if folder is None:
         return measured().scores
     digest = hashlib.sha256(repr((sorted(options.items()), [policy.fingerprint for policy in policies])).encode())
-    for leaf in pytree.tree_leaves((model.state_dict(), batches)):
+    for leaf in nested((model.state_dict(), batches), object):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
     file, about = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error, PolicyWarning, suggest
 from fp4graph.graph.blocks import upwards
+from fp4graph.graph.nested import nested
 from fp4graph.graph.observe import substituted
 from fp4graph.lab.data.images import seeded
 from fp4graph.lab.estimates import BackwardEstimate, ForwardEstimate, Noise
@@ -31,7 +32,6 @@ from fp4graph.model.runtime import detach, require_runtime
 from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, load_policy
 from fp4graph.policy.rule import DEFAULT
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
-from fp4graph.torch_internals import pytree
 from fp4graph.training import prepare_optimizer
 
 __all__ = ["Score", "Sensitivity", "sensitivity"]
@@ -102,7 +102,7 @@ def sensitivity(
         raise Error("there are no batches to measure the loss on; give at least one")
     if not kinds or not loaded:
         raise Error("nothing to measure: by and policies need at least one entry each")
-    terms = terms or next((len(x) for x in pytree.tree_leaves(batches[0]) if isinstance(x, Tensor) and x.dim()), 1)
+    terms = terms or next((len(x) for x in nested(batches[0], Tensor) if x.dim()), 1)
     site_of = {module: f"{g[0]} and {len(g) - 1} more" for g in together if len(g) > 1 for module in g}
     scores = {(score.policy, score.unit): score for score in known}
     wanted: list[tuple[str, str]] = []

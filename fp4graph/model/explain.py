@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
+from fp4graph.graph.nested import nested
 from fp4graph.graph.site import Site
 from fp4graph.model import census, coverage, hooks
 from fp4graph.model.apply_options import ApplyOptions
@@ -252,8 +253,7 @@ def _captured(
             warnings.simplefilter("ignore", PolicyWarning)  # of what runs uncompiled: the training says so too
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
-            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            outputs = [leaf for leaf in leaves if backward and leaf.requires_grad]
+            outputs = [leaf for leaf in nested(result, torch.Tensor) if backward and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
@@ -288,8 +288,7 @@ def _fake(model: nn.Module, inputs: Any) -> tuple[nn.Module, torch_internals.Fak
     release_all(twin)
     detach(twin)
     twin._compiled_call_impl = None
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    device = next((tensor.device for tensor in nested(inputs, torch.Tensor) if not tensor.is_meta), torch.device("cpu"))
     _leave_meta(twin, fake_mode, device)
     return twin, fake_mode, pytree.tree_map_only(torch.Tensor, lambda t: _placed(t, fake_mode, device), inputs)
 

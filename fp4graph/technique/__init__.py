@@ -47,7 +47,7 @@ IMPORTABLE = (
     "fp4graph.numerics.spec",  # one operand's quantizer as data
     "fp4graph.numerics.surrogates",  # derivatives of maxima and roundings
     "fp4graph.training.conditioning",  # conditioning of gradients, resets of Adam's moments
-    "fp4graph.optim",  # optimizers, to recognise them
+    "fp4graph.training.stable_spam",  # the optimizer StableSPAM, to recognise it
 )
 
 __all__ = [

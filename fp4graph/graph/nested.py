@@ -1,0 +1,15 @@
+"""What stands in nested tuples, lists and mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from fp4graph.torch_internals import pytree
+
+_T = TypeVar("_T")
+
+
+def nested(value: Any, kind: type[_T]) -> Iterator[_T]:
+    """Yield the instances of ``kind`` in ``value``: a tuple, list or mapping of such, nested, or one itself."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, kind))
