@@ -77,6 +77,7 @@ class MSEden(Technique):
     mixes = "expert"
     group_granularity: ClassVar[Granularity] = "tensor"
     normalizes: ClassVar[bool] = True
+    on_experts: ClassVar[frozenset[str]] = frozenset({"round"})
     requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")

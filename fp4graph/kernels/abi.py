@@ -52,7 +52,7 @@ class Blockwise(ctypes.Structure):
 
 
 class BlockwiseParts(ctypes.Structure):
-    _fields_ = [(name, Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
+    _fields_ = [(name, Blockwise) for name in ("divisor", "statistic", "scale", "factor", "stored")]
 
 
 class Rotation(ctypes.Structure):

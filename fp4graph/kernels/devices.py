@@ -21,11 +21,13 @@ class Device:
     Attributes:
         dtypes: that kernels read and write; others go through fp32.
         blocks: the lengths of blocks along the contraction axis.
+        rescales: whether they multiply elements by another scale than the one under which the elements were rounded.
     """
 
     kind: str
     dtypes: frozenset[torch.dtype]
     blocks: Container[int]
+    rescales: bool = False
 
     def unknown(self, spec: QuantSpec) -> str | None:
         """Return what of ``spec`` no kernel knows, in a few words; None where kernels know it: blocks of a fixed length
@@ -55,7 +57,7 @@ class Device:
 
 
 _PACKED = frozenset(length for length in range(2, TILE + 1) if TILE % length == 0)
-CPU = Device("cpu", frozenset(DTYPES), range(1, 1025))
+CPU = Device("cpu", frozenset(DTYPES), range(1, 1025), rescales=True)
 GPU = Device("cuda", frozenset((torch.float32, torch.bfloat16, torch.float16)), _PACKED)
 DEVICES = {device.kind: device for device in (CPU, GPU)}
 

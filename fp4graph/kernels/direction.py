@@ -27,12 +27,14 @@ class Blocks(NamedTuple):
         statistic: replaces the largest magnitude of the divided values.
         scale: replaces the scale that the statistic gives.
         factor: multiplies the result.
+        stored: multiplies the elements in place of the scale under which they were rounded. GPU kernels take none.
     """
 
     divisor: Tensor | None = None
     statistic: Tensor | None = None
     scale: Tensor | None = None
     factor: Tensor | None = None
+    stored: Tensor | None = None
 
 
 NOTHING_GIVEN = Blocks()
@@ -60,9 +62,8 @@ class Direction:
 
         Not where a scale or statistic is given: it may be finite where the block has a NaN, for which FP4 has no code.
         """
-        factor = self.given.factor
-        own = self.given.scale is None and self.given.statistic is None
-        return own and (factor is None or is_scalar(factor))
+        factor, given = self.given.factor, (self.given.statistic, self.given.scale, self.given.stored)
+        return all(part is None for part in given) and (factor is None or is_scalar(factor))
 
     def rotated(self, rotation: BlockRotation | None) -> Direction:
         """Return the direction after a rotation of the tensor; None for none."""
@@ -87,8 +88,9 @@ class Direction:
 def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Direction:
     """Return a direction of its parameters; the rest are those of what is given, those of a rotation, or both."""
     draw = None if key is None else Draw(key, step, tuple(salts))
-    given = Blocks(*rest[:4]) if len(rest) >= 4 else NOTHING_GIVEN
-    signs, block = rest[-2:] if len(rest) % 4 else (None, 0)
+    count = len(Blocks._fields)
+    given = Blocks(*rest[:count]) if len(rest) >= count else NOTHING_GIVEN
+    signs, block = rest[-2:] if len(rest) % count else (None, 0)
     rotation = BlockRotation(block, None if signs is None else signs.contiguous()) if block else None
     return Direction(QuantSpec.from_text(spec), draw, given, rotation)
 

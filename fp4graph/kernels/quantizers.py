@@ -91,7 +91,8 @@ class Given(OfDevice):
     def refuses(self, request: Request) -> str | None:
         what = self.device.unrounded(request.quantizing.spec)
         unknown = None if what is None else f"no kernel knows {what}"
-        return request.machine.lacks or unknown or request.quantizing.acting("round", "rescale")
+        stages = ("round",) if self.device.rescales else ("round", "rescale")
+        return request.machine.lacks or unknown or request.quantizing.acting(*stages)
 
     def run(self, job: Job) -> Result:
         return Result(operators.quantize(job.tensor, job.how.spec, job.how.draw, job.how.given, job.dtype))

@@ -102,7 +102,7 @@ class _Written(NamedTuple):
 
     @property
     def given(self) -> Sequence[Tensor | None]:
-        return _NOTHING if self.how is None else self.how.given
+        return _NOTHING if self.how is None else self.how.given[: len(_NOTHING)]
 
     @property
     def constants(self) -> Any:

@@ -83,45 +83,55 @@ class OperandFacts:
         """Return the techniques that act at ``stage``, in order."""
         return [technique for technique in self.techniques if overrides(technique, stage)]
 
-    def quantizing(self, *, drawn: bool, again: bool = False) -> Quantizing:
+    def quantizing(self, *, drawn: bool, experts: bool, again: bool = False) -> Quantizing:
         """Return the quantizer as kernels are asked about it.
 
         Args:
             drawn: whether there is a source of random bits.
+            experts: whether the operand is one of experts.
             again: of calls after the first, in which techniques with state do not round.
         """
         assert self.spec is not None, "a high-precision operand has no quantizer"
         idle = {slot.technique for slot in self.state} if again else set[str]()
         acts: list[tuple[str, tuple[str, ...]]] = []
         for stage in QUANTIZER_STAGES:
-            names = tuple(t.name for t in self.at(stage) if not (stage == "round" and t.name in idle))
+            acting = [t for t in self.at(stage) if experts or stage not in t.on_experts]
+            names = tuple(t.name for t in acting if not (stage == "round" and t.name in idle))
             if names:
                 acts.append((stage, names))
         whole = all(t.group_granularity in ("tensor", "all") for t in self.at("group_scale"))
         return Quantizing(self.spec, tuple(acts), drawn, self.shares, bool(self.state), whole)
 
-    def chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, *, drawn: bool) -> tuple[Code, str]:
+    def chosen(
+        self, machine: Machine, source: torch.dtype, dtype: torch.dtype, *, drawn: bool, experts: bool
+    ) -> tuple[Code, str]:
         """Return the kernels that quantize values on ``machine``, and why those before the first do not: the same every
         time.
 
         Args:
-            source: the dtype of the operand. dtype: of the GEMM.
+            source: the dtype of the operand.
+            dtype: the dtype of the GEMM.
+            drawn, experts: of :meth:`quantizing`.
         """
-        setting = machine, source, dtype, drawn
+        setting = machine, source, dtype, drawn, experts
         if torch.compiler.is_dynamo_compiling():
             return self._chosen(*setting)
         if setting not in self._codes:
             self._codes[setting] = self._chosen(*setting)
         return self._codes[setting]
 
-    def _chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, drawn: bool) -> tuple[Code, str]:
-        first, why = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn), source, dtype))
+    def _chosen(
+        self, machine: Machine, source: torch.dtype, dtype: torch.dtype, drawn: bool, experts: bool
+    ) -> tuple[Code, str]:
+        quantizing = self.quantizing(drawn=drawn, experts=experts)
+        first, why = chosen(Request(Asked.VALUES, machine, quantizing, source, dtype))
         if not (self.state and self.at("around")):
             return Code(first, first), why
-        again, _ = chosen(Request(Asked.VALUES, machine, self.quantizing(drawn=drawn, again=True), source, dtype))
+        quantizing = self.quantizing(drawn=drawn, experts=experts, again=True)
+        again, _ = chosen(Request(Asked.VALUES, machine, quantizing, source, dtype))
         return Code(first, again), why
 
     @cached_property
-    def _codes(self) -> dict[tuple[Machine, torch.dtype, torch.dtype, bool], tuple[Code, str]]:
+    def _codes(self) -> dict[tuple[Machine, torch.dtype, torch.dtype, bool, bool], tuple[Code, str]]:
         """What :meth:`chosen` has returned so far."""
         return {}

@@ -57,7 +57,8 @@ class OperandProgram(OperandFacts):
         if self.spec is None:
             return (Term(x),)
         if code is None:
-            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=draw is not None)
+            drawn, experts = draw is not None, segments is not None
+            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=drawn, experts=experts)
         if code.first.needs is Needs.NOTHING and not self.is_wrapped:
             return (Term(code.first.run(Job(x, Direction(self.spec, draw), dtype)).values),)
         kernels = code

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
 from fp4graph.technique import Context, GroupScale, Quantization, Technique
 from fp4graph.technique.context import product_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +147,14 @@ class Quantizer:
 
     def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
         """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
-        scale = scaled.scale
-        if scale is None and not isinstance(self.spec.block, int):
+        scale, stored = scaled.scale, None
+        if [*at_stage("rescale", self.acting)]:
+            scale = self._scale(scaled, device) if scale is None else scale
+            stored = self._rounded(replace(scaled, scale=scale)).scale
+        elif scale is None and not isinstance(self.spec.block, int):
             scale = self._scale(scaled, device)
         statistic = scaled.z if scale is None and scaled.chosen else None
-        parts = (product_of(scaled.group_scales), statistic, scale, factor)
+        parts = (product_of(scaled.group_scales), statistic, scale, factor, stored)
         return Blocks(*(None if part is None else operators.by_run(part, scaled.blocking) for part in parts))
 
     def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
@@ -180,22 +185,27 @@ class Quantizer:
         return g
 
     def _rounded(self, scaled: Scaled) -> Quantization:
-        spec, blocking, values = self.spec, scaled.blocking, scaled.values()
+        values = scaled.values()
         scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
-        ratio = scaling.ratio(values, scale, spec)
-        elements: Tensor | None = None
-        for technique, context in self._rounding():
-            divided = self._divided(technique, context, scaled.group_scales)
-            own = contract.run_like(technique, "round", ratio, ratio, scale, divided)
-            elements = elements if own is None else own
-        if elements is None:
-            elements = round_elements(ratio, spec, self._noise(blocking, ratio.device))
-        rest = scaled.statistic, scaled.group_scales
-        rounded = Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
+        rounding = Once(partial(self._elements, scaled, values, scale))
+        groups = scaled.statistic, scaled.group_scales
+        rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *groups)
         for technique, context in at_stage("rescale", self.acting):
             other = contract.run_like(technique, "rescale", scale, rounded, context)
             rounded = rounded if other is None else replace(rounded, scale=other)
         return rounded
+
+    def _elements(self, scaled: Scaled, values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ratios of ``values`` to ``scale``, and the elements that they are rounded to."""
+        ratio = scaling.ratio(values, scale, self.spec)
+        elements: Tensor | None = None
+        for technique, context in self._rounding():
+            divided = self._divided(technique, context, scaled.group_scales)
+            answer = contract.run_like(technique, "round", ratio, ratio, scale, divided)
+            elements = elements if answer is None else answer
+        if elements is None:
+            elements = round_elements(ratio, self.spec, self._noise(scaled.blocking, ratio.device))
+        return ratio, elements
 
     def _rounding(self) -> list[tuple[Technique, Context]]:
         """Return the techniques that round elements."""
@@ -224,14 +234,14 @@ class Quantizer:
         return replace(context, state=entries)
 
 
-class Once:
-    """A tensor that is made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
+class Once(Generic[_T]):
+    """A value that is made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
+    def __init__(self, make: Callable[[], _T]) -> None:
         self._make = make
-        self._made: Tensor | None = None
+        self._made: _T | None = None
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> _T:
         if self._made is None:
             self._made = self._make()
         return self._made

@@ -120,9 +120,7 @@ class Quantization:
         values: x/γ.
         z: the statistic of ``values``, with the axes inside a block of size 1.
         scale: the stored scale, in the spec's convention and the shape of ``z``: what elements are multiplied by.
-        ratio: ``values`` divided by the scale (before ``rescale``), in the shape of ``values``: what is rounded to
-            elements.
-        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
+        rounding: returns :attr:`ratio` and :attr:`elements`, which are computed when somebody first reads them.
         statistic: Z before it was divided by γ, in the shape of ``z``.
         group_scales: of the techniques that have one, in the order in which they divide.
     """
@@ -132,10 +130,19 @@ class Quantization:
     values: Tensor
     z: Tensor
     scale: Tensor
-    ratio: Tensor
-    elements: Tensor
+    rounding: Callable[[], tuple[Tensor, Tensor]]
     statistic: Tensor
     group_scales: tuple[GroupScale, ...]
+
+    @property
+    def ratio(self) -> Tensor:
+        """``values`` divided by the scale before ``rescale``, in the shape of ``values``: the input of the rounding."""
+        return self.rounding()[0]
+
+    @property
+    def elements(self) -> Tensor:
+        """The values of the element format that :attr:`ratio` is rounded to, in its shape."""
+        return self.rounding()[1]
 
     @property
     def group_scale(self) -> Tensor | None:

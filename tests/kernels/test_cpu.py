@@ -355,12 +355,16 @@ def test_nothing_from_no_bytes(shape: tuple[int, ...]) -> None:
 
 # ------------------------------------------------------------------ what techniques make of blocks
 
-PARTS = ("divisor", "statistic", "scale", "factor")
-GIVEN = [*((part,) for part in PARTS), ("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), PARTS]
+PARTS = ("divisor", "statistic", "scale", "factor", "stored")
+GIVEN = [
+    *((part,) for part in PARTS), ("divisor", "statistic", "factor"), ("divisor", "scale", "factor"),
+    ("divisor", "scale", "stored"), PARTS,
+]  # fmt: skip
 
 
 def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Tensor = DERIVED) -> Tensor:
-    """By the definition: ``factor · dequantize(round((x / divisor) / S))``, S of ``statistic`` unless it is given."""
+    """By the definition: ``factor · round((x / divisor) / S) · stored``, S of ``statistic`` unless it is given, and
+    ``stored`` S unless it is."""
     blocking = Blocking(tuple(x.shape), spec.block)
     noise = Noise(key, blocking, x.device)
     parts = {name: (p if p.numel() == 1 else p.reshape(blocking.scale_shape)) for name, p in given.items()}
@@ -368,7 +372,8 @@ def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Ten
     z = parts.get("statistic", scaling.amax(values, blocking.axes)).expand(blocking.scale_shape)
     scale = parts.get("scale", scaling.block_scale(z.contiguous(), spec.scale, spec.element, noise))
     codes = round_elements(scaling.ratio(values, scale, spec), spec, noise)
-    return blocking.join((scaling.dequantize(codes, scale, spec) * parts.get("factor", 1)).to(x.dtype))
+    stored = parts.get("stored", scale)
+    return blocking.join((scaling.dequantize(codes, stored, spec) * parts.get("factor", 1)).to(x.dtype))
 
 
 @pytest.mark.slow
@@ -467,14 +472,14 @@ def test_the_largest_are_the_first_of_equals() -> None:
 _x = torch.randn(6, 70)
 _packed = pack(_x, MXFP4)
 _again = STOCHASTIC.to_text()
-NO_BLOCKS = (None, None, None, None)
+NO_BLOCKS = (None,) * len(Blocks._fields)
 OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quantize": ("quantize", (_x, MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
     "quantize, transposed": ("quantize", (_x.mT, _again, KEY, STEP, list(SALTS), *NO_BLOCKS)),
     "quantize, not dense": ("quantize", (_x[:, ::2], _again, KEY, None, [], *NO_BLOCKS)),
     "quantize, given blocks": (
         "quantize",
-        (_x, _again, KEY, STEP, [1], *(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1)),
+        (_x, _again, KEY, STEP, [1], *(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1), torch.rand(6, 5)),
     ),
     "quantize, nothing": ("quantize", (_x[:0], MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
     "gaussian": ("gaussian", (KEY, STEP, list(SALTS), 70)),

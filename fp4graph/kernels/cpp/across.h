@@ -56,8 +56,11 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
             scale[i] = block_scale<F>(z[i], F::S_DRAWS ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
         if (given.scale) given.scale.read_across(scale, batch, row, n, b);
         for (int i = 0; i < LANES; ++i) reciprocal[i] = 1.0f / scale[i];
-        const bool rounds = given.scale && !fits<F>(scale, n);
-        alignas(64) float factor[LANES];
+        alignas(64) float stored[LANES], factor[LANES], undone[LANES];
+        if (given.stored) given.stored.read_across(stored, batch, row, n, b);
+        const float* multiplied = given.stored ? stored : scale;
+        for (int i = 0; i < LANES; ++i) undone[i] = given.stored ? 1.0f / stored[i] : reciprocal[i];
+        const bool rounds = (given.scale || given.stored) && !fits<F>(multiplied, n);
         if (given.factor) given.factor.read_across(factor, batch, row, n, b);
         const u32 stride = static_cast<u32>(C);
         for (i64 j = 0; j < depth; ++j) {
@@ -72,7 +75,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
                 const float u = ratio<F>(line[i], scale[i], reciprocal[i]);
                 i32 place;
                 const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride), place);
-                line[i] = dequantized<F>(q, scale[i], reciprocal[i]);
+                line[i] = dequantized<F>(q, multiplied[i], undone[i]);
             }
             T* out = to.values + to.strides.at(batch, row, column + j);
             if (given.factor) {

@@ -82,7 +82,10 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 scale[g] = block_scale<F>(z[g], F::S_DRAWS ? block_key.bits(static_cast<u32>(first + g)) : 0);
         }
         for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
-        const bool rounds = given.scale && !fits<F>(scale, count);
+        alignas(64) float stored[STRIP];
+        if (given.stored) given.stored.read(stored, first, count, R, blocks);
+        const float* multiplied = given.stored ? stored : scale;
+        const bool rounds = (given.scale || given.stored) && !fits<F>(multiplied, count);
         const bool merged = given.factor && !rounds && merges<F>(factor, count), multiplies = given.factor && !merged;
         by_line(first, count, R, blocks, B, [&](const Run& run) {
             const S* from = source.data + source.strides.at(run.batch, run.row, run.column);
@@ -95,7 +98,8 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 fetch<true>(out + STRIP * B + g * B, B * sizeof(T));
                 const i64 own = run.first + g;
                 const u32 index = start + static_cast<u32>(g * B);
-                const float s = scale[own], inverse = reciprocal[own], back = merged ? s * factor[own] : s;
+                const float s = scale[own], inverse = reciprocal[own], by = multiplied[own];
+                const float back = merged ? by * factor[own] : by, undone = given.stored ? 1.0f / by : inverse;
                 float* block = tile + own * B;
                 i32* code = codes + (PACKS ? own * B : 0);
                 const i32 kept = s == s ? -1 : 0, instead = s == s ? 0 : F::NAN_CODE;
@@ -104,7 +108,7 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                     i32 place;
                     const float q = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j), place);
                     if (PACKS) code[j] = (encode<F>(q, place) & kept) | instead;
-                    block[j] = dequantized<F>(q, back, inverse);
+                    block[j] = dequantized<F>(q, back, undone);
                 }
                 if (multiplies) {
                     const float times = factor[own];

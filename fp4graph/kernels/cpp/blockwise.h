@@ -44,6 +44,7 @@ struct BlockwiseParts {
     Blockwise statistic;  // instead of the maximum of the values' magnitudes
     Blockwise scale;      // instead of the one that the statistic gives
     Blockwise factor;     // of the result
+    Blockwise stored;     // multiplies elements, which were rounded under the scale
 };
 
 }  // namespace
