@@ -8,7 +8,6 @@ of that code's float64 arithmetic.
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import replace
 from typing import get_args
 
@@ -100,7 +99,9 @@ def _axes(blocking: Blocking) -> int:
 class _Grid(ctypes.Structure):
     """BlockGrid of cpp/measures.h."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("outer", "lines", "middle", "length")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("outer", "lines", "middle", "length")), ("steps", ctypes.c_int64 * 4),
+    ]  # fmt: skip
 
 
 _AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
@@ -108,10 +109,15 @@ _TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 _PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
 
 
-def _entry(tensors: str, call: str, formats: str) -> Entry:
-    """Return an entry of cpp/measures.h, whose loops are of a known length where the lines of blocks have it."""
+def _entry(tensors: str, call: str, formats: str, *, across: bool = True) -> Entry:
+    """Return an entry of cpp/measures.h, whose loops are of a known length where the lines of blocks have it.
+
+    Args:
+        across: whether there is one for blocks whose elements lie apart.
+    """
     name, _, arguments = call.partition("(")
-    known = f"(grid.length == Q::BLOCK ? {name}<{formats}, Q::BLOCK> : {name}<{formats}, LANES>)({arguments}"
+    apart = f"grid.steps[3] != 1 ? {name}_across<{formats}> : " if across else ""
+    known = f"({apart}grid.length == Q::BLOCK ? {name}<{formats}, Q::BLOCK> : {name}<{formats}, LANES>)({arguments}"
     code = f"void run({tensors}, {_PARAMETERS}) {{{{ {known}; }}}}"
     return Entry(code, (*[_AT] * (tensors.count(",") + 1), *_TAIL), "measures.h")
 
@@ -134,29 +140,40 @@ _CHOICES = {
         "const {T}* ratios, float* elements",
         "choose_elements(ratios, elements, grid, number, units, threads)",
         f"P, Q, {measure.upper()}",
+        across=False,
     )
     for measure in get_args(Selector)
 }
 
 
 def _run(entry: Entry, axes: int, tensors: tuple[Tensor, ...], number: float, units: float, **formats: str) -> None:
-    """Run an entry on contiguous tensors, in the first of which blocks reach over so many axes."""
-    shape = tensors[0].shape
-    lines = (shape[-3:] if axes == 3 else (1, 1, shape[-1])) if axes else (1, 1, tensors[0].numel())
-    grid = _Grid(tensors[0].numel() // max(1, math.prod(lines)), *lines)
-    abi.function(entry, torch.float32, **formats)(*map(abi.at, tensors), grid, number, units, torch.get_num_threads())
+    """Run an entry on the first tensor, in which blocks reach over so many axes, and on contiguous ones."""
+    values = _gridded(tensors[0], axes)
+    steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
+    grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *tensors[1:]))
+    abi.function(entry, torch.float32, **formats)(*at, grid, number, units, torch.get_num_threads())
 
 
-def _contiguous(values: Tensor) -> Tensor:
-    """Return contiguous values; a transposed matrix cut into blocks is copied as a matrix, which torch does fastest."""
-    if values.is_contiguous() or values.dim() < 3 or values.stride(-2) != values.shape[-1] * values.stride(-1):
-        return values.contiguous()
-    return values.flatten(-2).contiguous().view(values.shape)
+def _gridded(values: Tensor, axes: int) -> Tensor:
+    """Return ``values`` as ``[outer, lines, middle, length]``: one block of ``lines`` by ``length`` elements for each
+    outer and middle.
+
+    Elements along ``length`` lie side by side, or where ``lines`` is 1 those along ``outer``. A matrix and a transposed
+    matrix are not copied.
+    """
+    if not axes:
+        return values.contiguous().view(1, 1, 1, -1)
+    grid = (values if axes == 3 else values.unsqueeze(-3))[(None,) * max(0, 4 - values.dim() - (axes != 3))]
+    grid = grid.flatten(0, -4)
+    if grid.stride(3) != 1 and grid.stride(1) == 1 and grid.shape[1] > 1:
+        return grid.transpose(1, 3)  # the order of a block's elements changes no sum
+    across = grid.stride(0) == 1 and grid.shape[1] == 1
+    return grid if grid.stride(3) == 1 or across else grid.contiguous()
 
 
 def _errors(values: Tensor, scale: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float) -> Tensor:
     error = _fake_errors(values, scale)
-    _run(_ERRORS[measure], axes, (_contiguous(values), scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
+    _run(_ERRORS[measure], axes, (values, scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
     return error
 
 
@@ -168,7 +185,7 @@ def _moments(
     values: Tensor, scale: Tensor, axes: int, spec: str, largest: float, units: float
 ) -> tuple[Tensor, Tensor]:
     squares, products = _fake_moments(values, scale)
-    _run(_MOMENTS, axes, (_contiguous(values), scale.contiguous(), squares, products), largest, units, Q=spec)
+    _run(_MOMENTS, axes, (values, scale.contiguous(), squares, products), largest, units, Q=spec)
     return squares, products
 
 
@@ -178,7 +195,7 @@ def _fake_moments(values: Tensor, scale: Tensor, *about: object) -> tuple[Tensor
 
 def _choose(ratios: Tensor, axes: int, first: str, second: str, measure: str, units: float) -> Tensor:
     elements = _fake_choose(ratios)
-    _run(_CHOICES[measure], axes, (_contiguous(ratios), elements), quantize.EQUAL, units, P=first, Q=second)
+    _run(_CHOICES[measure], axes, (ratios.contiguous(), elements), quantize.EQUAL, units, P=first, Q=second)
     return elements
 
 

@@ -23,12 +23,14 @@ def kernels() -> None:
     assert switches.current().quantizers
 
 
-def parts(shape: tuple[int, ...], spec: QuantSpec) -> tuple[Blocking, Tensor, Tensor, Tensor]:
-    """Return a blocking, values of every magnitude with NaN and Inf among them, statistics and scales."""
+def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> tuple[Blocking, Tensor, Tensor, Tensor]:
+    """Return a blocking, values of every magnitude with NaN and Inf among them unless all are one block, statistics and
+    scales."""
     x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
-    if x.numel():
+    if x.numel() and spec.block != "tensor":
         x.flatten()[::97] = any_floats((x.flatten()[::97].numel(),))
         x.flatten()[:200:60] = torch.tensor([torch.inf, torch.nan, -torch.inf, 1e-42])
+    x = x.mT.contiguous().mT if transposed else x
     blocking = Blocking(shape, spec.block)
     values = blocking.split(x)
     z = scaling.amax(values, blocking.axes)
@@ -43,13 +45,20 @@ CASES = [
     pytest.param("row", "mse", "decode", (33, 70)),
     pytest.param("tensor", "mae", "decode", (33, 70), marks=pytest.mark.long),
     pytest.param(16, "mse", "decode", (0, 32)),
+    pytest.param(16, "mse", "decode", (200,)),
+    pytest.param(1, "mse", "decode", (70, 8), marks=pytest.mark.long),
 ]
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("block", "measure", "convention", "shape"), CASES)
-def test_errors_of_blocks(block: Block, measure: Selector, convention: str, shape: tuple[int, ...]) -> None:
+def test_errors_of_blocks(
+    block: Block, measure: Selector, convention: str, shape: tuple[int, ...], transposed: bool
+) -> None:
+    if transposed and len(shape) < 2:
+        pytest.skip("a vector has no other layout")
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
-    blocking, values, z, scale = parts(shape, spec)
+    blocking, values, z, scale = parts(shape, spec, transposed)
     found = measures.block_errors(values, scale, z, spec, measure, blocking)
     with operators.tensor_code():
         expected = measures.block_errors(values, scale, z, spec, measure, blocking)
@@ -57,9 +66,11 @@ def test_errors_of_blocks(block: Block, measure: Selector, convention: str, shap
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
 
 
-def test_moments_of_blocks() -> None:
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_moments_of_blocks(transposed: bool) -> None:
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
-    blocking, values, _, scale = parts((64, 100), spec)
+    blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)
+    assert values.is_contiguous() != transposed
     found = measures.block_moments(values, scale, spec, blocking, 128.0, 128)
     with operators.tensor_code():
         expected = measures.block_moments(values, scale, spec, blocking, 128.0, 128)

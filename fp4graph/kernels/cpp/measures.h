@@ -8,18 +8,19 @@
 #include "rounding.h"
 
 // Blocks of `lines` by `length` elements: values [outer, lines, middle, length], one number of each [outer, middle].
+// Neighbours along an axis lie `steps` elements apart.
 struct BlockGrid {
-    i64 outer, lines, middle, length;
+    i64 outer, lines, middle, length, steps[4];
     i64 count() const { return outer * middle; }
     bool parallel() const { return count() * lines * length > SERIAL; }
 
-    // Calls visit(i, n) for the elements i to i + n of block number k, at most PIECE at once; PIECE divides the length
-    // of every line, or is LANES.
+    // Calls visit(i, n) for the elements i to i + n of block number k, which lie side by side, at most PIECE at once;
+    // PIECE divides the length of every line, or is LANES.
     template <int PIECE, class Visit>
     void visit(i64 k, Visit visit) const {
-        const i64 first = (k / middle * lines * middle + k % middle) * length;
+        const i64 first = k / middle * steps[0] + k % middle * steps[2];
         for (i64 line = 0; line < lines; ++line) {
-            const i64 start = first + line * middle * length;
+            const i64 start = first + line * steps[1];
             if (PIECE == LANES)
                 for (i64 i = 0; i < length; i += PIECE) visit(start + i, min(length - i, static_cast<i64>(PIECE)));
             else
@@ -87,7 +88,68 @@ struct Errors {
     double total() const { return M == AMAX ? as<double>(most) : sum * (1 / units); }
 };
 
+// Calls of a measure for LANES blocks at once, each of one line, whose elements lie apart and beside those of the next
+// blocks: begin(lane, number of the block), add(elements of the same number), end(lane, number of the block).
+template <class Lanes>
+void by_lanes(const float* values, const BlockGrid& grid, int threads, const Lanes& idle) {
+    const i64 tiles = (grid.outer + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) if (grid.parallel())
+    for (i64 t = 0; t < tiles * grid.middle; ++t) {
+        const i64 row = t / grid.middle * LANES, m = t % grid.middle, n = min(grid.outer - row, LANES);
+        Lanes lanes = idle;
+        for (i64 i = 0; i < n; ++i) lanes.begin(i, (row + i) * grid.middle + m);
+        alignas(64) float line[LANES] = {};
+        for (i64 j = 0; j < grid.length; ++j) {
+            const float* from = values + row + m * grid.steps[2] + j * grid.steps[3];
+            if (n < LANES) std::memcpy(line, from, static_cast<size_t>(n) * sizeof(float));
+            lanes.add(n < LANES ? line : from);
+        }
+        for (i64 i = 0; i < n; ++i) lanes.end(i, (row + i) * grid.middle + m);
+    }
+}
+
+template <class F, int M>
+struct LanesOfErrors {
+    const float *scale, *unit;
+    double* error;
+    double units;
+    float s[LANES], inverse[LANES];
+    double above[LANES], sum[LANES];
+    LanesOfErrors(const float* scale, const float* unit, double* error, double units)
+        : scale(scale), unit(unit), error(error), units(units) {
+        for (int i = 0; i < LANES; ++i) s[i] = inverse[i] = 1, above[i] = sum[i] = 0;
+    }
+    void begin(i64 i, i64 k) {
+        s[i] = scale[k], inverse[i] = 1.0f / s[i], above[i] = 1 / (2 * static_cast<double>(unit[k]));
+    }
+    void add(const float* x) {
+        alignas(64) float q[LANES];
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            i32 place;
+            q[i] = dequantized<F>(round_element<F>(ratio<F>(x[i], s[i], inverse[i]), 0, place), s[i], inverse[i]);
+        }
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            const double e = std::fabs(static_cast<double>(q[i]) - static_cast<double>(x[i])) * above[i];
+            if (M == AMAX) {
+                const i64 most = as<i64>(sum[i]), bits = as<i64>(e);  // in this order NaN is above all numbers
+                sum[i] = as<double>(most > bits ? most : bits);
+            } else {
+                sum[i] += whole((M == MSE ? e * e : e) * units, units);
+            }
+        }
+    }
+    void end(i64 i, i64 k) const { error[k] = M == AMAX ? sum[i] : sum[i] * (1 / units); }
+};
+
 // The error of each block, rounded under `scale`.
+template <class F, int M>
+void block_errors_across(const float* values, const float* scale, const float* unit, double* error, BlockGrid grid,
+                         double units, int threads) {
+    by_lanes(values, grid, threads, LanesOfErrors<F, M>(scale, unit, error, units));
+}
+
 template <class F, int M, int PIECE>
 void block_errors(const float* values, const float* scale, const float* unit, double* error, BlockGrid grid,
                   double units, int threads) {
@@ -107,8 +169,44 @@ void block_errors(const float* values, const float* scale, const float* unit, do
     }
 }
 
+template <class F>
+struct LanesOfMoments {
+    const float* scale;
+    double *squares, *products;
+    double per, units;
+    float s[LANES], inverse[LANES];
+    double first[LANES], second[LANES];
+    LanesOfMoments(const float* scale, double* squares, double* products, double largest, double units)
+        : scale(scale), squares(squares), products(products), per(units / largest), units(units) {
+        for (int i = 0; i < LANES; ++i) s[i] = inverse[i] = 1, first[i] = second[i] = 0;
+    }
+    void begin(i64 i, i64 k) { s[i] = scale[k], inverse[i] = 1.0f / s[i]; }
+    void add(const float* x) {
+        alignas(64) float u[LANES], q[LANES];
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            i32 place;
+            u[i] = ratio<F>(x[i], s[i], inverse[i]);
+            q[i] = round_element<F>(u[i], 0, place);
+        }
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            const double wide = u[i];
+            first[i] += whole(wide * wide * per, units);
+            second[i] += whole(wide * static_cast<double>(q[i]) * per, units);
+        }
+    }
+    void end(i64 i, i64 k) const { squares[k] = first[i] * (1 / units), products[k] = second[i] * (1 / units); }
+};
+
 // Of the ratios u of each block and the elements q that they are rounded to: Σ u² and Σ u·q, over `largest`, a power of
 // two.
+template <class F>
+void block_moments_across(const float* values, const float* scale, double* squares, double* products, BlockGrid grid,
+                          double largest, double units, int threads) {
+    by_lanes(values, grid, threads, LanesOfMoments<F>(scale, squares, products, largest, units));
+}
+
 template <class F, int PIECE>
 void block_moments(const float* values, const float* scale, double* squares, double* products, BlockGrid grid,
                    double largest, double units, int threads) {
