@@ -64,7 +64,7 @@ class KeyParts(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """What a kernel reads and writes. It keeps no tensor alive; fields that are left out are zeros."""
+    """The arguments of a kernel. The structure keeps no tensor alive; fields that are left out are zeros."""
 
     _fields_ = [
         ("x", Matrix),

@@ -57,7 +57,7 @@ def load(source: str) -> ctypes.CDLL:
 
     Raises:
         OSError: there is no compiler, no folder for libraries, or the built library does not load.
-        subprocess.SubprocessError: the compiler refuses the source. ValueError: CXX is no command.
+        subprocess.SubprocessError: the compiler refuses the source. ValueError: CXX names no command.
     """
     folder, compiler = _folder(), command()
     key = _digest("\0".join([_machine(), *compiler, *_FLAGS, *_MACHINE_FLAGS, *_LIBRARIES, source]).encode())

@@ -40,7 +40,9 @@ def available() -> bool:
 Bytes = tuple[Tensor, Tensor]
 
 
-def quantize(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None) -> None:
+def quantize(
+    x: Tensor, y: Tensor, direction: Direction, into: Bytes | None = None, places: Tensor | None = None
+) -> None:
     """Quantize ``x`` into ``y``.
 
     Args:
@@ -51,40 +53,40 @@ def quantize(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, pl
         places: int64 ``[P]``, only if R is contiguous and B is 1: ``y [1, R, P]`` is quantized from these columns of
             ``x``, and from zeros where a place is C.
     """
-    call = _quantization(x, y, how, into, places)
+    call = _quantization(x, y, direction, into, places)
     call.shape = abi.Shape(*y.shape)
-    _quantizer(x, y, how)(call)
+    _quantizer(x, y, direction)(call)
 
 
-def matrix_quantizer(x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None) -> Callable[[int], None]:
-    """Return a function of n that writes matrix n of what :func:`quantize` makes of ``x [B, R, C]`` into ``y [R, C]``.
+def matrix_quantizer(x: Tensor, y: Tensor, direction: Direction, into: Bytes | None = None) -> Callable[[int], None]:
+    """Return a function of n that writes matrix n of :func:`quantize` of ``x [B, R, C]`` into ``y [R, C]``.
 
     It keeps none of the tensors alive.
 
     Args:
-        how: what is given is of the blocks of the whole batch.
+        direction: what is given is of the blocks of the whole batch.
         into: the bytes of the whole batch, of which matrix n's are written.
     """
     return functools.partial(
-        _run_matrix, _quantizer(x, y, how), _quantization(x, y, how, into), (y.shape[0], y.shape[1])
+        _run_matrix, _quantizer(x, y, direction), _quantization(x, y, direction, into), (y.shape[0], y.shape[1])
     )
 
 
-def _quantizer(x: Tensor, y: Tensor, how: Direction) -> Callable[..., None]:
-    return abi.function(abi.QUANTIZE, y.dtype, x.dtype, Q=how.spec.to_text())
+def _quantizer(x: Tensor, y: Tensor, direction: Direction) -> Callable[..., None]:
+    return abi.function(abi.QUANTIZE, y.dtype, x.dtype, Q=direction.spec.to_text())
 
 
 def _quantization(
-    x: Tensor, y: Tensor, how: Direction, into: Bytes | None = None, places: Tensor | None = None
+    x: Tensor, y: Tensor, direction: Direction, into: Bytes | None = None, places: Tensor | None = None
 ) -> Call:
     """Return the call but for its shape."""
     call = Call(x=abi.matrix(x), y=abi.matrix(y), threads=torch.get_num_threads())
-    if how.draw is not None:
-        call.draw = abi.key_parts(how.draw)
-    if any(part is not None for part in how.given):
-        call.given = abi.blockwise(how.given, *x.shape[:2])
-    if how.rotation is not None:
-        call.rotation = abi.rotation(how.rotation, x.shape[2] if places is None else y.shape[2])
+    if direction.draw is not None:
+        call.draw = abi.key_parts(direction.draw)
+    if any(part is not None for part in direction.given):
+        call.given = abi.blockwise(direction.given, *x.shape[:2])
+    if direction.rotation is not None:
+        call.rotation = abi.rotation(direction.rotation, x.shape[2] if places is None else y.shape[2])
     if into is not None:
         call.codes, call.scales = map(abi.at, into)
     if places is not None:
@@ -97,38 +99,38 @@ def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, ...], nu
     run(call)
 
 
-def requantize(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction, places: Tensor | None = None) -> None:
+def requantize(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction, places: Tensor | None = None) -> None:
     """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R.
 
     Args:
-        how: without anything given, and without a rotation.
+        direction: without anything given, and without a rotation.
         places: int64 ``[P]``, only if B is 1: ``y [1, R, P]`` is made of these lines of what was packed, and of zeros
             where a place is their number.
     """
-    call = _requantization(source, y, how)
+    call = _requantization(source, y, direction)
     call.shape = abi.Shape(*y.shape)
     if places is not None:
         call.places = abi.places(places, source[0].shape[-2])
-    _requantizer(packed, y, how)(call)
+    _requantizer(packed, y, direction)(call)
 
 
-def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, how: Direction) -> Callable[[int], None]:
+def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`requantize` makes into ``y [R, C]``.
 
     It keeps none of the tensors alive.
     """
     return functools.partial(
-        _run_matrix, _requantizer(packed, y, how), _requantization(source, y, how), (y.shape[0], y.shape[1])
+        _run_matrix, _requantizer(packed, y, direction), _requantization(source, y, direction), (y.shape[0], y.shape[1])
     )
 
 
-def _requantizer(packed: QuantSpec, y: Tensor, how: Direction) -> Callable[..., None]:
-    return abi.function(abi.REQUANTIZE, y.dtype, P=packed.to_text(), Q=how.spec.to_text())
+def _requantizer(packed: QuantSpec, y: Tensor, direction: Direction) -> Callable[..., None]:
+    return abi.function(abi.REQUANTIZE, y.dtype, P=packed.to_text(), Q=direction.spec.to_text())
 
 
-def _requantization(source: Bytes, y: Tensor, how: Direction) -> Call:
+def _requantization(source: Bytes, y: Tensor, direction: Direction) -> Call:
     codes, scales = map(abi.at, source)
-    draw, threads = abi.key_parts(how.draw), torch.get_num_threads()
+    draw, threads = abi.key_parts(direction.draw), torch.get_num_threads()
     return Call(codes=codes, scales=scales, y=abi.matrix(y), draw=draw, threads=threads)
 
 

@@ -1,4 +1,7 @@
-"""How a kernel quantizes a tensor along one of its axes, and the bytes of an operand, as operators take both."""
+"""Directions and packed operands, and the flat parameters by which operators take both.
+
+A direction describes the quantization of a tensor along one of its axes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ NOTHING_GIVEN = Blocks()
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """How a kernel quantizes a tensor along one of its axes.
+    """The quantization of a tensor along one of its axes.
 
     Attributes:
         spec: with blocks that kernels know, as of :func:`fp4graph.kernels.devices.by_runs`.
@@ -151,7 +154,7 @@ class PackedOperand:
 
 
 class Packed(NamedTuple):
-    """What operators take of a :class:`PackedOperand`, under the same names."""
+    """The fields of a :class:`PackedOperand` that operators take."""
 
     codes: Tensor
     scales: Tensor

@@ -22,22 +22,22 @@ from fp4graph.numerics.declare import Structure, operator
 from fp4graph.numerics.packing import empty_bytes
 
 
-def quantize_at(x: Tensor | PackedOperand, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
+def quantize_at(x: Tensor | PackedOperand, places: Tensor, direction: Direction, dtype: torch.dtype) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
 
     Args:
         x: of a dtype that the kernels of a CPU read.
         places: int64 ``[P]``; T stands for zeros.
-        how: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
+        direction: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
         dtype: of the result.
     """
     if isinstance(x, PackedOperand):
-        y: Tensor = torch.ops.fp4graph.requantize_at(*x.flat(), places, *how.flat())
+        y: Tensor = torch.ops.fp4graph.requantize_at(*x.flat(), places, *direction.flat())
     else:
         # 16-bit operands are rounded to their own dtype first, as elsewhere; rotated ones are fp32.
-        wide = how.rotation is not None or x.dtype is torch.float32
+        wide = direction.rotation is not None or x.dtype is torch.float32
         written = dtype if wide and dtype in cpu.DTYPES else x.dtype
-        y = torch.ops.fp4graph.quantize_at(x, places, *how.flat(rotation=True), written)
+        y = torch.ops.fp4graph.quantize_at(x, places, *direction.flat(rotation=True), written)
     return y.to(dtype)
 
 
@@ -60,25 +60,25 @@ class Groups:
 
 
 def quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False
+    left: Tensor, right: Tensor, groups: Groups, direction: Direction, packs: bool = False
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
     Args:
         left: ``[T, K]``, of the dtype in which Q(right) is multiplied.
         right: ``[E, N, K]``, of a dtype that kernels read; that of ``left`` if ``packs``.
-        how: ``right`` is quantized, blocks along K. A rotation is the one that ``left`` has had, whose K is filled up
-            to whole blocks of it; there is none if ``packs``.
+        direction: of ``right``, blocks along K. Its rotation is the one that ``left`` has had, whose K is padded to
+            whole blocks of the rotation; None if ``packs``.
     """
-    direction = how.flat(given=True, rotation=True)
-    y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *direction, packs)
-    return y, PackedOperand(codes, scales, how.spec, right.shape[-1], right.dtype) if packs else None
+    flat = direction.flat(given=True, rotation=True)
+    y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *flat, packs)
+    return y, PackedOperand(codes, scales, direction.spec, right.shape[-1], right.dtype) if packs else None
 
 
-def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, how: Direction) -> Tensor:
+def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, direction: Direction) -> Tensor:
     """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
     operands = left, *right.flat()
-    y: Tensor = torch.ops.fp4graph.requantized_product(*operands, *groups.flat(), *how.flat())
+    y: Tensor = torch.ops.fp4graph.requantized_product(*operands, *groups.flat(), *direction.flat())
     return y
 
 
@@ -94,7 +94,7 @@ def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[sl
 
 
 def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
-    """Write zeros to the rows of ``y`` that are no expert's."""
+    """Write zeros to the rows of ``y`` that belong to no expert."""
     written = 0
     for own in (*experts, slice(y.shape[0], y.shape[0])):
         if written < own.start:
@@ -105,65 +105,68 @@ def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize_at(x: Tensor, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
+def _fake_quantize_at(x: Tensor, places: Tensor, direction: Direction, dtype: torch.dtype) -> Tensor:
     return x.new_empty((places.shape[0], x.shape[1]), dtype=dtype).mT
 
 
-def _fake_requantize_at(packed: Packed, places: Tensor, how: Direction) -> Tensor:
+def _fake_requantize_at(packed: Packed, places: Tensor, direction: Direction) -> Tensor:
     return packed.codes.new_empty((places.shape[0], packed.length), dtype=packed.dtype).mT
 
 
 def _fake_quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool
+    left: Tensor, right: Tensor, groups: Groups, direction: Direction, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = right.shape if packs else (0, *right.shape[1:])
-    return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, how.spec)
+    return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, direction.spec)
 
 
-def _fake_requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Direction) -> Tensor:
+def _fake_requantized_product(left: Tensor, packed: Packed, groups: Groups, direction: Direction) -> Tensor:
     return left.new_empty((left.shape[0], packed.length))
 
 
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize_at(x: Tensor, places: Tensor, how: Direction, dtype: torch.dtype) -> Tensor:
-    y = _fake_quantize_at(x, places, how, dtype)
+def _quantize_at(x: Tensor, places: Tensor, direction: Direction, dtype: torch.dtype) -> Tensor:
+    y = _fake_quantize_at(x, places, direction, dtype)
     if y.numel():
         source = (x if x.stride(1) == 1 else x.contiguous()).mT
-        cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), how, places=places.contiguous())
+        cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), direction, places=places.contiguous())
     return y
 
 
-def _requantize_at(packed: Packed, places: Tensor, how: Direction) -> Tensor:
-    y = _fake_requantize_at(packed, places, how)
+def _requantize_at(packed: Packed, places: Tensor, direction: Direction) -> Tensor:
+    y = _fake_requantize_at(packed, places, direction)
     if y.numel():
-        cpu.requantize(packed.bytes, packed.spec, y.unsqueeze(0), how, places.contiguous())
+        cpu.requantize(packed.bytes, packed.spec, y.unsqueeze(0), direction, places.contiguous())
     return y
 
 
 def _quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool
+    left: Tensor, right: Tensor, groups: Groups, direction: Direction, packs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, codes, scales = _fake_quantized_product(left, right, groups, how, packs)
+    y, codes, scales = _fake_quantized_product(left, right, groups, direction, packs)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         count, length = right.shape[1:]  # contiguous() leaves the strides of axes of length 1
         right = right.contiguous().as_strided(right.shape, (count * length, length, 1))
-    count, length = right.shape[1], right.shape[2] if how.rotation is None else how.rotation.padded(right.shape[2])
+    count, length = (
+        right.shape[1],
+        right.shape[2] if direction.rotation is None else direction.rotation.padded(right.shape[2]),
+    )
     along = right.stride(2) == 1
     buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT
-    quantize = cpu.matrix_quantizer(right, buffer, how, (codes, scales) if packs else None)
+    quantize = cpu.matrix_quantizer(right, buffer, direction, (codes, scales) if packs else None)
     for expert in _multiplied(y, left, buffer, groups, quantize):
         if packs:
             codes[expert] = scales[expert] = 0  # nobody reads them
     return y, codes, scales
 
 
-def _requantized_product(left: Tensor, packed: Packed, groups: Groups, how: Direction) -> Tensor:
-    y = _fake_requantized_product(left, packed, groups, how)
+def _requantized_product(left: Tensor, packed: Packed, groups: Groups, direction: Direction) -> Tensor:
+    y = _fake_requantized_product(left, packed, groups, direction)
     buffer = torch.empty((packed.codes.shape[1], packed.length), dtype=packed.dtype).mT
     bytes_ = packed.bytes
-    _multiplied(y, left, buffer, groups, cpu.matrix_requantizer(bytes_, packed.spec, buffer, how))
+    _multiplied(y, left, buffer, groups, cpu.matrix_requantizer(bytes_, packed.spec, buffer, direction))
     return y
 
 
@@ -197,20 +200,20 @@ def _requantized_flops(left: torch.Size, *rest: Any, out_shape: torch.Size, **op
 _GROUPS = Structure(("Tensor starts", "Tensor sizes", "Tensor? gamma"), Groups)
 _EXACT = [torch.Tag.needs_exact_strides]
 operator(
-    "quantize_at(Tensor x, Tensor places, Direction how, ScalarType dtype) -> Tensor",
+    "quantize_at(Tensor x, Tensor places, Direction direction, ScalarType dtype) -> Tensor",
     _fake_quantize_at,
     tags=_EXACT,
     structures={"Direction": ROTATED},
     CPU=_quantize_at,
 )
 operator(
-    "requantize_at(Packed packed, Tensor places, Direction how) -> Tensor",
+    "requantize_at(Packed packed, Tensor places, Direction direction) -> Tensor",
     _fake_requantize_at,
     structures={"Packed": PACKED, "Direction": DIRECTION},
     CPU=_requantize_at,
 )
 operator(
-    "quantized_product(Tensor left, Tensor right, Groups groups, Direction how, bool packs) "
+    "quantized_product(Tensor left, Tensor right, Groups groups, Direction direction, bool packs) "
     "-> (Tensor, Tensor, Tensor)",
     _fake_quantized_product,
     tags=_EXACT,
@@ -219,7 +222,7 @@ operator(
     CPU=_quantized_product,
 )
 operator(
-    "requantized_product(Tensor left, Packed packed, Groups groups, Direction how) -> Tensor",
+    "requantized_product(Tensor left, Packed packed, Groups groups, Direction direction) -> Tensor",
     _fake_requantized_product,
     tags=_EXACT,
     flops=_requantized_flops,

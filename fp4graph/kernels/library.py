@@ -21,7 +21,7 @@ from fp4graph.numerics.packing import empty_bytes
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
+def _fake_quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
@@ -39,8 +39,8 @@ def _fake_largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
-def _fake_quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(x, x.shape, how.spec)
+def _fake_quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(x, x.shape, direction.spec)
 
 
 def _fake_quantize_both(x: Tensor, rows: Direction, columns: Direction, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +51,7 @@ def _fake_quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Directi
     return x.new_empty(x.shape), *empty_bytes(x, x.mT.shape, columns.spec)
 
 
-def _fake_requantize(packed: Packed, how: Direction) -> Tensor:
+def _fake_requantize(packed: Packed, direction: Direction) -> Tensor:
     return _fake_unpack(packed, None).mT
 
 
@@ -66,17 +66,17 @@ def _fake_gaussian(key: Tensor, step: Tensor | None, salts: list[int], count: in
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
+def _quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)
     if not y.numel():
         return y
     source, target = _matrices(x), _matrices(y)
     if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
-        cpu.quantize(source, target, how)
+        cpu.quantize(source, target, direction)
     else:
         source = rows_of(x.contiguous())
         target = torch.empty_like(source, dtype=dtype)
-        cpu.quantize(source, target, how)
+        cpu.quantize(source, target, direction)
         y.copy_(target.view(x.shape))
     return y
 
@@ -111,12 +111,12 @@ def largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
 
 
-def _quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
-    y, codes, scales = _fake_quantize_and_pack(x, how)
+def _quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+    y, codes, scales = _fake_quantize_and_pack(x, direction)
     if y.numel():
         source = _matrices(x)
         source = rows_of(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, rows_of(y), how, (codes, scales))
+        cpu.quantize(source, rows_of(y), direction, (codes, scales))
     return y, codes, scales
 
 
@@ -135,10 +135,10 @@ def _quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -
     return _quantize(x, rows), codes, scales
 
 
-def _requantize(packed: Packed, how: Direction) -> Tensor:
-    y = _fake_requantize(packed, how)
+def _requantize(packed: Packed, direction: Direction) -> Tensor:
+    y = _fake_requantize(packed, direction)
     if y.numel():
-        cpu.requantize(packed.bytes, packed.spec, rows_of(y.mT).mT, how)
+        cpu.requantize(packed.bytes, packed.spec, rows_of(y.mT).mT, direction)
     return y
 
 
@@ -196,9 +196,9 @@ _TAGS = {
     "quantize_both": [torch.Tag.flexible_layout],
 }
 for _schema, _fake, _run in (
-    ("quantize(Tensor x, Given how, ScalarType? dtype=None) -> Tensor", _fake_quantize, _quantize),
+    ("quantize(Tensor x, Given direction, ScalarType? dtype=None) -> Tensor", _fake_quantize, _quantize),
     (
-        "quantize_and_pack(Tensor x, Direction how) -> (Tensor, Tensor, Tensor)",
+        "quantize_and_pack(Tensor x, Direction direction) -> (Tensor, Tensor, Tensor)",
         _fake_quantize_and_pack,
         _quantize_and_pack,
     ),
@@ -212,7 +212,7 @@ for _schema, _fake, _run in (
         _fake_quantize_and_pack_columns,
         _quantize_and_pack_columns,
     ),
-    ("requantize(Packed packed, Direction how) -> Tensor", _fake_requantize, _requantize),
+    ("requantize(Packed packed, Direction direction) -> Tensor", _fake_requantize, _requantize),
     ("unpack(Packed packed, Tensor? factor) -> Tensor", _fake_unpack, _unpack),
 ):
     _name = _schema.partition("(")[0]

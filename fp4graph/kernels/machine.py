@@ -12,12 +12,12 @@ from fp4graph.numerics import target
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs the code.
+    """The device that runs the code, as kernels are chosen by it.
 
     Attributes:
-        kind: of device: "cpu", "cuda".
-        lacks: why none of its kernels is used, in a few words; None where they are.
-        narrows: whether exact products of fp32 operands multiply as bf16.
+        kind: "cpu" or "cuda".
+        lacks: why its kernels are not used, in a few words; None if they are.
+        narrows: whether exact products of fp32 operands are multiplied as bf16.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Machine:
 
 def _lack(kind: str) -> str | None:
     if kind not in ("cpu", "cuda"):
-        return f"there are no kernels for {kind}"
+        return f"no kernels exist for {kind}"
     if not switches.current().quantizers:
         return f"the kernels of this {kind} are switched off ({switches.VARIABLE})"
     available = available_on_gpu() if kind == "cuda" else _available_on_cpu()

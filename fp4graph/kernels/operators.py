@@ -38,7 +38,7 @@ def tensor_code() -> AbstractContextManager[None]:
 def largest_of_all(x: Tensor) -> Tensor:
     """Return the largest magnitude of ``x``, fp32, 0-d; NaN if a value is.
 
-    By lines first: Inductor fuses that with what makes the lines, be it a sum over each of them.
+    The maxima of lines come first: Inductor fuses them with the code that computes the lines.
     """
     if any(statically_known_true(size == 0) for size in x.shape):
         return x.new_zeros((), dtype=torch.float32)
@@ -105,8 +105,8 @@ def quantize(
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     # 16-bit operands are rounded to their own dtype first, as elsewhere.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
-    how = Direction(spec, draw, given or NOTHING_GIVEN)
-    result: Tensor = torch.ops.fp4graph.quantize(x, *how.flat(given=True), *((dtype,) if casts else ()))
+    direction = Direction(spec, draw, given or NOTHING_GIVEN)
+    result: Tensor = torch.ops.fp4graph.quantize(x, *direction.flat(given=True), *((dtype,) if casts else ()))
     return result
 
 
@@ -203,7 +203,7 @@ def quantize_and_pack_columns(
 def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
     """Return ``count`` standard normal variates, fp32, :func:`fp4graph.numerics.noise.gaussian` of the first indices.
 
-    A kernel where there is one: what Inductor makes of the hashes takes half a minute to compile.
+    On a CPU a kernel computes them: Inductor's code for the hashes takes half a minute to compile.
     """
     if not Machine.of(device).has_cpu_kernels:
         return noise.gaussian(draw.varying, torch.arange(count, dtype=torch.int32, device=device))

@@ -36,7 +36,7 @@ class OfDevice(Kernel):
         if quantizing.shares is not None:
             return f"a {quantizing.shares} of one expert shares a scale"
         if quantizing.undrawn:
-            return "there are no random bits"
+            return "random bits are missing"
         what = self.device.unknown(quantizing.spec)
         return None if what is None else f"no kernel knows {what}"
 
@@ -45,7 +45,7 @@ class OfDevice(Kernel):
         return request.machine.lacks or request.quantizing.acting(*OUTSIDE) or self.refuses_spec(request)
 
     def refuses_one_read(self, request: Request, quantizing: Quantizing) -> str | None:
-        """Return why one kernel does not quantize in one read, given at most what techniques make of the blocks."""
+        """Return why one kernel does not quantize in one read. Techniques supply at most one number per block."""
         if self.refuses_plain(replace(request, quantizing=quantizing)) is None:
             return None
         if quantizing.stateful or quantizing.shares or quantizing.undrawn:
@@ -68,7 +68,7 @@ class Values(OfDevice):
         return self.refuses_plain(request)
 
     def run(self, job: Job) -> Result:
-        return Result(operators.quantize(job.tensor, job.how.spec, job.how.draw, None, job.dtype))
+        return Result(operators.quantize(job.tensor, job.direction.spec, job.direction.draw, None, job.dtype))
 
 
 class Within(Values):
@@ -95,7 +95,9 @@ class Given(OfDevice):
         return request.machine.lacks or unknown or request.quantizing.acting(*stages)
 
     def run(self, job: Job) -> Result:
-        return Result(operators.quantize(job.tensor, job.how.spec, job.how.draw, job.how.given, job.dtype))
+        return Result(
+            operators.quantize(job.tensor, job.direction.spec, job.direction.draw, job.direction.given, job.dtype)
+        )
 
 
 class Bytes(OfDevice):
@@ -106,7 +108,7 @@ class Bytes(OfDevice):
 
     def refuses(self, request: Request) -> str | None:
         if request.transform is not None or request.layout is Layout.MOVED:
-            return request.transformed or "tokens are laid out anew"
+            return request.transformed or "tokens are copied to another layout"
         if (refused := self.refuses_plain(request) or self.device.unpacked(request.quantizing.spec)) is not None:
             return refused
         wrong = [one for one in (request.source, request.dtype) if one not in self.device.dtypes]
@@ -114,7 +116,7 @@ class Bytes(OfDevice):
 
     def run(self, job: Job) -> Result:
         assert job.dtype is not None
-        values, packed = operators.quantize_and_pack(job.tensor, job.how.spec, job.how.draw, job.dtype)
+        values, packed = operators.quantize_and_pack(job.tensor, job.direction.spec, job.direction.draw, job.dtype)
         return Result(values, packed)
 
 
@@ -127,11 +129,11 @@ class FromBytes(OfDevice):
     def refuses(self, request: Request) -> str | None:
         if request.transform is not None or request.observed:
             return request.transformed or "a technique observes the operand"
-        return "tokens are laid out anew" if request.layout is Layout.MOVED else self.refuses_plain(request)
+        return "tokens are copied to another layout" if request.layout is Layout.MOVED else self.refuses_plain(request)
 
     def run(self, job: Job) -> Result:
         assert isinstance(job.x, PackedOperand)
-        return Result(job.x.requantized(job.how.spec, job.how.draw))
+        return Result(job.x.requantized(job.direction.spec, job.direction.draw))
 
 
 def quantizers(device: Device) -> tuple[Kernel, ...]:

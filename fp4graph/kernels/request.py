@@ -33,7 +33,7 @@ _DOES = OUTSIDE | INSIDE
 
 
 class Asked(StrEnum):
-    """What is asked of a kernel."""
+    """The kinds of requests."""
 
     VALUES = "values"
     BYTES = "values and bytes"
@@ -43,7 +43,7 @@ class Asked(StrEnum):
 
 
 class Needs(Enum):
-    """What a kernel needs of techniques."""
+    """The parts of techniques' work that tensor code must do before the kernel."""
 
     NOTHING = "nothing: the spec is all"
     BLOCKS = "scales and statistics of blocks, computed by tensor code"
@@ -51,10 +51,10 @@ class Needs(Enum):
 
 
 class Layout(StrEnum):
-    """How an operand lies in memory."""
+    """The layouts of an operand in memory."""
 
     DENSE = "as it is given"
-    MOVED = "tokens of experts, laid out anew"
+    MOVED = "tokens of experts, copied to another layout"
     WEIGHTS = "weights of experts, one after another within their product"
 
 
@@ -90,7 +90,7 @@ class Quantizing:
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is asked for.
+    """A request: one operand to quantize, and the facts by which a kernel accepts or refuses it.
 
     Attributes:
         source: the dtype that is read; None for bytes.
@@ -118,16 +118,16 @@ class Request:
 
     @property
     def transformed(self) -> str | None:
-        """That a technique transforms the operands, in words; None where none does."""
+        """The sentence that a technique transforms the operands; None if none does."""
         return None if self.transform is None else f"{self.transform} transforms the operands"
 
 
 class Job(NamedTuple):
-    """What a kernel runs on.
+    """The tensors and arguments of one run of a kernel.
 
     Attributes:
         x: the operand ``[..., C]``.
-        how: it is quantized, along C, with what techniques give of blocks where the kernel needs that.
+        direction: it is quantized, along C, with what techniques give of blocks where the kernel needs that.
         dtype: that the result will be cast to; the kernel may return it.
         rounded: returns what tensor code computes, stages of techniques included, where the kernel is tensor code.
         columns: the other direction, where both are asked for.
@@ -139,7 +139,7 @@ class Job(NamedTuple):
     """
 
     x: Tensor | PackedOperand
-    how: Direction
+    direction: Direction
     dtype: torch.dtype | None = None
     rounded: Callable[[], Tensor] | None = None
     columns: Direction | None = None
@@ -152,13 +152,13 @@ class Job(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The operand, which is no bytes."""
+        """The operand, which is not packed."""
         assert isinstance(self.x, Tensor)
         return self.x
 
 
 class Result(NamedTuple):
-    """What a kernel returns: ``values``, of a product of experts the product, and what else it was asked for.
+    """The result of a kernel. ``values`` are the quantized operand; for a product of experts, the product.
 
     Attributes:
         packed: bytes, or None where the numbers that techniques gave are such as no bytes hold.

@@ -31,7 +31,7 @@ _LENGTH = 4096
 
 @dataclass(frozen=True)
 class Switches:
-    """What is used where there is such a kernel.
+    """The kernels that may be used where they exist.
 
     Attributes:
         quantizers: kernels of quantizers.

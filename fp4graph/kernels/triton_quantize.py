@@ -41,22 +41,22 @@ _NO_BYTES = (None, None)
 _NOTHING = (None, None, None, None)
 
 
-def quantize(x: Tensor, how: Direction, dtype: torch.dtype | None = None) -> Tensor:
+def quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
     y = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, rows=_Written(how, y))
+        _launch(x, rows=_Written(direction, y))
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, columns=_Written(how, y.mT))
+        _launch(x.mT, columns=_Written(direction, y.mT))
     else:
-        y.copy_(quantize(x.contiguous(), how, dtype))
+        y.copy_(quantize(x.contiguous(), direction, dtype))
     return y
 
 
-def quantize_and_pack(x: Tensor, how: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack``."""
-    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, how.spec)
-    _launch(x.contiguous(), rows=_Written(how, y, own))
+    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, direction.spec)
+    _launch(x.contiguous(), rows=_Written(direction, y, own))
     return y, *own
 
 
@@ -75,10 +75,10 @@ def quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) ->
     return y, *own
 
 
-def requantize(packed: Packed, how: Direction) -> Tensor:
+def requantize(packed: Packed, direction: Direction) -> Tensor:
     """Run the operator ``requantize``."""
     y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
-    _launch(y, columns=_Written(how, y), source=packed)
+    _launch(y, columns=_Written(direction, y), source=packed)
     return y.mT
 
 
@@ -90,23 +90,23 @@ def unpack(packed: Packed, factor: Tensor | None = None) -> Tensor:
 
 
 class _Written(NamedTuple):
-    """What is written of one direction, and how it is quantized: None for what packed operands stand for."""
+    """The outputs of one direction and its quantization; None for a direction that is only unpacked."""
 
-    how: Direction | None = None
+    direction: Direction | None = None
     values: Tensor | None = None
     bytes: tuple[Tensor | None, Tensor | None] = _NO_BYTES
 
     @property
     def salts(self) -> tuple[int, ...]:
-        return () if self.how is None or self.how.draw is None else self.how.draw.salts
+        return () if self.direction is None or self.direction.draw is None else self.direction.draw.salts
 
     @property
     def given(self) -> Sequence[Tensor | None]:
-        return _NOTHING if self.how is None else self.how.given[: len(_NOTHING)]
+        return _NOTHING if self.direction is None else self.direction.given[: len(_NOTHING)]
 
     @property
     def constants(self) -> Any:
-        return None if self.how is None else constants(self.how.spec)
+        return None if self.direction is None else constants(self.direction.spec)
 
 
 _NOT_WRITTEN = _Written()
@@ -132,7 +132,9 @@ def _launch(
     given = *rows.given, *columns.given
     each = tuple(part is not None and part.numel() > 1 for part in given)
     results = rows.values, *rows.bytes, columns.values, *columns.bytes, sums
-    draws = [one.how.draw for one in (rows, columns) if one.how is not None and one.how.draw is not None]
+    draws = [
+        one.direction.draw for one in (rows, columns) if one.direction is not None and one.direction.draw is not None
+    ]
     key, step = (draws[0].key, draws[0].step) if draws else (None, None)
     formats = {
         "P": None if source is None else constants(source.spec), "R": rows.constants, "C": columns.constants,

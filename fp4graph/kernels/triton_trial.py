@@ -19,7 +19,7 @@ _COLUMNS = QuantSpec(E2M1, 16, ScaleSpec(E4M3))
 def failure(device: torch.device) -> str | None:
     """Return why the kernels cannot be used on ``device``, or None: they are compiled and run on small tensors.
 
-    It may be asked while a compiler traces; the trial is no part of what is traced.
+    A compiler may be tracing meanwhile; the trial runs outside of its trace.
     """
     with _disable_current_modes(), torch.no_grad():
         try:

@@ -25,7 +25,7 @@ from fp4graph.technique.operands import Gemm
 
 
 class Forward(NamedTuple):
-    """What a forward computes: the product, what it keeps of both factors quantized, and the operands of fprop."""
+    """The product, both quantized factors as the backward reads them, and the operands of fprop."""
 
     y: Tensor
     left: Tensor | PackedOperand | None
@@ -97,12 +97,12 @@ class BoundMatmul:
         if step.kernel is not None and step.asked is not Asked.VALUES:
             spec, both = operand.program.spec, step.asked is Asked.BOTH
             assert spec is not None
-            how, multiplier, columns, waiting = Direction(spec, operand.draw), None, None, None
+            direction, multiplier, columns, waiting = Direction(spec, operand.draw), None, None, None
             if both:
                 other = self._with_draw(Gemm.WGRAD if side == "left" else Gemm.DGRAD, "right")
                 own = operand.program, operand.draw
-                (how, multiplier), (columns, waiting) = _directions(operand.x, step.kernel, own, other)
-            job = Job(operand.x, how, self._dtype, columns=columns, multiplier=waiting, keeps=both)
+                (direction, multiplier), (columns, waiting) = _directions(operand.x, step.kernel, own, other)
+            job = Job(operand.x, direction, self._dtype, columns=columns, multiplier=waiting, keeps=both)
             values, packed, *_ = step.kernel.run(job)
             return (Term(values.to(self._dtype), multiplier),), packed
         terms = operand.quantized(self._dtype)

@@ -29,10 +29,10 @@ from fp4graph.technique.operands import Gemm, Operand
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """The arguments of a product that are no tensors.
+    """The arguments of a product, without its tensors.
 
-    ``dtype`` is that of the GEMMs, ``training`` allows state to be written, ``site`` is for the errors of plugins, and
-    ``observer`` is shown the operands of every GEMM.
+    ``dtype`` is the dtype of the GEMMs. ``training`` allows state to be written. Errors of plugins name ``site``.
+    ``observer`` sees the operands of every GEMM.
     """
 
     program: MatmulProgram
@@ -52,14 +52,14 @@ class MatmulOptions:
         *,
         experts: bool = False,
     ) -> Setting:
-        """Return what the code of a product of ``a`` and ``b`` depends on beside the program.
+        """Return the setting in which the product of ``a`` and ``b`` is lowered.
 
         Args:
-            key: None where there are no random bits.
+            key: the site's key; None if nothing draws.
             needs: whether the gradients of ``a`` and ``b`` are needed.
         """
-        about = Machine.of(a.device), (a.dtype, b.dtype), self.dtype, needs
-        return Setting(*about, key is not None, self.observer is not None, experts)
+        drawn, observed = key is not None, self.observer is not None
+        return Setting(Machine.of(a.device), (a.dtype, b.dtype), self.dtype, needs, drawn, observed, experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +144,13 @@ class BoundGemm:
         assert kernel is not None
         x: Tensor | PackedOperand
         if isinstance(right, PackedOperand):
-            x, how, waiting = right, self._plain("right"), None
+            x, direction, waiting = right, self._plain("right"), None
         else:
-            x, (how, waiting) = right.x, right.program.direction(right.x, right.draw, kernel, segments=right.segments)
-            how = how.rotated(right.turn)
+            x = right.x
+            direction, waiting = right.program.direction(x, right.draw, kernel, segments=right.segments)
+            direction = direction.rotated(right.turn)
         groups = Groups(*self.layout.tokens, self.layout.scale(term.multiplier, waiting))
-        y, packed, *_ = kernel.run(Job(x, how, self.options.dtype, keeps=packs, left=term.values, groups=groups))
+        y, packed, *_ = kernel.run(Job(x, direction, self.options.dtype, keeps=packs, left=term.values, groups=groups))
         return self.taken_back(y), packed
 
     def backward_product(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
@@ -177,9 +178,9 @@ class BoundGemm:
             turn = self.program.turn(*operands, self.operand_draw("left"), segments)
 
         def quantized(side: Side, x: Tensor | PackedOperand) -> Terms:
-            kernel, how = self.step(side).kernel, self._plain(side).rotated(turn)
+            kernel, direction = self.step(side).kernel, self._plain(side).rotated(turn)
             assert kernel is not None
-            return (Term(kernel.run(Job(x, how, self.options.dtype, places=places)).values),)
+            return (Term(kernel.run(Job(x, direction, self.options.dtype, places=places)).values),)
 
         return self.multiply(quantized("left", rows), quantized("right", tokens))
 

@@ -133,5 +133,5 @@ class OperandFacts:
 
     @cached_property
     def _codes(self) -> dict[tuple[Machine, torch.dtype, torch.dtype, bool, bool], tuple[Code, str]]:
-        """What :meth:`chosen` has returned so far."""
+        """The results of :meth:`chosen`, by its arguments."""
         return {}

@@ -251,7 +251,7 @@ class MatmulProgram:
 
     @cached_property
     def schedules(self) -> dict[Setting, Schedule]:
-        """What :func:`fp4graph.ops.lower.lower` has made of the program so far."""
+        """The schedules that :func:`fp4graph.ops.lower.lower` has made, by setting."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""Decides how a site's product is computed: asks the list of kernels for each operand, and says what is kept."""
+"""Lowers programs to schedules: asks the list of kernels for each operand, and decides what the forward keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REUSES = "it is the dequantized operand of fprop"
 
 
 def lower(program: MatmulProgram, setting: Setting) -> Schedule:
-    """Return how ``program`` is computed in ``setting``; the same schedule every time."""
+    """Return the schedule of ``program`` in ``setting``; equal arguments give the same object."""
     known = program.schedules
     if setting not in known:
         known[setting] = _lowered(program, setting)
@@ -63,7 +63,7 @@ class _Lowering:
         return GemmSchedule(left, right, self._multiply(fprop))
 
     def _kept(self, side: Side, reader: GemmProgram, *, needed: bool) -> Step:
-        """Return how an operand of fprop is quantized that ``reader`` reads again where the gradient is ``needed``."""
+        """Return the step of an operand of fprop that ``reader``, a GEMM of the backward, reads again if ``needed``."""
         fprop = self.program.fprop
         program = fprop.side(side)
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
@@ -86,7 +86,7 @@ class _Lowering:
     # ------------------------------------------------------------------ backward
 
     def _backward(self, gemm: GemmProgram, kept: frozenset[Keeps]) -> GemmSchedule:
-        """Return how a GEMM of the backward is computed whose right operand was ``kept``."""
+        """Return the schedule of a GEMM of the backward, whose right operand the forward ``kept``."""
         left, multiply = self._gradient(gemm), self._multiply(gemm)
         packed = Keeps.BYTES in kept and not (self.setting.part and gemm.gemm is Gemm.DGRAD)
         source, why = (Source.BYTES, _FROM_BYTES) if packed else (Source.TENSOR, "")
@@ -109,7 +109,7 @@ class _Lowering:
         return GemmSchedule(left, right if kernel is None else right.by_kernel(kernel, Asked.FROM_BYTES), multiply)
 
     def _gradient(self, gemm: GemmProgram) -> Step:
-        """Return how dY is quantized for a GEMM of the backward."""
+        """Return the step of dY in a GEMM of the backward."""
         step = self._values(gemm, "left")
         if all(self.setting.needs) and not self.setting.experts and self.setting.part != "chosen":
             kernel = self._both(self.program.dgrad, "left", self.program.wgrad, "left")
@@ -201,7 +201,7 @@ class _Lowering:
         return Step(code.first, Asked.VALUES, code, source, keeps, refused or why)
 
     def _multiply(self, gemm: GemmProgram) -> Multiply:
-        """Return how the quantized operands are multiplied, where group scales wait for the accumulator."""
+        """Return the multiplication of the quantized operands; group scales then multiply the accumulator."""
         if self.setting.experts:
             return Multiply.EXPERTS
         narrows = self.setting.machine.narrows and self.setting.dtype is torch.float32

@@ -63,7 +63,7 @@ def quantized_matmul(
             writes are changed in place where gradients are enabled.
         site: for the errors of plugins.
         ends: whole numbers ``[E]``, of a grouped product (:mod:`fp4graph.ops.grouped`): a is then ``[T, K]``, b
-            ``[E, N, K]``, and there is no addend.
+            ``[E, N, K]``, and ``addend`` is None.
 
     Returns:
         ``[..., M, N]`` (``[T, N]``) in the dtype autocast asks for, else in that of ``a``.

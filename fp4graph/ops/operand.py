@@ -99,7 +99,7 @@ class OperandProgram(OperandFacts):
         largest: Callable[[], Tensor] | None = None,
         segments: Segments | None = None,
     ) -> tuple[Direction, Tensor | None]:
-        """Return how ``kernel`` quantizes ``x`` in one read, and the multiplier of the term.
+        """Return the arguments with which ``kernel`` quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
             largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.

@@ -1,7 +1,7 @@
-"""How a site's product is computed: for each operand the kernel that quantizes it, and what the forward keeps of it.
+"""Schedules: the kernel that quantizes each operand of a site, and the form in which the forward keeps the operand.
 
-A :class:`Schedule` is data, made once by :func:`fp4graph.ops.lower.lower` from a program, which says what is computed,
-and a :class:`Setting`. :mod:`fp4graph.ops.matmul` runs it and takes no decision of its own.
+A program says what is computed. :func:`fp4graph.ops.lower.lower` makes a :class:`Schedule` of it once for each
+:class:`Setting`: frozen data, which :mod:`fp4graph.ops.matmul` runs without further decisions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp4graph.technique.operands import Gemm, Operand
 
 
 class Source(StrEnum):
-    """What an operand is quantized from."""
+    """The data that an operand is quantized from."""
 
     TENSOR = "the tensor that the GEMM is given"
     BYTES = "bytes of the forward"
@@ -27,7 +27,7 @@ class Source(StrEnum):
 
 
 class Keeps(StrEnum):
-    """What the forward keeps of an operand of fprop for the backward."""
+    """The forms in which the forward keeps an operand of fprop for the backward."""
 
     ORIGINAL = "original"
     VALUES = "quantized values"
@@ -36,7 +36,7 @@ class Keeps(StrEnum):
 
 
 class Multiply(StrEnum):
-    """How the quantized operands of a GEMM are multiplied."""
+    """The ways to multiply the quantized operands of a GEMM."""
 
     DTYPE = "in the dtype of the model"
     NARROW = "as bf16, which the operands are exactly, into fp32"
@@ -45,16 +45,17 @@ class Multiply(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the code of a site depends on beside the program.
+    """The facts, besides the program, that decide which code computes a site.
 
     Attributes:
         dtypes: of the two factors.
         dtype: of the GEMMs.
         needs: whether the gradients of the two factors are needed.
         drawn: whether there is a source of random bits.
-        observed: whether somebody is shown the operands.
+        observed: whether an observer sees the operands.
         experts: whether the product is one of experts, each with tokens of its own.
-        part: of a product whose input channels go apart, the rest or the chosen ones; None for the whole product.
+        part: the part that is lowered of a product whose chosen input channels are multiplied apart: the chosen ones or
+            the rest; None for the whole product.
     """
 
     machine: Machine
@@ -77,15 +78,15 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """How one operand is quantized.
+    """The quantization of one operand.
 
     Attributes:
-        kernel: that quantizes it; None leaves it in high precision.
-        asked: what the kernel is asked for.
-        code: of the operand's values, should they be asked for alone; None in high precision.
-        source: what it is quantized from.
-        keeps: of an operand of fprop.
-        why: why the kernels before do not; else "".
+        kernel: the kernel that quantizes the operand; None leaves it in high precision.
+        asked: the request that the kernel serves.
+        code: the kernels for the operand's values alone; None in high precision.
+        source: the data that the operand is quantized from.
+        keeps: the forms in which the forward keeps an operand of fprop.
+        why: why the kernels earlier in the list refuse; "" if none does.
     """
 
     kernel: Kernel | None
@@ -96,7 +97,7 @@ class Step:
     why: str = ""
 
     def by_kernel(self, kernel: Kernel, asked: Asked) -> Step:
-        """Return the step with another kernel, which is asked for more than values."""
+        """Return the step with ``kernel``, which serves a request for more than values."""
         return replace(self, kernel=kernel, asked=asked, why="")
 
     def saves_original(self, *, ready: bool) -> bool:
@@ -127,7 +128,7 @@ class Step:
 
 @dataclass(frozen=True)
 class GemmSchedule:
-    """How the two operands of one GEMM are quantized, and multiplied."""
+    """The steps of a GEMM's two operands, and their multiplication."""
 
     left: Step
     right: Step
@@ -135,7 +136,7 @@ class GemmSchedule:
 
 
 class Line(NamedTuple):
-    """A line of a schedule as people read it: of an operand, or of how GEMMs multiply."""
+    """A line of a printed schedule: one operand, or the multiplication of GEMMs."""
 
     what: str
     by: str
@@ -150,10 +151,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the GEMMs of a site are computed; None stands for one that is not needed.
+    """The schedules of a site's GEMMs; None for a GEMM that is not needed.
 
     Attributes:
-        apart: of the input channels that are multiplied apart, where some are; the rest are computed as this says.
+        apart: the schedule of the input channels that are multiplied apart; None if there are none. The other
+            attributes then describe the rest.
     """
 
     fprop: GemmSchedule
@@ -162,20 +164,20 @@ class Schedule:
     apart: Schedule | None = None
 
     def gemms(self) -> dict[Gemm, GemmSchedule]:
-        """Return how the GEMMs that are needed are computed."""
+        """Return the schedules of the needed GEMMs."""
         each = {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}
-        return {gemm: own for gemm, own in each.items() if own is not None}
+        return {gemm: schedule for gemm, schedule in each.items() if schedule is not None}
 
     def steps(self) -> dict[Operand, Step]:
-        """Return how each operand of the GEMMs that are needed is quantized."""
+        """Return the step of each operand of the needed GEMMs."""
         return {
             operand: step
-            for gemm, own in self.gemms().items()
-            for operand, step in zip(gemm.operands, (own.left, own.right), strict=True)
+            for gemm, schedule in self.gemms().items()
+            for operand, step in zip(gemm.operands, (schedule.left, schedule.right), strict=True)
         }
 
     def lines(self, of: str = "") -> Iterator[Line]:
-        """Yield what people read: the operands, how GEMMs multiply, and the same of channels apart."""
+        """Yield the printed lines: operands, multiplications, and the same for channels that are multiplied apart."""
         for operand, step in self.steps().items():
             yield Line(f"{operand}{of}", step.by, step.why, tuple(sorted(step.keeps)))
         ways: dict[Multiply, list[str]] = {}
@@ -187,7 +189,7 @@ class Schedule:
             yield from self.apart.lines(" of channels apart")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the schedule as plain data: each operand, how each GEMM multiplies, and the same of channels apart."""
+        """Return the schedule as plain data: operands, multiplications, and the same for channels apart."""
         steps = {
             operand.value: {"by": step.by, "because": step.why, "keeps": sorted(step.keeps)}
             for operand, step in self.steps().items()

@@ -56,7 +56,7 @@ class StateEntry:
         init: makes the first value from the whole weight, as stored. It is called by ``apply``, again at the first
             training forward, when the weights have their values, and when a checkpoint is loaded that lacks the entry.
             It must be a function of a module and not a lambda or a closure: plans compare entries by this function too,
-            and one made anew at each call of :meth:`Technique.state` would share no compiled code.
+            and a new function at each call of :meth:`Technique.state` would prevent shared compiled code.
         writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by
             :meth:`Technique.observe`.
         weight_like: whether the entry has the weight's shape. Otherwise it has any shape and reaches the stages as it
@@ -97,7 +97,7 @@ class Partition:
 
 
 class Facts(BaseModel):
-    """What the engine knows of a technique without calling a stage. Defaults are those of one that declares nothing."""
+    """The facts of a technique that the engine reads without calling a stage; a class that declares none has these."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
@@ -154,7 +154,7 @@ class Facts(BaseModel):
         S is the diagonal of the one tensor that ``pair_context`` returns, ±1, ``[g]``, or the identity where it returns
         none; H is the orthonormal Sylvester-Hadamard matrix of a power of two g; the product is in fp32, and axes that
         g does not divide are zero-padded. A kernel may then rotate what it reads by itself, and ``transform`` is not
-        called. A class that overrides ``transform`` or ``inverse`` says anew whether it is one.
+        called. A class that overrides ``transform`` or ``inverse`` must override this too, else it is ignored.
         """
         return None
 

@@ -29,7 +29,7 @@ class SiteView:
         numel: the number of elements of B (the weight, for op "linear" and "grouped"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
-        role: the part that the product plays where it is no layer of the network itself: "adapter" (LoRA and the
+        role: the part of a product that is not an ordinary layer: "adapter" (LoRA and the
             like), "router" (its output chooses by top-k), "head" (it makes the model's output); None elsewhere.
     """
 

@@ -22,9 +22,9 @@ BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGN
     ("structure", "how", "rest"),
     [
         (DIRECTION, {}, ()),
-        (GIVEN, {"given": True}, (DIVISOR, None, None, FACTOR)),
+        (GIVEN, {"given": True}, (DIVISOR, None, None, FACTOR, None)),
         (ROTATED, {"rotation": True}, (SIGNS, 2)),
-        (WHOLE, {"given": True, "rotation": True}, (DIVISOR, None, None, FACTOR, SIGNS, 2)),
+        (WHOLE, {"given": True, "rotation": True}, (DIVISOR, None, None, FACTOR, None, SIGNS, 2)),
     ],
     ids=["plain", "given", "rotated", "whole"],
 )

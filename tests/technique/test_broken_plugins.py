@@ -456,6 +456,9 @@ FACTS: dict[str, tuple[dict[str, Any], str]] = {
         r"has a property mixes; .* as mixes = 'block'; see docs/techniques.md, 'Facts that a technique declares'",
     ),
     "mixes": ({"mixes": "blocks"}, "declares mixes = 'blocks'; choose from none, block, expert, tensor"),
+    "on_experts, as words": ({"on_experts": "round"}, "declares on_experts = 'round'; write the stages as a set"),
+    "on_experts, misspelt": ({"on_experts": {"rond"}}, "declares on_experts with 'rond', at which it does not act"),
+    "on_experts, no such stage": ({"on_experts": {"round"}}, "declares on_experts with 'round', at which it does not"),
     "mixes nothing, and changes the statistic of a block": (
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
         "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",

@@ -12,7 +12,8 @@ import pytest
 
 import fp4graph.technique
 from fp4graph.commands.catalogue import shipped_registry
-from fp4graph.technique import IMPORTABLE, STAGES, Technique, overrides
+from fp4graph.kernels.request import INSIDE, OUTSIDE
+from fp4graph.technique import IMPORTABLE, QUANTIZER_STAGES, STAGES, Technique, overrides
 from fp4graph.technique.facts import Facts
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,11 @@ def test_every_listed_module_is_used_and_documented() -> None:
 def section(heading: str) -> str:
     """The part of docs/techniques.md under a heading, up to the next one."""
     return TECHNIQUES.partition(f"{heading}\n")[2].partition("\n#")[0]
+
+
+def test_kernels_know_every_stage_of_a_quantizer() -> None:
+    """They would take an operand whose stage they do not know, and the stage would not be called."""
+    assert {*INSIDE, *OUTSIDE} == {*QUANTIZER_STAGES}
 
 
 def test_the_table_of_stages_is_what_the_techniques_override() -> None:

@@ -38,7 +38,7 @@ struct Strides {
     i64 at(i64 b, i64 r, i64 c) const { return b * batch + r * row + c * column; }
 };
 
-// Of a batch of matrices those from number `first` on.
+// A batch of matrices, of which a kernel takes those from number `first` on.
 struct Shape {
     i64 batches, rows, columns, first;
 };

@@ -1,4 +1,4 @@
-// What techniques have made of blocks.
+// Numbers of blocks that techniques supply.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// What techniques have made of blocks: numbers [B, G, r, ceil(C / BLOCK)], r neighbouring lines in a group, that may be
-// broadcast along any axis, with a step of 0; null where nothing changes.
+// Numbers [B, G, r, ceil(C / BLOCK)] that techniques supply, r neighbouring lines in a group. A step of 0 broadcasts
+// along an axis; null data changes nothing.
 struct Blockwise {
     const float* data;
     i64 batch, group, line, block, lines;  // steps, and r

@@ -1,4 +1,4 @@
-// What depends on no quantizer, in one library: the functions that fp4graph/kernels/abi.py names with their parameters.
+// The functions that depend on no quantizer, in one library. fp4graph/kernels/abi.py has their parameters.
 
 #include "noise.h"
 #include "rotated.h"

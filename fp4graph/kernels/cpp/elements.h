@@ -18,7 +18,7 @@ inline void narrow(float x, bf16* to) {
     to->bits = static_cast<u16>((bits & ~static_cast<u32>(SIGN)) > INFINITE ? 0x7FC0 : rounded);
 }
 
-// Whether bfloat16 holds everything that elements and scales of F stand for, so that nothing is left to round.
+// True if bfloat16 holds every product of an element and a scale of F, so that nothing is rounded.
 template <class F>
 constexpr bool exact_in_bf16() {
     return !F::ENCODE && F::MANTISSA + F::S_MANTISSA + 2 <= 8 &&

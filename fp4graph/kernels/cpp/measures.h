@@ -1,4 +1,4 @@
-// What rounding does to each block: its errors, the sums that make up for them, and choices between elements.
+// Errors of rounded blocks, sums that correct them, and choices between element formats.
 //
 // Sums of shares are exact, as those of numerics/exact.py are: multiples of a unit whose sum a double holds.
 
@@ -199,8 +199,7 @@ struct LanesOfMoments {
     void end(i64 i, i64 k) const { squares[k] = first[i] * (1 / units), products[k] = second[i] * (1 / units); }
 };
 
-// Of the ratios u of each block and the elements q that they are rounded to: Σ u² and Σ u·q, over `largest`, a power of
-// two.
+// Σ u² and Σ u·q of each block, over `largest`, a power of two: u are its ratios, q the elements nearest to them.
 template <class F>
 void block_moments_across(const float* values, const float* scale, double* squares, double* products, BlockGrid grid,
                           double largest, double units, int threads) {

@@ -16,7 +16,7 @@ inline void fetch(const void* from, i64 bytes) {
     for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(byte + i, WRITTEN);
 }
 
-// Where the columns of a matrix come from: from those of the same number, or from others, of which `none` is zeros.
+// The source columns of a matrix: those of the same number, or those listed in `from`, where `none` stands for zeros.
 struct Places {
     const i64* from = nullptr;
     i64 none = 0;

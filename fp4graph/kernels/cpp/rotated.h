@@ -20,7 +20,7 @@ struct Rotated {
     float unit;
 };
 
-// Where C is contiguous. G is g, or 0 for any.
+// C is contiguous. G is g, or 0 for any g.
 template <int G, class T>
 void rotate_along(const Rotated<T>& r, int threads) {
     const i64 g = G ? G : r.g, C = r.shape.columns, blocks = (r.length + g - 1) / g;
@@ -50,7 +50,7 @@ void rotate_along(const Rotated<T>& r, int threads) {
     }
 }
 
-// Where R is contiguous: neighbouring lines at once.
+// R is contiguous: neighbouring lines are rotated together.
 template <class T>
 void rotate_across(const Rotated<T>& r, int threads) {
     const i64 R = r.shape.rows, C = r.shape.columns, g = r.g, blocks = (r.length + g - 1) / g;

@@ -37,7 +37,7 @@ inline float from_exponent(i32 exponent) {
     return F::TO_ONE && exponent < lowest ? 1.0f : scale;
 }
 
-// What to add to bits so that cutting `dropped` low ones off rounds by the rule.
+// The number to add to bits so that cutting off `dropped` low bits rounds by the rule.
 template <class F>
 inline i32 carry(i32 bits, int dropped, u32 noise) {
     const i32 below = static_cast<i32>((1u << dropped) - 1);
@@ -97,7 +97,7 @@ inline float dequantized(float q, float scale, float reciprocal) {
 
 }  // namespace
 
-// Of statistics z the scales, by a rule that draws nothing.
+// The scales of statistics z, by a rule that draws nothing.
 template <class F>
 void block_scales(const float* z, float* scale, i64 count, int threads) {
 #pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)

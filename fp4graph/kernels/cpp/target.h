@@ -1,4 +1,4 @@
-// Where a quantizer writes to, and what of it needs no rounding.
+// The outputs of a quantizer, and the tests whether they need rounding.
 
 #pragma once
 
@@ -31,7 +31,7 @@ inline bool merges(const float* factor, i64 count) {
     return !wrong;
 }
 
-// Whether given scales are numbers of F's scale format or coarser ones, so that exact_in_bf16 holds with them.
+// True if the given scales are numbers of F's scale format or of a coarser one, so that exact_in_bf16 holds.
 template <class F>
 inline bool fits(const float* scale, i64 count) {
     if (!exact_in_bf16<F>()) return false;

@@ -49,7 +49,7 @@ class Places(OfExperts):
     def run(self, job: Job) -> Result:
         assert job.places is not None
         assert job.dtype is not None
-        return Result(experts.quantize_at(job.x, job.places, job.how, job.dtype))
+        return Result(experts.quantize_at(job.x, job.places, job.direction, job.dtype))
 
 
 class TurnedPlaces(Places):
@@ -89,8 +89,8 @@ class Product(OfExperts):
         assert job.left is not None
         assert job.groups is not None
         if isinstance(job.x, PackedOperand):
-            return Result(experts.requantized_product(job.left, job.x, job.groups, job.how))
-        return Result(*experts.quantized_product(job.left, job.x, job.groups, job.how, job.keeps))
+            return Result(experts.requantized_product(job.left, job.x, job.groups, job.direction))
+        return Result(*experts.quantized_product(job.left, job.x, job.groups, job.direction, job.keeps))
 
 
 class TurnedProduct(Product):

@@ -36,13 +36,13 @@ class Both(OfDevice):
     def run(self, job: Job) -> Result:
         assert job.columns is not None
         if not job.keeps:
-            rows, columns, sums = operators.quantize_both(job.tensor, job.how, job.columns, job.sums)
+            rows, columns, sums = operators.quantize_both(job.tensor, job.direction, job.columns, job.sums)
             return Result(rows, columns=columns, sums=sums)
         assert job.dtype is not None
         if not job.columns.packs:
-            how = job.how
-            return Result(operators.quantize(job.tensor, how.spec, how.draw, how.given, job.dtype))
-        both = job.tensor, job.how, job.columns
+            direction = job.direction
+            return Result(operators.quantize(job.tensor, direction.spec, direction.draw, direction.given, job.dtype))
+        both = job.tensor, job.direction, job.columns
         return Result(*operators.quantize_and_pack_columns(*both, job.dtype, job.multiplier))
 
 
