@@ -1,7 +1,7 @@
 """A whole training step, forward, backward and AdamW, under policies beside the unquantized model.
 
-Both are compiled by Inductor. Parameters are fp32; bfloat16 is that of autocast. Policies with phases are in their
-first one, and ``tetrajet-qramping`` in its detection, its costliest part.
+Inductor compiles both. Parameters are fp32; bfloat16 means autocast. Policies with phases are in their first phase, and
+``tetrajet-qramping`` in its detection, its most expensive part.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def measure(
     baseline: Training,
     patience: Patience,
 ) -> dict[str, Any]:
-    """Figures of one policy beside ``baseline``, which is compiled already or is in the first comparison."""
+    """Return the figures of one policy beside ``baseline``, which the first comparison compiles."""
     explanation = explained(model, policy, size)
     if explanation.problem:
         raise Inapplicable(explanation.problem.partition(";")[0])
-    own = Training(model, policy, size, dtype, device, backend)
-    own.compile()
-    comparison = compare(baseline.step, own.step, device, patience)
-    if not own.step().isfinite():
+    training = Training(model, policy, size, dtype, device, backend)
+    training.compile()
+    comparison = compare(baseline.step, training.step, device, patience)
+    if not training.step().isfinite():
         raise RuntimeError("the loss is not finite")
-    least = floor.of_sites(explanation.sites, dtype.itemsize, device)
+    bound = floor.of_sites(explanation.sites, dtype.itemsize, device)
     return {
         **figures_of(comparison),
-        "floor": 1 + least / comparison.baseline,
+        "floor": 1 + bound / comparison.baseline,
         "quantized": explanation.quantized,
         "sites": len(explanation.sites),
     }
@@ -86,9 +86,9 @@ def main(
             baseline = Training(model, UNQUANTIZED, size, kind, on, backend)
             baseline.compile()
             for policy in names:
-                about = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
+                row_case = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
                 figures = partial(measure, model, policy, size, kind, on, backend, baseline, patience)
-                results.add(attempt(about, figures))
+                results.add(attempt(row_case, figures))
     results.close(TITLE, COLUMNS)
 
 
