@@ -1,9 +1,4 @@
-"""Lower bounds of the time on this machine: operations divided by their rate, bytes divided by the bandwidth.
-
-A site has three GEMMs of 2·M·K·N operations each. To quantize its operands, each of the tensors X ``[M, K]``,
-W ``[N, K]`` and dY ``[M, N]`` that a quantizer reads is read once, and every quantized operand is written once, in the
-dtype that the GEMM reads, because no matrix library quantizes while it reads. The arithmetic of quantizers is left out.
-"""
+"""Lower bounds of the time on this machine, from the bytes that quantizers move: "Floor" in docs/performance.md."""
 
 from __future__ import annotations
 

@@ -1,18 +1,8 @@
 """Predicts the cost of a policy on a GPU from its generated program, without a GPU.
 
 For one block of a model in training, Inductor writes the program for an absent card (:mod:`benchmarks.gpu_program`).
-The figures are:
-
-``bytes``: bytes that kernels read and write, by ``GraphLowering.count_bytes`` of Inductor's schedule: each element of a
-buffer once in each direction, however often a kernel reads it. For an operator of this project these are its arguments
-and results. ``launches``: launches of Triton kernels, of which ``keys`` compute the two numbers of a key. ``GEMMs``:
-calls of the library. ``saved``: bytes of inputs and intermediate results that the backward reads, without parameters.
-``of linears``: the same for all linears of the block, each compiled alone in bf16 with its weight counted, as by
-benchmarks/memory.py, relative to the unquantized linears. ``kernels``: distinct kernels, each of which is compiled; for
-those of this project one for each set of specs and tensors. ``source``: their code as Inductor writes it.
-``estimate``: time of a step relative to the unquantized step, with GEMMs at the stated rate of operations and
-everything else at the stated bandwidth; attention counts by its bytes. ``quantizers``: the kernels of this project, or
-the tensor code that Inductor fuses, which runs where a kernel does not.
+docs/performance.md, "Predicted, not measured", defines the figures. In the estimate attention counts by its bytes.
+``--quantizers`` chooses the kernels of this project, or the tensor code that Inductor fuses.
 """
 
 from __future__ import annotations

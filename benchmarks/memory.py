@@ -1,12 +1,7 @@
 """Bytes that a forward keeps for its backward, under policies beside the unquantized model.
 
-The figures count the tensors that autograd holds when the compiled forward has returned, each storage once. A compiled
-graph is one autograd function, which saves the tensors that its backward reads.
-
-``linears``: every linear that the policy quantizes, each kind compiled alone at the model's shapes, with bf16 weight
-and input. The unquantized linear keeps its input and its weight. ``model``: the whole model, compiled, under autocast
-to bf16. Parameters are counted too; ``without parameters`` leaves them out, because an unquantized weight exists
-anyway. The figures are deterministic, so nothing is repeated.
+docs/performance.md, "Bytes for the backward", defines the figures: the tensors that autograd holds when the compiled
+forward has returned, each storage once. They are deterministic, so nothing is repeated.
 """
 
 from __future__ import annotations
