@@ -142,7 +142,7 @@ class Generated:
 
 
 class _Stop(BaseException):
-    """Carries the code out of the compiler before it is loaded. It is no Exception, because compilers catch these."""
+    """Carries the code out of the compiler before it is loaded. Compilers would catch an Exception."""
 
 
 def generate(
@@ -238,7 +238,7 @@ def compile_written(
     """Return the machine code of a Triton function.
 
     Args:
-        signature: the Triton types of the arguments that are no constants.
+        signature: the Triton types of the arguments that are not constants.
         constants: the values of the other arguments.
         aligned: arguments that are multiples of 16, which Triton detects at a launch.
         options: of the launch.

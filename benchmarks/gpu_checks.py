@@ -22,7 +22,7 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
 from tests.gpu.cases import KEY, STEP, operands, programs, quantizers
 
-#: Neither size is a multiple of the kernel's tile, and the second is no multiple of a block.
+#: Neither size is a multiple of the kernel's tile, and the second is not a multiple of a block.
 SHAPE = (200, 136)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Quantizers whose last bits differ between eager mode and Inductor (docs/parity.md, "What is not exact").

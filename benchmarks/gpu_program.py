@@ -103,7 +103,7 @@ class Program:
 
 
 class _Stop(BaseException):
-    """Leaves a compiler before it loads code. It is no Exception, because compilers catch these."""
+    """Leaves a compiler before it loads code. Compilers would catch an Exception."""
 
 
 def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dtype: torch.dtype) -> Program:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import fp4graph
 
-#: The name of the unquantized baseline, which is no policy.
+#: The name of the unquantized baseline, which is not a policy.
 UNQUANTIZED = "unquantized"
 #: Long enough that every policy stays in its first phase.
 TOTAL_STEPS = 1_000_000
