@@ -148,15 +148,15 @@ def record(
 ) -> None:
     """Add the digests of all cases to FILE, a line each; skip cases that FILE already has."""
     torch.set_num_threads(1)
-    done = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
+    recorded = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
     chosen = (
         options.policies_of(policies), options.DTYPES, options.choices(backends, BACKENDS),
         options.choices(kinds, KINDS), options.choices(kernels, ("on", "off")),
     )  # fmt: skip
-    for policy, dtype, backend, kind, on in itertools.product(*chosen):
-        case = " ".join((policy, dtype, backend, kind, f"kernels {on}"))
-        if case not in done:
-            digests = _case(policy, dtype, backend, kind, on == "on")
+    for policy, dtype, backend, kind, switch in itertools.product(*chosen):
+        case = " ".join((policy, dtype, backend, kind, f"kernels {switch}"))
+        if case not in recorded:
+            digests = _case(policy, dtype, backend, kind, switch == "on")
             with file.open("a") as stream:
                 stream.write(json.dumps({"case": case, **digests}) + "\n")
 

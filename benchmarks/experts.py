@@ -102,16 +102,16 @@ def main(
     repeats: options.Repeats = 11,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, patience, on = options.policies_of(policies), Patience(seconds, repeats), options.device_of(device)
-    results = Results("experts", context, on, folder)
+    names, patience, torch_device = options.policies_of(policies), Patience(seconds, repeats), options.device_of(device)
+    results = Results("experts", context, torch_device, folder)
     for dtype in options.choices(dtypes, options.DTYPES):
         torch._dynamo.reset()
-        case = Case((experts, tokens, features, features), options.DTYPES[dtype], on, backend)
+        case = Case((experts, tokens, features, features), options.DTYPES[dtype], torch_device, backend)
         baseline = case.unquantized()
         for policy in names:
 
             def figures(policy: str = policy, case: Case = case, baseline: Callable[[], object] = baseline) -> Any:
-                return figures_of(compare(baseline, case.under(policy), on, patience))
+                return figures_of(compare(baseline, case.under(policy), torch_device, patience))
 
             shape = f"{experts} × {tokens} × {features} × {features}"
             row_case = {"shape": shape, "dtype": dtype, "experts": policy, "to": UNQUANTIZED, "backend": backend}

@@ -93,9 +93,9 @@ def main(
     repeats: options.Repeats = 3,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on = options.policies_of(policies), options.device_of(device)
+    names, torch_device = options.policies_of(policies), options.device_of(device)
     patience = Patience(seconds, repeats, most=max(repeats, 11))
-    results = Results("first_step", context, on, folder)
+    results = Results("first_step", context, torch_device, folder)
     with tempfile.TemporaryDirectory() as cache:  # reads compiler and libraries into memory, for all starts alike
         run("trial-vit", 4, "float32", device, backend, UNQUANTIZED, cache)
     for name in options.choices(models, MODELS):

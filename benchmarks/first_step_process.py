@@ -24,13 +24,13 @@ from fp4graph.technique.registry import default_registry
 def main(model: str, policy: str, batch: str, dtype: str, device: str, backend: str) -> None:
     default_registry()  # imports the plugins
     _ = fp4graph.apply, fp4graph.prepare_optimizer  # imports the modules of both
-    on = torch.device(device)
-    training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], on, backend)
-    synchronize(on)
+    torch_device = torch.device(device)
+    training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], torch_device, backend)
+    synchronize(torch_device)
     begin = time.perf_counter()
     training.compile()
     loss = training.step()
-    synchronize(on)
+    synchronize(torch_device)
     seconds = time.perf_counter() - begin
     counts = {**counters["inductor"], **counters["aot_autograd"]}
     caches = {name: count for name, count in counts.items() if "cache" in name}

@@ -43,39 +43,39 @@ def kernel_specs() -> dict[str, QuantSpec]:
 def kernels(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Compare every operator with tensor code on the same device; return the number of differing elements."""
     key, step = KEY.to(device), STEP.to(device)
-    draw = Draw(key, step, (1,)) if spec.needs_key else None
-    other = Draw(key, step, (2,)) if spec.needs_key else None
-    noise, other_noise = (None if source is None else source.varying for source in (draw, other))
+    row_draw = Draw(key, step, (1,)) if spec.needs_key else None
+    column_draw = Draw(key, step, (2,)) if spec.needs_key else None
+    row_noise, column_noise = (None if source is None else source.varying for source in (row_draw, column_draw))
     differs: dict[str, int] = {}
     compared = 0
     for _, values in operands(SHAPE, spec):
         x = values.to(dtype).to(device)
-        rows, columns = fake_quantize(x, spec, -1, noise), fake_quantize(x, spec, 0, other_noise)
-        for name, pair in _runs(x, spec, draw, other, rows, columns):
+        rows, columns = fake_quantize(x, spec, -1, row_noise), fake_quantize(x, spec, 0, column_noise)
+        for name, pair in _runs(x, spec, row_draw, column_draw, rows, columns):
             differs[name] = differs.get(name, 0) + _different(*pair)
             compared += x.numel()
     return {"differs": differs, "compared": compared, "equal": not any(differs.values())}
 
 
 def _runs(
-    x: Tensor, spec: QuantSpec, draw: Draw | None, other: Draw | None, rows: Tensor, columns: Tensor
+    x: Tensor, spec: QuantSpec, row_draw: Draw | None, column_draw: Draw | None, rows: Tensor, columns: Tensor
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield each operator's name, its result and the expected result."""
-    yield "quantize, rows", (operators.quantize(x, spec, draw), rows)
-    yield "quantize, columns", (operators.quantize(x.mT, spec, other).mT, columns)
+    yield "quantize, rows", (operators.quantize(x, spec, row_draw), rows)
+    yield "quantize, columns", (operators.quantize(x.mT, spec, column_draw).mT, columns)
     if of_spec(spec, x.device, Asked.BYTES, x.dtype, x.dtype) == TENSOR_CODE:
         return
-    values, packed = operators.quantize_and_pack(x, spec, draw, x.dtype)
+    values, packed = operators.quantize_and_pack(x, spec, row_draw, x.dtype)
     yield "quantize_and_pack", (values, rows)
     yield "unpack", (packed.unpack(), rows)
-    noise = None if other is None else other.varying
-    yield "requantize", (packed.requantized(spec, other), fake_quantize(rows.mT, spec, -1, noise))
-    both = Direction(spec, draw), Direction(spec, other)
-    first, second, _ = operators.quantize_both(x, *both)
-    yield "quantize_both, rows", (first, rows)
-    yield "quantize_both, columns", (second, columns)
-    first, packed = operators.quantize_and_pack_columns(x, *both, x.dtype)
-    yield "quantize_and_pack_columns, rows", (first, rows)
+    noise = None if column_draw is None else column_draw.varying
+    yield "requantize", (packed.requantized(spec, column_draw), fake_quantize(rows.mT, spec, -1, noise))
+    directions = Direction(spec, row_draw), Direction(spec, column_draw)
+    row_values, column_values, _ = operators.quantize_both(x, *directions)
+    yield "quantize_both, rows", (row_values, rows)
+    yield "quantize_both, columns", (column_values, columns)
+    row_values, packed = operators.quantize_and_pack_columns(x, *directions, x.dtype)
+    yield "quantize_and_pack_columns, rows", (row_values, rows)
     yield "quantize_and_pack_columns, bytes", (packed.unpack().mT, columns)
 
 

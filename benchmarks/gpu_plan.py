@@ -51,9 +51,9 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(make() for _ in range(depth))
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, *rest)
+            x = block(x, *rotary)
         return x
 
 
@@ -64,8 +64,8 @@ class OneOf(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(make() for _ in range(3))
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        y: Tensor = self.blocks[1](x, *rest)
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
+        y: Tensor = self.blocks[1](x, *rotary)
         return y
 
 

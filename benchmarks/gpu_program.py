@@ -156,19 +156,19 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
     with mode:
         fakes = [_fake(x, "cpu") for x in inputs]
     parameters = {f"primals_{1 + i}" for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)}
-    made, forward = Program(), list[GraphModule]()
+    written, forward = Program(), list[GraphModule]()
 
     def compile_one(traced: GraphModule, examples: Sequence[Any], **keywords: Any) -> Any:
         backward = bool(keywords.get("is_backward"))
         forward.append(traced)
         if backward:
-            _count_saved(made, forward[0], traced, parameters)
+            _count_saved(written, forward[0], traced, parameters)
         moved, on_card = _moved(traced, examples, mode)
-        made.flops.update(_flops(moved))
+        written.flops.update(_flops(moved))
 
         def stop(code: str) -> None:
-            made.code.append(code)
-            made.kernels += _kernels(backward)
+            written.code.append(code)
+            written.kernels += _kernels(backward)
             raise _Stop
 
         with mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
@@ -192,13 +192,13 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
             pass
         else:
             raise RuntimeError("there is no backward: no input needs a gradient")
-    for code in made.code:
+    for code in written.code:
         calls = _LAUNCH.findall(code)
-        made.launches += len(calls) + len(_OPERATOR.findall(code))
-        made.keys += sum(_two_numbers(call) for call in calls)
-        made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
-        made.sources |= set(_variants(code))
-    return made
+        written.launches += len(calls) + len(_OPERATOR.findall(code))
+        written.keys += sum(_two_numbers(call) for call in calls)
+        written.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
+        written.sources |= set(_variants(code))
+    return written
 
 
 def _variants(code: str) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _moved(traced: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -
     return moved, on_card
 
 
-def _count_saved(made: Program, forward: GraphModule, backward: GraphModule, parameters: set[str]) -> None:
+def _count_saved(program: Program, forward: GraphModule, backward: GraphModule, parameters: set[str]) -> None:
     """Count the bytes that the backward reads, each storage once."""
     nodes = {node.name: node for node in forward.graph.nodes}
     counted = set[str]()
@@ -294,9 +294,9 @@ def _count_saved(made: Program, forward: GraphModule, backward: GraphModule, par
         if node.name not in counted:
             counted.add(node.name)
             if node.name in parameters:
-                made.saved_parameters += node.meta["val"].nbytes
+                program.saved_parameters += node.meta["val"].nbytes
             else:
-                made.saved += node.meta["val"].nbytes
+                program.saved += node.meta["val"].nbytes
 
 
 def _flops(graph: GraphModule) -> Counter[str]:

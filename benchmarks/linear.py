@@ -209,11 +209,11 @@ def main(
     folder: options.Folder = RESULTS,
 ) -> None:
     chosen, names, patience = options.choices(peers, PEERS), options.policies_of(policies), Patience(seconds, repeats)
-    on = options.device_of(device)
-    results = Results("linear", context, on, folder)
+    torch_device = options.device_of(device)
+    results = Results("linear", context, torch_device, folder)
     for shape in options.choices(shapes, SHAPES):
         for dtype in options.choices(dtypes, options.DTYPES):
-            case = Case(shape, options.DTYPES[dtype], on, backend)
+            case = Case(shape, options.DTYPES[dtype], torch_device, backend)
             for row in measure(case, names, chosen, against or None, patience):
                 results.add(row)
     results.close(TITLE, COLUMNS)

@@ -125,15 +125,15 @@ def main(
     whole: Annotated[bool, typer.Option(help="Whole models too, each compiled twice.")] = True,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on = options.policies_of(policies), options.device_of(device)
-    results = Results("memory", context, on, folder)
+    names, torch_device = options.policies_of(policies), options.device_of(device)
+    results = Results("memory", context, torch_device, folder)
     for name in options.choices(models, MODELS):
         model = MODELS[name]
         size = batch or model.size
         for policy in names:
-            for of, count in (("linears", of_linears), ("model", of_model))[: 1 + whole]:
-                row_case = {"model": name, "batch": size, "policy": policy, "of": of, "backend": backend}
-                results.add(attempt(row_case, partial(count, model, size, policy, on, backend)))
+            for part, count in (("linears", of_linears), ("model", of_model))[: 1 + whole]:
+                row_case = {"model": name, "batch": size, "policy": policy, "of": part, "backend": backend}
+                results.add(attempt(row_case, partial(count, model, size, policy, torch_device, backend)))
     results.close(TITLE, COLUMNS)
 
 

@@ -40,10 +40,10 @@ def policies_of(names: str) -> list[str]:
 
 def choices(names: str, among: Iterable[str], separator: str = ",") -> list[str]:
     """Return the names in ``names``, each of which must be in ``among``; ``all`` stands for all of ``among``."""
-    known = list(among)
-    chosen = known if names == "all" else split(names, separator)
-    if unknown := [name for name in chosen if name not in known]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(known)}")
+    valid = list(among)
+    chosen = valid if names == "all" else split(names, separator)
+    if unknown := [name for name in chosen if name not in valid]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(valid)}")
     return chosen
 
 

@@ -167,11 +167,11 @@ def main(
     repeats: options.Repeats = 11,
     folder: options.Folder = RESULTS,
 ) -> None:
-    on, patience = options.device_of(device), Patience(seconds, repeats)
-    results = Results("quantizers", context, on, folder)
+    torch_device, patience = options.device_of(device), Patience(seconds, repeats)
+    results = Results("quantizers", context, torch_device, folder)
     for quantizer, layout, dtype in _cases(options.policies_of(policies), options.choices(dtypes, options.DTYPES)):
         torch.manual_seed(0)
-        x = torch.randn(rows, columns, device=on).to(options.DTYPES[dtype])
+        x = torch.randn(rows, columns, device=torch_device).to(options.DTYPES[dtype])
         row_case = {"quantizer": quantizer.name, "layout": layout, "dtype": dtype, "tensor": f"{rows}×{columns}"}
         row_case["backend"] = backend
         results.add(attempt(row_case, partial(measure, quantizer, x, layout, backend, patience)))

@@ -98,8 +98,8 @@ def rates(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         case, figures = row["case"], row["figures"]
         if case["linear"].startswith(UNQUANTIZED) and "ratio" in figures:
-            shown = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
-            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in shown) + " |")
+            cells = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
+            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in cells) + " |")
     return "\n".join(lines)
 
 
@@ -122,8 +122,8 @@ def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 def updated(document: str, tables: str, first: str = BEGIN, last: str = END) -> str:
     """Return ``document`` with ``tables`` between two marks."""
-    head, begin, rest = document.partition(first)
-    _, end, tail = rest.partition(last)
+    head, begin, remainder = document.partition(first)
+    _, end, tail = remainder.partition(last)
     if not begin or not end:
         raise typer.BadParameter(f"{DOCUMENT.name} lacks the marks {first} and {last}: put them around the tables")
     return f"{head}{first}\n\n{tables}\n\n{last}{tail}"

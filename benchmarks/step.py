@@ -75,19 +75,19 @@ def main(
     repeats: options.Repeats = 11,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on, patience = options.policies_of(policies), options.device_of(device), Patience(seconds, repeats)
-    results = Results("step", context, on, folder)
+    names, torch_device, patience = options.policies_of(policies), options.device_of(device), Patience(seconds, repeats)
+    results = Results("step", context, torch_device, folder)
     for name in options.choices(models, MODELS):
         model = MODELS[name]
         size = batch or model.size
         for dtype in options.choices(dtypes, options.DTYPES):
             torch._dynamo.reset()
             kind = options.DTYPES[dtype]
-            baseline = Training(model, UNQUANTIZED, size, kind, on, backend)
+            baseline = Training(model, UNQUANTIZED, size, kind, torch_device, backend)
             baseline.compile()
             for policy in names:
                 row_case = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
-                figures = partial(measure, model, policy, size, kind, on, backend, baseline, patience)
+                figures = partial(measure, model, policy, size, kind, torch_device, backend, baseline, patience)
                 results.add(attempt(row_case, figures))
     results.close(TITLE, COLUMNS)
 

@@ -88,11 +88,11 @@ COLUMNS = (
 TITLE = "Targets"
 
 
-def held_against(results: Mapping[str, list[dict[str, Any]]], on: str) -> Iterator[dict[str, Any]]:
+def held_against(results: Mapping[str, list[dict[str, Any]]], device_type: str) -> Iterator[dict[str, Any]]:
     """Yield the targets for a type of device with the figures of ``results`` (rows, by benchmark), as :data:`COLUMNS`
     show them."""
     for target in TARGETS:
-        if target.on not in ("cpu", on):
+        if target.on not in ("cpu", device_type):
             continue
         row = target.row(results.get(target.benchmark, []))
         figures = {} if row is None else row["figures"]
@@ -116,15 +116,15 @@ def main(
     everything: Annotated[bool, typer.Option("--everything", help="All benchmarks at length: many hours.")] = False,
     folder: options.Folder = RESULTS,
 ) -> None:
-    on = options.device_of(device)
+    torch_device = options.device_of(device)
     failed, begin = False, time.perf_counter()
-    for name, *arguments in (*COMMANDS[on.type], *(EVERYTHING if everything else ())):
+    for name, *arguments in (*COMMANDS[torch_device.type], *(EVERYTHING if everything else ())):
         command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--device={device}", f"--folder={folder}"]
         print(f"\n{' '.join(command[1:])}", flush=True)
         failed |= subprocess.run(command, cwd=ROOT, check=False).returncode != 0
         print(f"{(time.perf_counter() - begin) / 60:.1f} minutes so far", flush=True)
-    rows = rows_of(folder, machine(on))
-    tables.show(TITLE, COLUMNS, list(held_against(rows, on.type)))
+    rows = rows_of(folder, machine(torch_device))
+    tables.show(TITLE, COLUMNS, list(held_against(rows, torch_device.type)))
     raise typer.Exit(1 if failed else 0)
 
 

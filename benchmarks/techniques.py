@@ -136,11 +136,11 @@ def main(
     repeats: options.Repeats = 21,
     folder: options.Folder = RESULTS,
 ) -> None:
-    on, patience = options.device_of(device), Patience(seconds, repeats)
-    results = Results("techniques", context, on, folder)
+    torch_device, patience = options.device_of(device), Patience(seconds, repeats)
+    results = Results("techniques", context, torch_device, folder)
     for name in options.choices(models, MODELS):
         for optimizer in options.choices(what, WHAT, ";"):
-            figures = partial(measure, MODELS[name], WHAT[optimizer], on, patience)
+            figures = partial(measure, MODELS[name], WHAT[optimizer], torch_device, patience)
             results.add(attempt({"model": name, "what": optimizer}, figures))
     results.close(TITLE, COLUMNS)
 

@@ -44,7 +44,7 @@ HEAD = """# Image models
 One architecture of each family of timm {timm}, and every classification model of torchvision {torchvision}, trained for
 one step under `tetrajet` and `tetrajet-qema`. `python -m benchmarks.zoo` wrote this page (torch {torch}, backend
 `eager`). The models are untrained and small: images of 28 to 299 pixels, a batch of two, and mostly fewer blocks than
-usual, as `benchmarks/families.py` says.
+usual (`benchmarks/families.py`).
 
 - **sites**: the quantized products, of all matrix work of the graph, convolutions included.
 - **works**: the loss is finite and differs from the plain model's, and the step changes every quantized weight of 32
@@ -193,19 +193,19 @@ def main(
     folder: options.Folder = RESULTS,
     document: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / "models.md",
 ) -> None:
-    file, known, wanted = folder / "zoo.jsonl", cases(), options.split(models)
+    file, all_cases, wanted = folder / "zoo.jsonl", cases(), options.split(models)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: dict[str, dict[str, Any]] = {row.pop("model"): row for row in map(json.loads, lines)}
-    chosen = [name for name in known if (any(part in name for part in wanted) if wanted else name not in rows)]
+    chosen = [name for name in all_cases if (any(part in name for part in wanted) if wanted else name not in rows)]
     for name in chosen:
-        rows[name] = measure(known[name], limit)
+        rows[name] = measure(all_cases[name], limit)
         print(
             name,
             *(f"{p}: {rows[name][p]['outcome']} {rows[name][p]['remark']}" for p in POLICIES),
             sep="\n  ",
             flush=True,
         )
-        rows = {key: rows[key] for key in known if key in rows}
+        rows = {key: rows[key] for key in all_cases if key in rows}
         with replacing(file) as stream:
             stream.writelines(f"{json.dumps({'model': key, **row})}\n".encode() for key, row in rows.items())
         with replacing(document) as stream:
