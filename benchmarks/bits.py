@@ -62,8 +62,6 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Linears() if kind == "linear" else Experts()

@@ -34,8 +34,6 @@ TITLE = "Experts, forward and backward"
 
 
 class Experts(nn.Module):
-    """The weights of ``count`` experts."""
-
     def __init__(self, count: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(count, n, k, dtype=dtype, device=device) / k**0.5)

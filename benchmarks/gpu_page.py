@@ -83,7 +83,6 @@ def _different(rows: Sequence[Row]) -> list[str]:
 
 
 def _parity(rows: Sequence[Row]) -> list[str]:
-    """Return the table of short trainings."""
     header = ("model", "dtype", "policy", "difference to an ulp's", "first loss", "last loss, eager", "compiled")
     cells = []
     for row in rows:

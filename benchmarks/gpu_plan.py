@@ -113,7 +113,6 @@ class Block:
     depth: int = 0
 
     def module(self) -> nn.Module:
-        """Return the block in its stack."""
         torch.manual_seed(0)
         return Stack(self.make, self.depth) if self.depth else OneOf(self.make)
 

@@ -117,7 +117,6 @@ class Trainee:
             fp4graph.prepare_optimizer(self._module, self._optimizer)
 
     def step(self) -> None:
-        """Run forward, backward and AdamW."""
         self._optimizer.zero_grad()
         with autocast(self._dtype, self._device):
             loss = self._loss(self._module, self._batch)

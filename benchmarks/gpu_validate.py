@@ -174,7 +174,6 @@ def attempt(case: Case) -> Figures:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     cli = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
     cli.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
     cli.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")

@@ -115,7 +115,6 @@ class Case:
         return Linear(policy, self.run(module), "Q1 to Q6" if all_six else names or "nothing", lower_bound)
 
     def applied(self, policy: str, backend: str) -> tuple[nn.Module, Explanation]:
-        """Return a copy of the linear under ``policy``."""
         module, inner = copy.deepcopy(self.linear), of_inner_blocks(policy)
         explanation = fp4graph.explain(module, inner, (self.x,))
         if explanation.problem:
@@ -136,13 +135,11 @@ class Case:
                 raise RuntimeError(f"{policy}: compiled {name} differs from eager's by {error:.1e} of its norm")
 
     def outcome(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Y, dX and dW."""
         y = module(self.x)
         dx, dw = torch.autograd.grad(y, (self.x, *module.parameters()), self.dy)
         return y.detach(), dx, dw
 
     def peer(self, name: str, *, compiled: bool) -> Linear:
-        """Return another library's form of the linear."""
         peer = PEERS[name]
         if not peer.installed:
             raise Inapplicable(f"not installed: pip install {peer.package}")

@@ -85,7 +85,6 @@ def of_linears(model: Model, size: int, policy: str, device: torch.device, backe
 
 
 def of_model(model: Model, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
-    """Return the figures of the whole model."""
     counts = []
     for name in (policy, UNQUANTIZED):
         torch._dynamo.reset()

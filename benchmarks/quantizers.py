@@ -121,7 +121,6 @@ def _bare(program: OperandProgram) -> OperandProgram:
 
 
 def measure(quantizer: Quantizer, x: Tensor, layout: str, backend: str, patience: Patience) -> dict[str, Any]:
-    """Return the figures of one quantizer on ``x``."""
     torch._dynamo.reset()
     source = x if layout == "row" else x.mT
     compiled = quantizer.compiled(source, backend)

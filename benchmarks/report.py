@@ -78,7 +78,6 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def described(machine: Mapping[str, Any]) -> str:
-    """Return a sentence about a machine."""
     gpu = f"{machine['gpu']} with {machine['gpu_ram_gib']} GiB; " if machine["gpu"] else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {threads(machine)} used, "
@@ -87,7 +86,6 @@ def described(machine: Mapping[str, Any]) -> str:
 
 
 def threads(machine: Mapping[str, Any]) -> str:
-    """Return the number of threads that torch used, in words."""
     return "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 

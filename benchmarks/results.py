@@ -133,7 +133,6 @@ class Results:
         }
 
     def add(self, row: Row) -> None:
-        """Add a row, and write the file."""
         self.rows.append(row)
         self._write()
 
@@ -170,7 +169,6 @@ class Results:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Return the content of a file of results."""
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
 

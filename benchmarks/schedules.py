@@ -33,7 +33,6 @@ The tables show five policies and two models on a CPU with kernels; layers with 
 
 
 def page() -> str:
-    """Return the page."""
     sections = [HEAD]
     for policy in POLICIES:
         sections.append(f"## {policy}\n")

@@ -114,7 +114,6 @@ WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
 def measure(
     model: Model, build: Callable[[nn.Module], Stepping], device: torch.device, patience: Patience
 ) -> dict[str, Any]:
-    """Return the figures of one of :data:`WHAT`."""
     torch.manual_seed(0)
     plain, trained = model.make().to(device), model.make().to(device)
     baseline, stepping = Stepping(plain, adamw(plain)), build(trained)

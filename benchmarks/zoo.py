@@ -164,7 +164,6 @@ def measure(case: tuple[str, str, dict[str, Any]], limit: float) -> dict[str, An
 
 
 def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of docs/models.md."""
     versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, timm, torchvision)}
     yield HEAD.format(**versions)
     for library in ("timm", "torchvision"):
