@@ -105,7 +105,6 @@ def slug(machine: Mapping[str, Any]) -> str:
 
 
 def file_of(benchmark: str, machine: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Return the file with the rows of a benchmark on a machine."""
     return folder / f"{benchmark}.{slug(machine)}.json"
 
 
