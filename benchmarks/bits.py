@@ -140,8 +140,8 @@ def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> di
 def record(
     file: Path,
     policies: options.Policies = "all",
-    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
-    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = ",".join(KINDS),
+    backends: Annotated[str, typer.Option(help=f"Any of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
+    kinds: Annotated[str, typer.Option(help=f"Any of {', '.join(KINDS)}.")] = ",".join(KINDS),
     kernels: Annotated[str, typer.Option(help="on, off or both.")] = "on,off",
 ) -> None:
     """Add the digests of all cases to FILE, a line each; skip cases that FILE already has."""

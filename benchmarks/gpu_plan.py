@@ -262,10 +262,10 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    blocks: Annotated[str, typer.Option(help=f"Of {', '.join(BLOCKS)}, separated by commas.")] = "vit-b",
+    blocks: Annotated[str, typer.Option(help=f"Any of {', '.join(BLOCKS)}, separated by commas.")] = "vit-b",
     policies: options.Policies = "tetrajet,microscaling,nvfp4,nvfp4-best",
     dtypes: options.Dtypes = "bfloat16",
-    cards: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}, separated by commas.")] = "H200",
+    cards: Annotated[str, typer.Option(help=f"Any of {', '.join(RATES)}, separated by commas.")] = "H200",
     bandwidth: Annotated[float | None, typer.Option(min=0, help="TB/s, instead of the card's.")] = None,
     gemm_rate: Annotated[float | None, typer.Option(min=0, help="TFLOP/s, instead of the card's.")] = None,
     linears: Annotated[bool, typer.Option(help="Saved bytes of linears too, each compiled alone.")] = True,

@@ -194,10 +194,10 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}; all.")] = "1024,deit-tiny fc1,llama-60m up",
+    shapes: Annotated[str, typer.Option(help=f"Any of {', '.join(SHAPES)}; all.")] = "1024,deit-tiny fc1,llama-60m up",
     dtypes: options.Dtypes = "float32,bfloat16",
     policies: options.Policies = "bf16,tetrajet,microscaling,nvfp4,tetrajet-qema",
-    peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; all; '' for none.")] = "all",
+    peers: Annotated[str, typer.Option(help=f"Any of {', '.join(PEERS)}; all; '' for none.")] = "all",
     against: Annotated[str, typer.Option(help="A peer, compiled, with which policies are compared too.")] = "torchao",
     device: options.Device = "cpu",
     backend: options.Backend = "inductor",

@@ -128,8 +128,8 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
-    what: Annotated[str, typer.Option(help=f"Of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
+    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
+    what: Annotated[str, typer.Option(help=f"Any of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
     device: options.Device = "cpu",
     seconds: options.Seconds = 30,
     repeats: options.Repeats = 21,
