@@ -1,10 +1,10 @@
-# `make demo` and `make test` do all set-up on a machine that has Python 3.11-3.13 and a network.
+# `make demo` and `make test` set everything up on a machine with Python 3.11 to 3.13 and a network.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
-# setuptools tells every editable installation of a layout like ours to beware of folders; nobody can act on that.
+# setuptools warns about every editable installation of a layout like ours; users cannot act on the warning.
 QUIET := PYTHONWARNINGS="ignore:Editable installation"
 INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
@@ -15,30 +15,30 @@ demo: $(STAMP)
 	$(BIN)/fp4graph compare digits-augmented --backend eager \
 		--policies bf16,microscaling,tetrajet,tetrajet-qema --seeds 1 --output runs/demo
 
-# Most tests are small: a process for each core, each with one thread, is quicker than one process with many. The slow
-# ones, which do not share what fixtures made, begin with the file: whoever is done takes over from the others.
+# Most tests are small: one process per core with one thread each is faster than one process with many threads.
+# worksteal: a process that has run its tests takes over tests of the others.
 PROCESSES := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(PROCESSES)
 
 test: $(STAMP) lint
 	$(PYTEST)
 
-# Every other policy, case, kill and client, and the code for GPUs: with `make test` all that continuous integration runs,
-# about an hour.
+# Every other policy, case, kill and client, and the code for GPUs: about an hour. Continuous integration runs `make test
+# long`.
 long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
 	$(PYTEST) tests/gpu -m gpu
 
-# The same tests on the lowest version of everything that pyproject.toml allows.
+# The tests of `make test` on the lowest versions that pyproject.toml allows.
 oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PROCESSES)
 
-# The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason. The
-# ignored folders hold nothing else, and importing them takes seconds.
+# The inner loop: no test that compiles with Inductor, starts processes or services, or is slow for another reason. The
+# ignored folders hold only such tests, and importing them takes seconds.
 check: $(STAMP) lint
 	$(PYTEST) --ignore=tests/clients --ignore=tests/gpu --ignore=tests/distributed -m "not (inductor or process or service or slow or long or parity or gpu)"
 
-# Formatting is not checked here: ruff is not pinned, and a new release's taste should not fail a fresh checkout.
+# `ruff format` is not checked here: ruff is not pinned, and a new release may format otherwise.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -49,12 +49,12 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m fp4graph.commands.reference docs/reference
 
-# Every policy and technique under Inductor beside eager, and mixtures of experts: about an hour and a half.
+# Compares every policy and technique under Inductor with eager, mixtures of experts too: about an hour and a half.
 parity: $(STAMP)
 	$(BIN)/python -m pytest tests/parity -m "parity or not parity" -s
 	$(BIN)/python -m pytest tests/clients/test_experts.py -m parity
 
-# The figures that docs/performance.md promises for a CPU, beside the targets: 10 to 30 minutes, nothing else running.
+# Measures the CPU targets of docs/performance.md: 10 to 30 minutes, with nothing else running.
 bench: $(VENV)/.peers
 	$(BIN)/python -m benchmarks.targets
 
@@ -63,17 +63,17 @@ bench-all: $(VENV)/.peers
 	$(BIN)/python -m benchmarks.targets --everything
 	$(BIN)/python -m benchmarks.report
 
-# What GPUs run, interpreted and compiled to machine code without one: minutes.
+# Interprets the GPU code and compiles it to machine code, without a GPU: minutes.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -m "gpu or not gpu"
 
-# What policies cost on a GPU by the program that Inductor writes for it: predicted without one, minutes a policy.
+# Predicts the cost of policies on a GPU from the program that Inductor writes for it: minutes a policy, without a GPU.
 gpu-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu_plan --blocks vit-b,deit-tiny,llama-350m
 
-# On a machine with a GPU, and no network: bits, parity, times, memory and switches, with the prediction beside them. It ends
-# after about seven minutes a part and says what is left; the same command goes on from there. Status 1: a case failed; 3:
-# cases are left; 2: something is missing, and would be for every part (127: the interpreter).
+# On a machine with a GPU, without a network: checks bits and parity, and measures times, memory and switches beside the
+# prediction. It ends after about seven minutes a part and prints the cases that are left; run it again to continue. Exit
+# status 1: a case failed; 2: a requirement of every part is missing (127: the interpreter); 3: cases are left.
 GPU_PYTHON ?= python3
 gpu-validate:
 	@s=0; for part in kernels quantizers parity steps switches; do \
@@ -81,14 +81,14 @@ gpu-validate:
 		case $$? in 0) ;; 2) exit 2;; 127) exit 127;; 3) test $$s -ne 0 || s=3;; *) s=1;; esac; \
 	done; exit $$s
 
-# A technique in a package of its own, installed beside a wheel of this one into a new environment.
+# Installs a wheel of fp4graph and the example plugin package into a new environment, and trains.
 stranger: $(STAMP)
 	$(BIN)/python examples/technique_plugin/stranger.py
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel
 
-# Leaves runs/: results and data sets.
+# Keeps runs/: results and data sets.
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 

@@ -1,11 +1,10 @@
-"""A GPU that is not there, for Inductor and Triton: they generate and compile code for it on any machine.
+"""An absent GPU for Inductor and Triton, so that they generate and compile code for it on any machine.
 
 Inductor asks torch for the device's properties and Triton for its target; :func:`install` answers both with those of a
-real card. Tensors on the card are fake: shapes, strides and dtypes without data. The little that needs data while
-compiling, the folding of constants, is done on the CPU.
+real card. Tensors on the card are fake: shapes, strides and dtypes without data. Constant folding, which needs data, is
+done on the CPU.
 
-Only worker processes (:func:`worker`) call :func:`install`: nothing takes it back, and no other
-process must believe in the card.
+Only worker processes (:func:`worker`) may call :func:`install`, because it cannot be undone.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from fp4graph.kernels import operators
 
 @dataclass(frozen=True)
 class Gpu:
-    """What compilers ask of a card: compute capability 10·major + minor, and how many multiprocessors it has."""
+    """A card as compilers see it; ``capability`` is 10·major + minor of its compute capability."""
 
     name: str
     capability: int
@@ -60,7 +59,7 @@ class Gpu:
 
     @property
     def properties(self) -> SimpleNamespace:
-        """As of ``torch.cuda.get_device_properties``; the limits are the same for both architectures."""
+        """The result of ``torch.cuda.get_device_properties``; the limits are the same for both architectures."""
         return SimpleNamespace(
             name=self.name,
             major=self.capability // 10,
@@ -78,13 +77,13 @@ class Gpu:
 H200 = Gpu("NVIDIA H200", 90, 132)
 B200 = Gpu("NVIDIA B200", 100, 148)
 GPUS = {"H200": H200, "B200": B200}
-#: No pool of further processes to compile in: starting it takes longer than the compiling.
+#: Turns off Inductor's pool of compile processes, which takes longer to start than the compilation.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @contextmanager
 def worker(**environment: str) -> Iterator[ProcessPoolExecutor]:
-    """A process started under ``environment``, which runs one task after another."""
+    """Start a process under ``environment``, which runs one task after another."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         with mock.patch.dict(os.environ, {**ENVIRONMENT, **environment}):
             pool.submit(torch.set_num_threads, 1).result()
@@ -92,7 +91,7 @@ def worker(**environment: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def install(gpu: Gpu) -> None:
-    """Make this process believe that it has one ``gpu``. A later call replaces the card."""
+    """Make this process behave as if it had one ``gpu``. A later call replaces the card."""
     properties = gpu.properties
 
     class Interface(device_interface.CudaInterface):
@@ -115,9 +114,9 @@ def install(gpu: Gpu) -> None:
     triton_helpers.set_driver_to_gpu = lambda: None
     UniformValueConstantFolder._deduce_value = _deduce_on_cpu  # type: ignore[method-assign]
     DeviceProperties.create.cache_clear()
-    for known in vars(_triton).values():  # whether there is a Triton for the card, asked before there was a card
-        if hasattr(known, "cache_clear"):
-            known.cache_clear()
+    for helper in vars(_triton).values():  # forget answers about Triton from before the card was installed
+        if hasattr(helper, "cache_clear"):
+            helper.cache_clear()
 
 
 class _OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,24 +134,25 @@ def _deduce_on_cpu(self: UniformValueConstantFolder, node: torch.fx.Node) -> Any
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What Inductor writes: a Python module of Triton kernels and their launches, and the constants that it is given
-    before the arguments."""
+    """Inductor's code: a Python module of Triton kernels and their launches, and the constants that precede its
+    arguments."""
 
     source: str
     constants: list[Tensor]
 
 
 class _Stop(BaseException):
-    """Carries the code out of the compiler before it would be loaded. Not an Exception, which compilers catch."""
+    """Carries the code out of the compiler before it is loaded. Compilers would catch an Exception."""
 
 
 def generate(
     gpu: Gpu, function: Callable[..., Any], args: Sequence[Tensor], options: Mapping[str, Any], *, dynamic: bool = False
 ) -> Generated:
-    """Inductor's code for ``function``, which returns a tuple of tensors, on ``gpu``. Quantizers are tensor code in it.
+    """Return Inductor's code for ``function`` on ``gpu``, with quantizers as tensor code.
 
     Args:
-        args: whose shapes, strides and dtypes it is compiled for; their device and data do not matter.
+        function: returns a tuple of tensors.
+        args: give shapes, strides and dtypes; their device and data do not matter.
         options: of Inductor.
         dynamic: whether the sizes of the first argument are symbolic.
     """
@@ -184,9 +184,12 @@ class Binary:
     """One kernel compiled for one GPU.
 
     Attributes:
-        kernel: its name. config: block sizes and warps.
-        ptx: the virtual assembly; cubin: the machine code.
-        registers: of a thread. spilled: bytes of a thread that did not fit into registers.
+        kernel: its name.
+        config: block sizes and warps.
+        ptx: the virtual assembly.
+        cubin: the machine code.
+        registers: the number of registers per thread.
+        spilled: bytes per thread that did not fit into registers.
     """
 
     kernel: str
@@ -198,7 +201,7 @@ class Binary:
 
 
 def _kernels(generated: Generated) -> list[Any]:
-    """Inductor's autotuners around the Triton functions, not yet compiled."""
+    """Return Inductor's autotuners around the Triton functions, not yet compiled."""
     sources: dict[str, str] = {}
 
     def collect(self: AsyncCompile, name: str, kernel: str, *args: Any, **kwargs: Any) -> None:
@@ -210,10 +213,10 @@ def _kernels(generated: Generated) -> list[Any]:
 
 
 def compile_generated(gpu: Gpu, generated: Generated, *, every: bool = False) -> list[Binary]:
-    """Machine code of every kernel in code that was generated for ``gpu``.
+    """Return the machine code of every kernel in code that was generated for ``gpu``.
 
     Args:
-        every: in all configurations that Inductor would choose from on the card; else in the first.
+        every: compile all configurations from which Inductor would choose on the card, not only the first.
     """
     install(gpu)
     binaries = []
@@ -232,11 +235,12 @@ def compile_written(
     aligned: Sequence[str],
     **options: Any,
 ) -> Binary:
-    """Machine code of a Triton function.
+    """Return the machine code of a Triton function.
 
     Args:
-        signature: Triton type of every argument that is no constant. constants: the others.
-        aligned: arguments that are multiples of 16, as Triton finds when it is launched.
+        signature: the Triton types of the arguments that are not constants.
+        constants: the values of the other arguments.
+        aligned: arguments that are multiples of 16, which Triton detects at a launch.
         options: of the launch.
     """
     names = function.arg_names

@@ -1,12 +1,12 @@
-"""Values before and after a change, to the bit: what every shipped policy computes and keeps.
+"""Compares the results of every shipped policy before and after a change of the code, to the bit.
 
     python -m benchmarks.bits record before.jsonl
     python -m benchmarks.bits compare before.jsonl after.jsonl
 
-Both recordings must come from one machine, since the products of libraries differ between processors. A case is a
-policy, a dtype, a backend, linears or experts, with kernels or without. Its digests are of two training steps of three
-blocks: the output, the gradients of the input and of every parameter, the bytes kept for the backward, the parameters
-afterwards.
+Both recordings must come from one machine, because the products of libraries differ between processors. A case is a
+policy, a dtype, a backend, linears or experts, with kernels or without. It records two training steps of three blocks:
+digests of the output, of the gradients of the input and of every parameter, and of the parameters at the end, and the
+number of bytes kept for the backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp4graph.kernels import operators
 from tests.helpers.models import grouped_mm
 
 app = typer.Typer(add_completion=False)
-#: 48 tokens and widths of 160 and 96 leave a part of a block over, for blocks of 32 and more.
+#: With 48 tokens and widths of 160 and 96, blocks of 32 and more do not divide every axis.
 TOKENS, WIDTH, HIDDEN, EXPERTS = 48, 160, 96, 3
 KINDS = ("linear", "experts")
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -49,7 +49,7 @@ class Linears(nn.Module):
 
 
 class Experts(nn.Module):
-    """The same for tokens sorted by expert."""
+    """The gated feed-forward of experts, for tokens sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,6 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Linears() if kind == "linear" else Experts()
@@ -74,7 +72,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Three blocks, since policies treat the first and the last otherwise."""
+    """Three blocks, because policies treat the first and the last differently."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -87,13 +85,13 @@ class Blocks(nn.Module):
 
 
 def digest(tensors: Any) -> str:
-    """Return a digest of tensors' dtypes, shapes and bits."""
-    found = hashlib.sha256()
+    """Return a digest of the tensors' dtypes, shapes and bits."""
+    hasher = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().contiguous()
-        found.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
-        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        hasher.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+        hasher.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterator[tuple[str, str]]:
@@ -106,10 +104,10 @@ def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterat
     for step in range(2):
         x = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
         dy = torch.randn(TOKENS, WIDTH).to(dtype)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
 
-        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
-            kept.append(tensor)
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -121,7 +119,7 @@ def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterat
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 yield f"grad {name} {step}", digest([parameter.grad])
-        yield f"bytes kept {step}", str(sum(t.numel() * t.element_size() for t in kept))
+        yield f"bytes kept {step}", str(sum(t.numel() * t.element_size() for t in saved))
         optimizer.step()
         optimizer.zero_grad()
     yield "state", digest(model.state_dict().values())
@@ -134,7 +132,7 @@ def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> di
             return dict(measured(policy, options.DTYPES[dtype], backend, kind))
         with operators.tensor_code():
             return dict(measured(policy, options.DTYPES[dtype], backend, kind))
-    except fp4graph.Error as error:  # a policy that takes no experts, say
+    except fp4graph.Error as error:  # such as a policy that refuses experts
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -142,37 +140,37 @@ def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> di
 def record(
     file: Path,
     policies: options.Policies = "all",
-    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
-    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = ",".join(KINDS),
+    backends: Annotated[str, typer.Option(help=f"Any of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
+    kinds: Annotated[str, typer.Option(help=f"Any of {', '.join(KINDS)}.")] = ",".join(KINDS),
     kernels: Annotated[str, typer.Option(help="on, off or both.")] = "on,off",
 ) -> None:
-    """Add the digests of all cases to FILE, a line each; those that are there are left out."""
+    """Add the digests of all cases to FILE, a line each; skip cases that FILE already has."""
     torch.set_num_threads(1)
-    done = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
+    recorded = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
     chosen = (
         options.policies_of(policies), options.DTYPES, options.choices(backends, BACKENDS),
         options.choices(kinds, KINDS), options.choices(kernels, ("on", "off")),
     )  # fmt: skip
-    for policy, dtype, backend, kind, on in itertools.product(*chosen):
-        case = " ".join((policy, dtype, backend, kind, f"kernels {on}"))
-        if case not in done:
-            digests = _case(policy, dtype, backend, kind, on == "on")
-            with file.open("a") as out:
-                out.write(json.dumps({"case": case, **digests}) + "\n")
+    for policy, dtype, backend, kind, switch in itertools.product(*chosen):
+        case = " ".join((policy, dtype, backend, kind, f"kernels {switch}"))
+        if case not in recorded:
+            digests = _case(policy, dtype, backend, kind, switch == "on")
+            with file.open("a") as stream:
+                stream.write(json.dumps({"case": case, **digests}) + "\n")
 
 
 @app.command()
 def compare(before: Path, after: Path) -> None:
-    """Print every quantity that differs; the exit code is 1 if one does, or if a case is missing."""
-    former, now = ({line.pop("case"): line for line in _lines(file)} for file in (before, after))
-    wrong = 0
-    for case in former | now:
-        own, other = former.get(case, {}), now.get(case, {})
-        if names := [name for name in own | other if own.get(name) != other.get(name)]:
-            wrong += 1
+    """Print every quantity that differs; exit with status 1 if one does, or if a case is missing."""
+    expected_cases, actual_cases = ({line.pop("case"): line for line in _lines(file)} for file in (before, after))
+    differing = 0
+    for case in expected_cases | actual_cases:
+        expected, actual = expected_cases.get(case, {}), actual_cases.get(case, {})
+        if names := [name for name in expected | actual if expected.get(name) != actual.get(name)]:
+            differing += 1
             print(f"{case}: {', '.join(names)}")
-    print(f"{len(former | now)} cases, {wrong} differ")
-    sys.exit(bool(wrong))
+    print(f"{len(expected_cases | actual_cases)} cases, {differing} differ")
+    sys.exit(bool(differing))
 
 
 def _lines(file: Path) -> list[dict[str, str]]:

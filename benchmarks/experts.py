@@ -2,8 +2,7 @@
 
     python -m benchmarks.experts [--policies tetrajet,nvfp4] [--tokens 64]
 
-Both are compiled by Inductor; both have the same weights ``[E, N, K]``, tokens sorted by expert and a given dY, and
-compute dX and dW.
+Inductor compiles both. Both have the same weights ``[E, N, K]``, dY and tokens sorted by expert, and compute dX and dW.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ TITLE = "Experts, forward and backward"
 
 
 class Experts(nn.Module):
-    """The weights of ``count`` experts."""
-
     def __init__(self, count: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(count, n, k, dtype=dtype, device=device) / k**0.5)
@@ -46,7 +43,7 @@ class Experts(nn.Module):
 
 
 class Case:
-    """One shape and dtype: the data, and what is made of the experts."""
+    """One shape and dtype: the data, and the contenders built from the experts."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, backend: str
@@ -59,7 +56,7 @@ class Case:
         self.ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * tokens
 
     def run(self, module: nn.Module) -> Callable[[], object]:
-        """A forward and a backward of ``module``, gradients begun anew."""
+        """Return a function that runs forward and backward of ``module``, without earlier gradients."""
 
         def call() -> None:
             module.zero_grad(set_to_none=True)
@@ -69,14 +66,14 @@ class Case:
         return call
 
     def unquantized(self) -> Callable[[], object]:
-        """The experts by themselves. In fp32 Inductor compiles no grouped product, and torch's own runs."""
+        """Return the unquantized experts. Inductor compiles no grouped product in fp32, so torch's own runs there."""
         module = copy.deepcopy(self.experts)
         if self.x.dtype is torch.bfloat16:
             module.compile(backend=self.backend, dynamic=False)
         return self.run(module)
 
     def under(self, name: str) -> Callable[[], object]:
-        """The experts under the rule of a policy that quantizes those of a block."""
+        """Return the experts under the first rule of a policy that quantizes."""
         policy = fp4graph.load_policy(name)
         rule = next(rule for rule in policy.rules if rule.quantizes)
         policy = dataclasses.replace(policy, rules=(dataclasses.replace(rule, match=Match(op=("grouped",))),))
@@ -103,20 +100,20 @@ def main(
     repeats: options.Repeats = 11,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, patience, on = options.policies_of(policies), Patience(seconds, repeats), options.device_of(device)
-    results = Results("experts", context, on, folder)
+    names, patience, torch_device = options.policies_of(policies), Patience(seconds, repeats), options.device_of(device)
+    results = Results("experts", context, torch_device, folder)
     for dtype in options.choices(dtypes, options.DTYPES):
         torch._dynamo.reset()
-        case = Case((experts, tokens, features, features), options.DTYPES[dtype], on, backend)
+        case = Case((experts, tokens, features, features), options.DTYPES[dtype], torch_device, backend)
         baseline = case.unquantized()
         for policy in names:
 
             def figures(policy: str = policy, case: Case = case, baseline: Callable[[], object] = baseline) -> Any:
-                return figures_of(compare(baseline, case.under(policy), on, patience))
+                return figures_of(compare(baseline, case.under(policy), torch_device, patience))
 
             shape = f"{experts} × {tokens} × {features} × {features}"
-            about = {"shape": shape, "dtype": dtype, "experts": policy, "to": UNQUANTIZED, "backend": backend}
-            results.add(attempt(about, figures))
+            row_case = {"shape": shape, "dtype": dtype, "experts": policy, "to": UNQUANTIZED, "backend": backend}
+            results.add(attempt(row_case, figures))
     results.close(TITLE, COLUMNS)
 
 

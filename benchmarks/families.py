@@ -1,12 +1,12 @@
-"""The models of :mod:`benchmarks.zoo`: one of each family of timm, and all that torchvision has for classification."""
+"""The models of :mod:`benchmarks.zoo`: one of each family of timm, and torchvision's classification models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 #: One architecture of each of timm's families (its modules), mostly the smallest, with arguments that make it small.
-#: ``size`` is the side of the image, ``shorten`` whether equal blocks in a row are cut to two (one would be no stack,
-#: which rules ask for); all else goes to ``timm.create_model``.
+#: ``size`` is the side of the image. ``shorten`` cuts equal blocks in a row to two, because rules need a stack of
+#: blocks. All other entries go to ``timm.create_model``.
 TIMM: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"size": 32, "img_size": 32, "depth": 2, "embed_dim": 192, "num_heads": 3},
     "halonet26t": {"size": 256},
@@ -110,7 +110,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "xcit_nano_12_p16_224": {"size": 64, "img_size": 64, "depth": 2},
 }  # fmt: skip
 
-#: Where one of torchvision's models needs another image than 64 x 64 or other arguments.
+#: Arguments of torchvision's models that need another image size than 64 x 64 or other options.
 TORCHVISION: dict[str, dict[str, Any]] = {
     "inception_v3": {"size": 299},
     "maxvit_t": {"size": 224, "input_size": (224, 224)},

@@ -1,8 +1,8 @@
-"""Time to the first step: from a model, an optimizer and a batch that exist to the end of the first training step.
+"""Time to the first step: from an existing model, optimizer and batch to the end of the first training step.
 
-Every figure is of a process of its own with a cache directory of Inductor's: empty for ``cold``, and for ``warm`` the
-one that the cold process has left. The policy's processes alternate with those of the unquantized, compiled model.
-Imports are not counted, those of torch's compiler included.
+Every figure is from a separate process with a cache directory for Inductor: empty for ``cold``, and that of the cold
+process for ``warm``. The policy's processes alternate with those of the unquantized, compiled model. Imports are not
+counted, not even those of torch's compiler.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COLUMNS = (
     tables.Column("cache hits", lambda row: f"{row['figures']['process']['hits']}"),
 )
 TITLE = "Time to the first step, to that of the unquantized compiled model"
-#: A policy, or UNQUANTIZED, and a cache directory: what the process said.
+#: Starts a process for a policy, or UNQUANTIZED, with a cache directory; returns the process's result.
 Run = Callable[[str, str], dict[str, Any]]
 
 
 def run(model: str, batch: int, dtype: str, device: str, backend: str, policy: str, cache: str) -> dict[str, Any]:
-    """One process of :mod:`benchmarks.first_step_process`: seconds, and how often it found code in the cache."""
+    """Run :mod:`benchmarks.first_step_process`; return its seconds, loss and cache hits."""
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": cache,
@@ -50,31 +50,31 @@ def run(model: str, batch: int, dtype: str, device: str, backend: str, policy: s
     }
     command = [sys.executable, "-m", "benchmarks.first_step_process"]
     command += [model, policy, str(batch), dtype, device, backend]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        raise RuntimeError(f"the process of {policy} ended with {done.returncode}")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.stderr.write(process.stderr)
+        raise RuntimeError(f"the process of {policy} ended with {process.returncode}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measure(start: Run, policy: str, patience: Patience) -> dict[str, dict[str, Any]]:
-    """Figures of the cold and of the warm start."""
+    """Return the figures of the cold and of the warm start."""
     end = time.perf_counter() + patience.seconds
     pairs: dict[str, list[tuple[float, float]]] = {"cold": [], "warm": []}
     while True:
-        said = {}
-        with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as own:
+        result = {}
+        with tempfile.TemporaryDirectory() as baseline_cache, tempfile.TemporaryDirectory() as policy_cache:
             for cache in pairs:
-                baseline, said[cache] = start(UNQUANTIZED, plain), start(policy, own)
-                pairs[cache].append((baseline["seconds"], said[cache]["seconds"]))
+                baseline, result[cache] = start(UNQUANTIZED, baseline_cache), start(policy, policy_cache)
+                pairs[cache].append((baseline["seconds"], result[cache]["seconds"]))
         compared = {cache: Comparison(tuple(measured), patience) for cache, measured in pairs.items()}
         if (
             all(comparison.settled for comparison in compared.values())
             or len(pairs["cold"]) >= patience.most
             or time.perf_counter() > end
         ):
-            return {cache: {**figures_of(compared[cache]), "process": said[cache]} for cache in pairs}
+            return {cache: {**figures_of(compared[cache]), "process": result[cache]} for cache in pairs}
 
 
 app = typer.Typer(add_completion=False)
@@ -83,7 +83,7 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny",
+    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny",
     policies: options.Policies = "tetrajet",
     dtypes: options.Dtypes = "float32",
     batch: Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")] = None,
@@ -93,20 +93,20 @@ def main(
     repeats: options.Repeats = 3,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on = options.policies_of(policies), options.device_of(device)
+    names, torch_device = options.policies_of(policies), options.device_of(device)
     patience = Patience(seconds, repeats, most=max(repeats, 11))
-    results = Results("first_step", context, on, folder)
-    with tempfile.TemporaryDirectory() as cache:  # else the first cold start alone would read compiler and libraries
+    results = Results("first_step", context, torch_device, folder)
+    with tempfile.TemporaryDirectory() as cache:  # reads compiler and libraries into memory, for all starts alike
         run("trial-vit", 4, "float32", device, backend, UNQUANTIZED, cache)
     for name in options.choices(models, MODELS):
         size = batch or MODELS[name].size
         for dtype in options.choices(dtypes, options.DTYPES):
             for policy in names:
-                about = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
+                row_case = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
                 start = partial(run, name, size, dtype, device, backend)
-                both = attempt(about, partial(measure, start, policy, patience))
+                starts = attempt(row_case, partial(measure, start, policy, patience))
                 for cache in ("cold", "warm"):
-                    results.add(Row({**about, "cache": cache}, both.figures.get(cache, both.figures)))
+                    results.add(Row({**row_case, "cache": cache}, starts.figures.get(cache, starts.figures)))
     results.close(TITLE, COLUMNS)
 
 

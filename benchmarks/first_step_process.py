@@ -1,6 +1,6 @@
 """The process that benchmarks/first_step.py times: MODEL POLICY BATCH DTYPE DEVICE BACKEND.
 
-The last line it prints is JSON: seconds, the loss, what the caches of compiled graphs were good for.
+Its last line of output is JSON: the seconds, the loss, and the hits in the caches of compiled graphs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fp4graph.technique.registry import default_registry
 
 def main(model: str, policy: str, batch: str, dtype: str, device: str, backend: str) -> None:
     default_registry()  # imports the plugins
-    _ = fp4graph.apply, fp4graph.prepare_optimizer  # imports what they need
-    on = torch.device(device)
-    training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], on, backend)
-    synchronize(on)
+    _ = fp4graph.apply, fp4graph.prepare_optimizer  # imports the modules of both
+    torch_device = torch.device(device)
+    training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], torch_device, backend)
+    synchronize(torch_device)
     begin = time.perf_counter()
     training.compile()
     loss = training.step()
-    synchronize(on)
+    synchronize(torch_device)
     seconds = time.perf_counter() - begin
-    counted = {**counters["inductor"], **counters["aot_autograd"]}
-    caches = {name: count for name, count in counted.items() if "cache" in name}
+    counts = {**counters["inductor"], **counters["aot_autograd"]}
+    caches = {name: count for name, count in counts.items() if "cache" in name}
     hits = sum(count for name, count in caches.items() if name.endswith("cache_hit"))
     print(json.dumps({"seconds": seconds, "loss": loss.item(), "hits": hits, "caches": caches}))
 

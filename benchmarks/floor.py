@@ -1,9 +1,4 @@
-"""What the machine would need at the least: operations over its rate of them, bytes over its bandwidth.
-
-A site multiplies three times, 2·M·K·N operations each. To quantize its operands, each of the tensors X ``[M, K]``,
-W ``[N, K]`` and dY ``[M, N]`` that some quantizer reads is read once, and every quantized operand is written once, in
-the dtype that the GEMM reads: no matrix library quantizes while it reads. The arithmetic of quantizers is not counted.
-"""
+"""Lower bounds of the time on this machine, from the bytes that quantizers move: "Floor" in docs/performance.md."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ _TENSOR = {
 
 
 def quantizer_bytes(m: int, k: int, n: int, itemsize: int, quantized: Collection[Operand]) -> int:
-    """Bytes that quantizing the operands ``quantized`` of one site moves at the least."""
+    """Return the least number of bytes that quantizing the operands ``quantized`` of one site moves."""
     numel = {"x": m * k, "w": n * k, "dy": m * n}
     read = sum(numel[tensor] for tensor in {_TENSOR[operand] for operand in quantized})
     written = sum(numel[_TENSOR[operand]] for operand in quantized)
@@ -37,7 +32,7 @@ def quantizer_bytes(m: int, k: int, n: int, itemsize: int, quantized: Collection
 
 @lru_cache(maxsize=64)
 def bandwidth(nbytes: int, device: torch.device) -> float:
-    """Bytes per second of a copy of ``nbytes``, read and written bytes both counted."""
+    """Return bytes per second of a copy of ``nbytes``, counting read and written bytes."""
     source = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / seconds_of(lambda: target.copy_(source), device)
@@ -45,14 +40,14 @@ def bandwidth(nbytes: int, device: torch.device) -> float:
 
 @lru_cache(maxsize=64)
 def gemm_rate(dtype: torch.dtype, device: torch.device, size: int = 2048) -> float:
-    """Operations per second of a square matrix product, a multiplication and an addition being two."""
+    """Return operations per second of a square matrix product; a multiplication and an addition count as two."""
     a = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
     return 2 * size**3 / seconds_of(lambda: torch.mm(a, a, out=out), device)
 
 
 def of_sites(sites: Iterable[Site], itemsize: int, device: torch.device) -> float:
-    """Seconds in which the bytes that quantizing ``sites`` moves at the least could be copied."""
+    """Return the seconds of a copy of the least number of bytes that quantizing ``sites`` moves."""
     total = 0.0
     for site in sites:
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
@@ -64,7 +59,7 @@ def of_sites(sites: Iterable[Site], itemsize: int, device: torch.device) -> floa
 
 
 def extents(site: Site) -> tuple[int, int, int, int]:
-    """M, K and N of a site's matrix products, and how many there are.
+    """Return M, K and N of a site's matrix products, and the number of products.
 
     A site's shapes are those of X and of the stored W, or of two activations ``[..., M, K]`` and ``[..., K, N]``.
     """

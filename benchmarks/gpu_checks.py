@@ -22,86 +22,86 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
 from tests.gpu.cases import KEY, STEP, operands, programs, quantizers
 
-#: Neither size is a multiple of a tile of the kernel, the second not of a block.
+#: Neither size is a multiple of the kernel's tile, and the second is not a multiple of a block.
 SHAPE = (200, 136)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Their last bits differ between eager mode and Inductor (docs/parity.md, "What is not exact").
+#: Quantizers whose last bits differ between eager mode and Inductor (docs/parity.md, "What is not exact").
 INEXACT = ("smooth_max", "low_rank_residual", "hadamard", "rht", "tensor_scaling_gradient")
 
 
 def kernel_specs() -> dict[str, QuantSpec]:
-    """Every spec of a shipped policy that the GPU's kernels know, named after the first policy that has it."""
-    found: dict[QuantSpec, str] = {}
+    """Return every spec of a shipped policy that the GPU's kernels support, named after its first policy."""
+    first_policies: dict[QuantSpec, str] = {}
     for name, program in programs():
-        for own in (program.fprop, program.dgrad, program.wgrad):
-            for spec in (own.left.spec, own.right.spec):
+        for gemm in (program.fprop, program.dgrad, program.wgrad):
+            for spec in (gemm.left.spec, gemm.right.spec):
                 if spec is not None and GPU.unknown(spec) is None:
-                    found.setdefault(spec, f"{name} {spec.element.name}/{spec.block}")
-    return {f"{name} #{number}": spec for number, (spec, name) in enumerate(found.items(), 1)}
+                    first_policies.setdefault(spec, f"{name} {spec.element.name}/{spec.block}")
+    return {f"{name} #{number}": spec for number, (spec, name) in enumerate(first_policies.items(), 1)}
 
 
 def kernels(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Compare every operator with tensor code on the same device; returns how many elements differ, by operator."""
+    """Compare every operator with tensor code on the same device; return the number of differing elements."""
     key, step = KEY.to(device), STEP.to(device)
-    draw = Draw(key, step, (1,)) if spec.needs_key else None
-    other = Draw(key, step, (2,)) if spec.needs_key else None
-    noise, further = (None if one is None else one.varying for one in (draw, other))
+    row_draw = Draw(key, step, (1,)) if spec.needs_key else None
+    column_draw = Draw(key, step, (2,)) if spec.needs_key else None
+    row_noise, column_noise = (None if source is None else source.varying for source in (row_draw, column_draw))
     differs: dict[str, int] = {}
     compared = 0
     for _, values in operands(SHAPE, spec):
         x = values.to(dtype).to(device)
-        rows, columns = fake_quantize(x, spec, -1, noise), fake_quantize(x, spec, 0, further)
-        for name, pair in _runs(x, spec, draw, other, rows, columns):
+        rows, columns = fake_quantize(x, spec, -1, row_noise), fake_quantize(x, spec, 0, column_noise)
+        for name, pair in _runs(x, spec, row_draw, column_draw, rows, columns):
             differs[name] = differs.get(name, 0) + _different(*pair)
             compared += x.numel()
     return {"differs": differs, "compared": compared, "equal": not any(differs.values())}
 
 
 def _runs(
-    x: Tensor, spec: QuantSpec, draw: Draw | None, other: Draw | None, rows: Tensor, columns: Tensor
+    x: Tensor, spec: QuantSpec, row_draw: Draw | None, column_draw: Draw | None, rows: Tensor, columns: Tensor
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield the operators' names, with what they give and what they should."""
-    yield "quantize, rows", (operators.quantize(x, spec, draw), rows)
-    yield "quantize, columns", (operators.quantize(x.mT, spec, other).mT, columns)
+    """Yield each operator's name, its result and the expected result."""
+    yield "quantize, rows", (operators.quantize(x, spec, row_draw), rows)
+    yield "quantize, columns", (operators.quantize(x.mT, spec, column_draw).mT, columns)
     if of_spec(spec, x.device, Asked.BYTES, x.dtype, x.dtype) == TENSOR_CODE:
         return
-    values, packed = operators.quantize_and_pack(x, spec, draw, x.dtype)
+    values, packed = operators.quantize_and_pack(x, spec, row_draw, x.dtype)
     yield "quantize_and_pack", (values, rows)
     yield "unpack", (packed.unpack(), rows)
-    noise = None if other is None else other.varying
-    yield "requantize", (packed.requantized(spec, other), fake_quantize(rows.mT, spec, -1, noise))
-    both = Direction(spec, draw), Direction(spec, other)
-    first, second, _ = operators.quantize_both(x, *both)
-    yield "quantize_both, rows", (first, rows)
-    yield "quantize_both, columns", (second, columns)
-    first, packed = operators.quantize_and_pack_columns(x, *both, x.dtype)
-    yield "quantize_and_pack_columns, rows", (first, rows)
+    noise = None if column_draw is None else column_draw.varying
+    yield "requantize", (packed.requantized(spec, column_draw), fake_quantize(rows.mT, spec, -1, noise))
+    directions = Direction(spec, row_draw), Direction(spec, column_draw)
+    row_values, column_values, _ = operators.quantize_both(x, *directions)
+    yield "quantize_both, rows", (row_values, rows)
+    yield "quantize_both, columns", (column_values, columns)
+    row_values, packed = operators.quantize_and_pack_columns(x, *directions, x.dtype)
+    yield "quantize_and_pack_columns, rows", (row_values, rows)
     yield "quantize_and_pack_columns, bytes", (packed.unpack().mT, columns)
 
 
 def quantizer(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Compare one quantizer, with its techniques, as Inductor compiles it with and without kernels, with eager mode."""
-    own = quantizers()[name]
-    assert own.program.spec is not None
-    shape = (136, 200) if own.transposed else SHAPE
-    given = [(kind, x.to(dtype).to(device)) for kind, x in operands(shape, own.program.spec)]
-    state = [entry.to(device) for entry in own.state(given[0][1].cpu())]
+    """Compare one quantizer with its techniques, compiled by Inductor with and without kernels, with eager mode."""
+    subject = quantizers()[name]
+    assert subject.program.spec is not None
+    shape = (136, 200) if subject.transposed else SHAPE
+    inputs = [(kind, x.to(dtype).to(device)) for kind, x in operands(shape, subject.program.spec)]
+    state = [entry.to(device) for entry in subject.state(inputs[0][1].cpu())]
     key, step = KEY.to(device), STEP.to(device)
     differs: dict[str, int] = {}
     with operators.tensor_code():
-        expected = [own(x, key, step, *state) for _, x in given]
-        compiled = _compiled(own, (given[0][1], key, step, *state))
-    with_kernels = _compiled(own, (given[0][1], key, step, *state))
-    for (_, x), due in zip(given, expected, strict=True):
-        for how, run in (("tensor code", compiled), ("kernels", with_kernels)):
-            pairs = zip(run(x, key, step, *state), due, strict=True)
-            differs[how] = differs.get(how, 0) + sum(_different(one, two) for one, two in pairs)
-    inexact = any(word in name or any(word in t.name for t in own.program.techniques) for word in INEXACT)
+        expected = [subject(x, key, step, *state) for _, x in inputs]
+        compiled = _compiled(subject, (inputs[0][1], key, step, *state))
+    with_kernels = _compiled(subject, (inputs[0][1], key, step, *state))
+    for (_, x), reference in zip(inputs, expected, strict=True):
+        for code, run in (("tensor code", compiled), ("kernels", with_kernels)):
+            pairs = zip(run(x, key, step, *state), reference, strict=True)
+            differs[code] = differs.get(code, 0) + sum(_different(result, target) for result, target in pairs)
+    inexact = any(word in name or any(word in t.name for t in subject.program.techniques) for word in INEXACT)
     return {"differs": differs, "equal": not any(differs.values()), "exempt": inexact}
 
 
 def _compiled(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
-    """Return ``function`` as the engine has Inductor compile it."""
+    """Return ``function`` compiled by Inductor with the engine's options."""
     graph = make_fx(function)(*arguments)
     options = patches({}, on_gpu=arguments[0].device.type == "cuda")
     compiled: Any = compile_fx(graph, list(arguments), config_patches=options or None)
@@ -109,7 +109,7 @@ def _compiled(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Ca
 
 
 def _different(x: Tensor, y: Tensor) -> int:
-    """Return the number of elements that are not the same bits, where NaN is NaN."""
+    """Return the number of elements whose bits differ; all NaN count as equal."""
     if x.shape != y.shape or x.dtype is not y.dtype:
         return max(x.numel(), y.numel(), 1)
     if not x.dtype.is_floating_point:
@@ -122,12 +122,11 @@ def _different(x: Tensor, y: Tensor) -> int:
 def parity(
     model: str, policy: str, dtype: torch.dtype, device: torch.device, backend: str, steps: int = 8
 ) -> dict[str, Any]:
-    """Train ``model`` compiled, eagerly, and eagerly with what every linear and norm puts out moved by up to an ulp.
+    """Train ``model`` compiled, eagerly, and eagerly with the outputs of every linear and norm moved by up to an ulp.
 
-    Quantized training amplifies an ulp, and there compiled code sums in another order. So the measure of a difference
-    is what the ulp does, as in tests/parity. ``ratio`` is the largest
-    difference of losses between compiled and eager, as a multiple of the largest between the two eager ones, or of
-    1e-6 of the first loss where that is more.
+    Compiled code sums in another order, and quantized training amplifies an ulp. The effect of an ulp is therefore the
+    unit of a difference, as in tests/parity. ``ratio`` is the largest difference of losses between compiled and eager,
+    divided by the largest difference between the two eager trainings, or by 1e-6 of the first loss if that is larger.
     """
     eager = _losses(model, policy, dtype, device, "eager", steps)
     nudged = _losses(model, policy, dtype, device, "eager", steps, nudge=True)

@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.gpu_steps import PREDICTED, SWITCHES
 
 Row = Mapping[str, Any]
-#: Largest difference of losses of a short training, to that which an ulp makes.
+#: The largest allowed difference of losses of a short training, as a multiple of an ulp's effect.
 WITHIN = 3
 
 
 def failure(row: Row) -> str | None:
-    """Return why the case of ``row`` did not end as it should, or None if it did."""
+    """Return why the case of ``row`` failed, or None if it succeeded."""
     part, figures = row["case"]["part"], row["figures"]
     if "failed" in figures:
         return str(figures["failed"])
@@ -23,12 +23,12 @@ def failure(row: Row) -> str | None:
     if part == "parity":
         if not all(map(math.isfinite, (*figures["eager"], *figures["compiled"]))):
             return "losses are not finite"
-        return None if figures["ratio"] <= WITHIN else f"{figures['ratio']:.2f} times what an ulp does, above {WITHIN}"
+        return None if figures["ratio"] <= WITHIN else f"{figures['ratio']:.2f} times an ulp's effect, above {WITHIN}"
     return None
 
 
 def page(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
-    """Return the page; ``predicted`` are rows of ``make gpu-plan``."""
+    """Return the page; ``predicted`` are the rows of ``make gpu-plan``."""
     machine, rows = content["machine"], content["rows"]
     parts: dict[str, list[Row]] = {}
     for row in rows:
@@ -65,7 +65,7 @@ def _quantizers(rows: Sequence[Row]) -> list[str]:
     exempt = [row for row in rows if row["figures"].get("exempt", False)]
     lines = ["## Quantizers that Inductor compiled, beside eager mode", ""]
     lines += [f"{_equal(exact)} cases have the same bits with kernels and as tensor code."]
-    lines += [f"Of those whose last bit depends on the machine (docs/parity.md), {_equal(exempt)} have.", ""]
+    lines += [f"So do {_equal(exempt)} cases whose last bit depends on the machine (docs/parity.md).", ""]
     return lines + _different([*exact, *exempt])
 
 
@@ -74,16 +74,15 @@ def _equal(rows: Sequence[Row]) -> str:
 
 
 def _different(rows: Sequence[Row]) -> list[str]:
-    other = [row for row in rows if not row["figures"]["equal"]]
+    unequal = [row for row in rows if not row["figures"]["equal"]]
     lines = [
-        f"- {_name(row)}: " + ", ".join(f"{how} {count}" for how, count in row["figures"]["differs"].items() if count)
-        for row in other
+        f"- {_name(row)}: " + ", ".join(f"{code} {count}" for code, count in row["figures"]["differs"].items() if count)
+        for row in unequal
     ]
     return ["Elements that differ:", "", *lines, ""] if lines else []
 
 
 def _parity(rows: Sequence[Row]) -> list[str]:
-    """Return the table of short trainings; up to 3 is what an ulp may do."""
     header = ("model", "dtype", "policy", "difference to an ulp's", "first loss", "last loss, eager", "compiled")
     cells = []
     for row in rows:
@@ -120,9 +119,9 @@ def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[s
                 f"{figures['baseline_compile_seconds']:.0f}",
             )
         )
-    lines = ["## Training steps", "", "*step*: time to that of the unquantized model under the same mode, by turns. "
-             "*predicted*: `make gpu-plan`'s estimate for one block of the model, without head and optimizer, on the "
-             "card in brackets. *compiling*: the first step with empty caches."]  # fmt: skip
+    lines = ["## Training steps", "", "*step*: time relative to the unquantized model under the same mode, measured in "
+             "alternation. *predicted*: `make gpu-plan`'s estimate for one block of the model, without head and "
+             "optimizer, on the card in brackets. *compiling*: the first step with empty caches."]  # fmt: skip
     lines += ["", *(f"- `{name}`: {switch.why}" for name, switch in SWITCHES.items())]
     return [*lines, "", *_table(header, cells, 4), ""]
 
@@ -131,9 +130,11 @@ def _predicted(case: Mapping[str, str], predicted: Sequence[Row], device: str) -
     quantizers = {"default": "kernels", "FP4GRAPH_KERNELS=0": "tensor code"}.get(case["switch"])
     wanted = {"block": PREDICTED.get(case["model"]), "dtype": case["dtype"], "policy": case["policy"]}
     for row in predicted:
-        own = row["case"]
-        if own["quantizers"] == quantizers and all(own[name] == value for name, value in wanted.items()):
-            return f"{row['figures']['estimate']:.2f}" + ("" if own["card"] in device else f" ({own['card']})")
+        row_case = row["case"]
+        if row_case["quantizers"] == quantizers and all(row_case[name] == value for name, value in wanted.items()):
+            return f"{row['figures']['estimate']:.2f}" + (
+                "" if row_case["card"] in device else f" ({row_case['card']})"
+            )
     return "–"
 
 

@@ -1,18 +1,8 @@
-"""The cost of a policy on a GPU as its generated program says, without a GPU: predicted, not measured.
+"""Predicts the cost of a policy on a GPU from its generated program, without a GPU.
 
-For one block of a model in training, Inductor writes the program of a card that need not be there
-(:mod:`benchmarks.gpu_program`). What is counted in it:
-
-``bytes``: those that kernels read and write, by ``GraphLowering.count_bytes`` of Inductor's schedule: each element of a
-buffer once in each direction, however often a kernel reads it. For an operator of this project these are its arguments
-and results. ``launches``: of Triton kernels; ``keys`` of them compute two numbers. ``GEMMs``: calls of the library.
-``saved``: bytes that the backward reads of what the forward made or was given, without parameters. ``of linears``: the
-same for all linears of the block, each compiled alone in bf16 with its weight counted, as by benchmarks/memory.py, to
-those of the unquantized ones. ``kernels``: distinct ones, which have to be compiled; of this project's, one for each
-set of specs and tensors. ``source``: their code as Inductor writes it. ``estimate``: time of a step to that of the
-unquantized one, GEMMs at the stated rate of operations, everything else at the stated bandwidth; attention counts by
-its bytes. ``quantizers``: the kernels of this project, or the tensor code that Inductor fuses, which runs where a
-kernel does not.
+For one block of a model in training, Inductor writes the program for an absent card (:mod:`benchmarks.gpu_program`).
+docs/performance.md, "Predicted, not measured", defines the figures. In the estimate attention counts by its bytes.
+``--quantizers`` chooses the kernels of this project, or the tensor code that Inductor fuses.
 """
 
 from __future__ import annotations
@@ -41,7 +31,7 @@ SHOWN = 12  # kernels of a row
 
 @dataclass(frozen=True)
 class Rates:
-    """What a card does in a second, as assumed: bytes, and operations of GEMMs by dtype."""
+    """The assumed rates of a card: bytes per second, and operations of GEMMs per second by dtype."""
 
     bytes: float
     flops: dict[str, float]
@@ -55,27 +45,27 @@ RATES = {
 
 
 class Stack(nn.Module):
-    """A stack of ``depth`` equal blocks, which are all called."""
+    """A stack of ``depth`` equal blocks that calls all of them."""
 
     def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(make() for _ in range(depth))
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, *rest)
+            x = block(x, *rotary)
         return x
 
 
 class OneOf(nn.Module):
-    """A stack of three equal blocks that calls the one in the middle: policies may spare the first and the last."""
+    """A stack of three equal blocks that calls only the middle block, because policies may keep the first and last."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(make() for _ in range(3))
 
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        y: Tensor = self.blocks[1](x, *rest)
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
+        y: Tensor = self.blocks[1](x, *rotary)
         return y
 
 
@@ -107,8 +97,12 @@ class Block:
     """A block of a model and its input.
 
     Attributes:
-        make: builds one. width: of the input. tokens: of a sequence. batch: sequences. head: size of an attention head
-            where the block takes a rotary embedding, else 0. depth: equal blocks one after another; 0: one of three.
+        make: builds a block.
+        width: the features of the input.
+        tokens: the tokens of a sequence.
+        batch: the number of sequences.
+        head: the size of an attention head if the block takes a rotary embedding, else 0.
+        depth: the number of equal blocks in sequence; 0 stands for the middle one of three.
     """
 
     make: Callable[[], nn.Module]
@@ -119,12 +113,11 @@ class Block:
     depth: int = 0
 
     def module(self) -> nn.Module:
-        """The block with its neighbours."""
         torch.manual_seed(0)
         return Stack(self.make, self.depth) if self.depth else OneOf(self.make)
 
     def inputs(self) -> list[Tensor]:
-        """Its arguments; the first needs a gradient, as inside a model."""
+        """Return the block's arguments; the first needs a gradient, as inside a model."""
         rotary = [torch.randn(1, self.tokens, self.head) for _ in range(2)] if self.head else []
         return [torch.randn(self.batch, self.tokens, self.width, requires_grad=True), *rotary]
 
@@ -157,7 +150,7 @@ BLOCKS = {
 def figures(
     block: str, policy: str, gpu: str, dtype: str, linears: bool, quantizers: str = "kernels"
 ) -> dict[str, Any]:
-    """Return the figures of one program, without those that compare it. For a worker process."""
+    """Return the figures of one program, without the comparison. Call it in a worker process."""
     with operators.tensor_code() if quantizers == "tensor code" else nullcontext():
         return _figures(block, policy, gpu, dtype, linears)
 
@@ -166,30 +159,30 @@ def _figures(block: str, policy: str, gpu: str, dtype: str, linears: bool) -> di
     from benchmarks import gpu_program
     from benchmarks.absent_gpu import GPUS
 
-    own = BLOCKS[block]
+    subject = BLOCKS[block]
     with torch.random.fork_rng(devices=[]):
         try:
-            made = gpu_program.program(own.module(), own.inputs(), policy, GPUS[gpu], options.DTYPES[dtype])
+            written = gpu_program.program(subject.module(), subject.inputs(), policy, GPUS[gpu], options.DTYPES[dtype])
         except fp4graph.PolicyError as error:
             raise Inapplicable(str(error).partition(";")[0]) from None
     counted = {
-        "bytes": sum(kernel.bytes for kernel in made.kernels),
-        "forward_bytes": sum(kernel.bytes for kernel in made.kernels if not kernel.backward),
-        "gemm_bytes": sum(kernel.bytes for kernel in made.kernels if kernel.kind == "gemm"),
-        "launches": made.launches,
-        "key_launches": made.keys,
-        "gemms": sum(kernel.kind == "gemm" for kernel in made.kernels),
-        "library_calls": sum(kernel.kind == "library" for kernel in made.kernels),
-        "distinct_kernels": len(made.sources),
-        "source_bytes": sum(map(len, made.sources)),
-        "gemm_flops": dict(made.flops),
-        "saved_bytes": made.saved,
-        "saved_parameter_bytes": made.saved_parameters,
-        "compile_seconds": made.seconds,
-        "largest": [vars(kernel) for kernel in sorted(made.kernels, key=lambda k: -k.bytes)[:SHOWN]],
+        "bytes": sum(kernel.bytes for kernel in written.kernels),
+        "forward_bytes": sum(kernel.bytes for kernel in written.kernels if not kernel.backward),
+        "gemm_bytes": sum(kernel.bytes for kernel in written.kernels if kernel.kind == "gemm"),
+        "launches": written.launches,
+        "key_launches": written.keys,
+        "gemms": sum(kernel.kind == "gemm" for kernel in written.kernels),
+        "library_calls": sum(kernel.kind == "library" for kernel in written.kernels),
+        "distinct_kernels": len(written.sources),
+        "source_bytes": sum(map(len, written.sources)),
+        "gemm_flops": dict(written.flops),
+        "saved_bytes": written.saved,
+        "saved_parameter_bytes": written.saved_parameters,
+        "compile_seconds": written.seconds,
+        "largest": [vars(kernel) for kernel in sorted(written.kernels, key=lambda k: -k.bytes)[:SHOWN]],
     }
     if linears:
-        kinds = Counter(_linears(own))
+        kinds = Counter(_linears(subject))
         counted["linears_saved_bytes"] = sum(n * _saved_by_linear(*kind, policy, gpu) for kind, n in kinds.items())
     return counted
 
@@ -207,23 +200,23 @@ def _saved_by_linear(tokens: int, inside: int, outside: int, policy: str, gpu: s
     linear = nn.Linear(inside, outside, bias=False, dtype=torch.bfloat16)
     x = torch.zeros(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
     try:
-        made = gpu_program.program(linear, [x], policy, GPUS[gpu], torch.float32)
+        written = gpu_program.program(linear, [x], policy, GPUS[gpu], torch.float32)
     except fp4graph.Error as error:  # such as a policy for all blocks but the first
         raise Inapplicable(str(error).partition(";")[0]) from None
-    return made.saved + made.saved_parameters
+    return written.saved + written.saved_parameters
 
 
-def compared(own: dict[str, Any], baseline: dict[str, Any], rates: Rates) -> dict[str, Any]:
-    """Return ``own`` with its ratios to the figures of the unquantized program."""
-    result = {**own, "baseline_bytes": baseline["bytes"], "rates": vars(rates)}
-    result["seconds"], result["baseline_seconds"] = _seconds(own, rates), _seconds(baseline, rates)
+def compared(program: dict[str, Any], baseline: dict[str, Any], rates: Rates) -> dict[str, Any]:
+    """Return the figures of ``program`` with their ratios to those of the unquantized program."""
+    result = {**program, "baseline_bytes": baseline["bytes"], "rates": vars(rates)}
+    result["seconds"], result["baseline_seconds"] = _seconds(program, rates), _seconds(baseline, rates)
     result["estimate"] = result["seconds"] / result["baseline_seconds"]
-    result["ratio"] = own["bytes"] / baseline["bytes"]
-    result["kernels_ratio"] = own["distinct_kernels"] / baseline["distinct_kernels"]
-    saved = own["saved_bytes"] + own["saved_parameter_bytes"]
+    result["ratio"] = program["bytes"] / baseline["bytes"]
+    result["kernels_ratio"] = program["distinct_kernels"] / baseline["distinct_kernels"]
+    saved = program["saved_bytes"] + program["saved_parameter_bytes"]
     result["saved_ratio"] = saved / (baseline["saved_bytes"] + baseline["saved_parameter_bytes"])
-    if "linears_saved_bytes" in own:
-        result["linears_saved_ratio"] = own["linears_saved_bytes"] / baseline["linears_saved_bytes"]
+    if "linears_saved_bytes" in program:
+        result["linears_saved_ratio"] = program["linears_saved_bytes"] / baseline["linears_saved_bytes"]
     return result
 
 
@@ -269,26 +262,26 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    blocks: Annotated[str, typer.Option(help=f"Of {', '.join(BLOCKS)}, separated by commas.")] = "vit-b",
+    blocks: Annotated[str, typer.Option(help=f"Any of {', '.join(BLOCKS)}, separated by commas.")] = "vit-b",
     policies: options.Policies = "tetrajet,microscaling,nvfp4,nvfp4-best",
     dtypes: options.Dtypes = "bfloat16",
-    cards: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}, separated by commas.")] = "H200",
+    cards: Annotated[str, typer.Option(help=f"Any of {', '.join(RATES)}, separated by commas.")] = "H200",
     bandwidth: Annotated[float | None, typer.Option(min=0, help="TB/s, instead of the card's.")] = None,
     gemm_rate: Annotated[float | None, typer.Option(min=0, help="TFLOP/s, instead of the card's.")] = None,
     linears: Annotated[bool, typer.Option(help="Saved bytes of linears too, each compiled alone.")] = True,
     quantizers: Annotated[str, typer.Option(help="kernels, tensor code, or both, separated by commas.")] = "kernels",
     largest: Annotated[bool, typer.Option(help="Print the largest kernels of each program.")] = True,
-    missing: Annotated[bool, typer.Option(help="Only cases that the folder has no figures of.")] = False,
+    missing: Annotated[bool, typer.Option(help="Only cases without figures in the folder.")] = False,
     folder: options.Folder = RESULTS,
 ) -> None:
     from benchmarks.absent_gpu import worker
 
     names = [(UNQUANTIZED, "–")]
     names += [
-        (name, how)
+        (name, quantizer_code)
         for name in options.policies_of(policies)
         if name != UNQUANTIZED
-        for how in options.choices(quantizers, ("kernels", "tensor code"))
+        for quantizer_code in options.choices(quantizers, ("kernels", "tensor code"))
     ]
     results = Results("gpu_plan", context, torch.device("cpu"), folder)
     chosen = product(
@@ -297,33 +290,33 @@ def main(
     with worker() as pool:
         for block, dtype, card in chosen:
             rates, counted = _rates(card, bandwidth, gemm_rate), dict[str, dict[str, Any]]()
-            for policy, how in names:
-                case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": how}
-                if missing and (known := results.known(case)) is not None:
-                    counted[policy] = known
+            for policy, quantizer_code in names:
+                case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": quantizer_code}
+                if missing and (figures_on_file := results.known(case)) is not None:
+                    counted[policy] = figures_on_file
                     continue
                 row = attempt(case, partial(_counted, pool, case, linears, rates, counted))
                 results.add(row)
                 if largest and "largest" in row.figures:
-                    _print_largest(f"{policy}, {how}", row.figures["largest"])
+                    _print_largest(f"{policy}, {quantizer_code}", row.figures["largest"])
     results.close(TITLE, COLUMNS)
 
 
 def _counted(
     pool: ProcessPoolExecutor, case: dict[str, str], linears: bool, rates: Rates, counted: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the figures of a case, and keep them in ``counted``, which has those of the unquantized program."""
-    about = case["block"], case["policy"], case["card"], case["dtype"], linears, case["quantizers"]
-    own = pool.submit(figures, *about).result()
+    """Return the figures of a case; ``counted`` holds those of the unquantized program, which comes first."""
+    arguments = case["block"], case["policy"], case["card"], case["dtype"], linears, case["quantizers"]
+    program = pool.submit(figures, *arguments).result()
     if case["policy"] == UNQUANTIZED:
-        counted[UNQUANTIZED] = own
-    return compared(own, counted[UNQUANTIZED], rates)
+        counted[UNQUANTIZED] = program
+    return compared(program, counted[UNQUANTIZED], rates)
 
 
 def _rates(card: str, bandwidth: float | None, gemm_rate: float | None) -> Rates:
-    own = RATES[card]
-    flops = own.flops if gemm_rate is None else dict.fromkeys(own.flops, gemm_rate * 1e12)
-    return Rates(own.bytes if bandwidth is None else bandwidth * 1e12, flops)
+    assumed = RATES[card]
+    flops = assumed.flops if gemm_rate is None else dict.fromkeys(assumed.flops, gemm_rate * 1e12)
+    return Rates(assumed.bytes if bandwidth is None else bandwidth * 1e12, flops)
 
 
 def _print_largest(policy: str, kernels: list[dict[str, Any]]) -> None:

@@ -1,11 +1,11 @@
-"""The program that Inductor writes for a GPU that is not there: forward and backward of one module in training.
+"""The program that Inductor writes for an absent GPU: forward and backward of one module in training.
 
 Dynamo captures the module on the CPU, with the policy's pass, and torch.compile's own path follows: AOTAutograd traces
-forward and backward together, the partitioner decides what is saved between them, Inductor writes both. Two things
-differ from what happens on the card. Autograd's engine needs a driver for tensors on a GPU, so forward and backward are
-traced on fake tensors of the CPU, by code that is told to trace for CUDA, and then traced again on fake tensors of the
-card. And ``scaled_dot_product_attention`` asks the driver which kernel to take, so that choice is made here: flash
-attention for 16 bits, the memory-efficient one for fp32.
+forward and backward together, the partitioner decides what is saved between them, Inductor writes both. Two steps
+differ from a run on the card. Autograd's engine needs a driver for tensors on a GPU, so forward and backward are traced
+on fake tensors of the CPU, by code that is told to trace for CUDA, and then traced again on fake tensors of the card.
+``scaled_dot_product_attention`` asks the driver for a kernel, so this module chooses it: flash attention for 16 bits,
+memory-efficient attention for fp32.
 
 For worker processes only (:func:`benchmarks.absent_gpu.worker`).
 """
@@ -46,7 +46,7 @@ _PRODUCTS: dict[Any, int] = {
     aten.addmm: 1,
     aten.baddbmm: 1,
     product.OPERATOR: 0,
-}  # where the left factor stands among the arguments
+}  # the index of the left factor among the arguments
 _VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.alias, aten.detach}
 _VIEWS |= {aten.unsqueeze, aten.squeeze, aten.expand, aten.as_strided, aten.slice, aten.select}
 _GEMM = re.compile(r"(bias_add|add|badd)?b?mm(_dtype)?(_out)?")
@@ -62,9 +62,10 @@ class Kernel:
     Attributes:
         backward: whether it belongs to the backward.
         kind: ``triton``, code of Inductor; ``operator``, a kernel of this project; ``gemm``; ``library``, other calls.
-        what: the operations in it. site: the module that they come from, where that is known.
+        what: its operations.
+        site: the module that they come from; "" if unknown.
         reads, writes: dtypes and shapes.
-        bytes: read and written, as Inductor counts them: each element of a buffer at most once in each direction.
+        bytes: bytes read and written, by Inductor's count: each element of a buffer at most once in each direction.
     """
 
     backward: bool
@@ -81,12 +82,13 @@ class Program:
     """Forward and backward of one module.
 
     Attributes:
-        launches: of Triton kernels, Inductor's and this project's. keys: those of them that compute two numbers.
-        sources: of distinct kernels.
-        flops: of GEMMs, by the dtype of their operands.
-        saved: bytes that the backward reads of what the forward made or was given, without parameters.
-        saved_parameters: bytes of parameters that it reads.
-        seconds: that tracing and writing took.
+        launches: the number of launches of Triton kernels, Inductor's and this project's.
+        keys: the launches that compute the two numbers of a key.
+        sources: the code of distinct kernels.
+        flops: FLOPs of GEMMs, by the dtype of their operands.
+        saved: bytes of inputs and intermediate results that the backward reads, without parameters.
+        saved_parameters: bytes of parameters that the backward reads.
+        seconds: the time of tracing and writing.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Program:
 
 
 class _Stop(BaseException):
-    """Leaves a compiler before it would load code. Not an Exception, which compilers catch."""
+    """Leaves a compiler before it loads code. Compilers would catch an Exception."""
 
 
 def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dtype: torch.dtype) -> Program:
@@ -109,7 +111,7 @@ def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dt
 
     Args:
         policy: a policy, or :data:`UNQUANTIZED`.
-        dtype: float32, or what autocast casts to.
+        dtype: float32, or the dtype of autocast.
 
     Raises:
         fp4graph.Error: the policy does not fit the module.
@@ -118,17 +120,17 @@ def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dt
     torch._dynamo.reset()
     graph, inputs = _captured(module, args, policy)
     install(gpu)
-    made = _generated(graph, inputs, dtype, {} if policy == UNQUANTIZED else dict(EXACT))
-    made.seconds = time.perf_counter() - began
-    return made
+    written = _generated(graph, inputs, dtype, {} if policy == UNQUANTIZED else dict(EXACT))
+    written.seconds = time.perf_counter() - began
+    return written
 
 
 def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[GraphModule, list[Any]]:
-    """Return the graph that Inductor would be given, and its inputs."""
-    given: list[tuple[GraphModule, list[Any]]] = []
+    """Return the graph that torch.compile passes to Inductor, and its inputs."""
+    captured: list[tuple[GraphModule, list[Any]]] = []
 
     def capture(graph: GraphModule, inputs: list[Any], **_: Any) -> None:
-        given.append((graph, inputs))
+        captured.append((graph, inputs))
         raise _Stop
 
     if policy == UNQUANTIZED:
@@ -140,12 +142,12 @@ def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[G
         try:
             module(*args)
         except _Stop:
-            return given[0]
+            return captured[0]
     raise RuntimeError("torch.compile captured nothing")
 
 
 def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, options: dict[str, bool]) -> Program:
-    """Return what Inductor writes for ``graph``."""
+    """Return the program that Inductor writes for ``graph``."""
     for node in graph.graph.nodes:
         if node.target is torch._C._nn.scaled_dot_product_attention:
             node.target = _attention
@@ -154,19 +156,19 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
     with mode:
         fakes = [_fake(x, "cpu") for x in inputs]
     parameters = {f"primals_{1 + i}" for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)}
-    made, forward = Program(), list[GraphModule]()
+    written, forward = Program(), list[GraphModule]()
 
     def compile_one(traced: GraphModule, examples: Sequence[Any], **keywords: Any) -> Any:
         backward = bool(keywords.get("is_backward"))
         forward.append(traced)
         if backward:
-            _count_saved(made, forward[0], traced, parameters)
+            _count_saved(written, forward[0], traced, parameters)
         moved, on_card = _moved(traced, examples, mode)
-        made.flops.update(_flops(moved))
+        written.flops.update(_flops(moved))
 
         def stop(code: str) -> None:
-            made.code.append(code)
-            made.kernels += _kernels(backward)
+            written.code.append(code)
+            written.kernels += _kernels(backward)
             raise _Stop
 
         with mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
@@ -174,7 +176,7 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
                 compile_fx.compile_fx_inner(moved, on_card, **keywords)
             except _Stop:
                 if backward:
-                    raise  # all is known
+                    raise  # the program is complete
         return _never_called
 
     patches = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
@@ -190,19 +192,19 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
             pass
         else:
             raise RuntimeError("there is no backward: no input needs a gradient")
-    for code in made.code:
+    for code in written.code:
         calls = _LAUNCH.findall(code)
-        made.launches += len(calls) + len(_OPERATOR.findall(code))
-        made.keys += sum(_two_numbers(call) for call in calls)
-        made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
-        made.sources |= set(_variants(code))
-    return made
+        written.launches += len(calls) + len(_OPERATOR.findall(code))
+        written.keys += sum(_two_numbers(call) for call in calls)
+        written.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
+        written.sources |= set(_variants(code))
+    return written
 
 
 def _variants(code: str) -> Iterator[str]:
-    """Yield each call of an operator of this project in ``code`` as far as its kernel is compiled for it.
+    """Yield each call of an operator of this project in ``code``, reduced to what distinguishes compiled kernels.
 
-    That is for the specs, and for which tensors there are; dtypes of tensors, which code does not say, are left out.
+    These are the specs, and which optional tensors are present. Dtypes of tensors are left out: the code lacks them.
     """
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call) and (called := ast.unparse(node.func)).startswith("torch.ops.fp4graph."):
@@ -210,7 +212,7 @@ def _variants(code: str) -> Iterator[str]:
 
 
 def _known(argument: ast.expr) -> str:
-    """Return an argument as far as a kernel is compiled for it."""
+    """Return an argument if a kernel is compiled for its value, else "…"."""
     if isinstance(argument, ast.Constant) and type(argument.value) is not int:
         return repr(argument.value)
     if isinstance(argument, ast.List | ast.Tuple):  # of salts, or of tensors that may be None
@@ -219,7 +221,7 @@ def _known(argument: ast.expr) -> str:
 
 
 def _never_called(*_: Any) -> Any:
-    raise RuntimeError("this code is for a card that is not there")
+    raise RuntimeError("this code was generated for an absent card and cannot run")
 
 
 _never_called._boxed_call = True  # type: ignore[attr-defined]
@@ -237,7 +239,7 @@ def _attention(
 ) -> Tensor:
     """Compute attention as ``scaled_dot_product_attention`` does on a card of compute capability 8.0 or more."""
     if enable_gqa:
-        raise NotImplementedError("grouped queries: take a block that has as many key heads as query heads")
+        raise NotImplementedError("grouped queries: choose a block with as many key heads as query heads")
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     if query.dtype is torch.float32 or attn_mask is not None:
@@ -255,14 +257,14 @@ def _fake(x: Any, device: str) -> Any:
 
 
 class _OnCard(Interpreter):
-    """Runs a graph with its tensors made on the card, keeping what nodes say of where they come from."""
+    """Runs a graph with its tensors made on the card; nodes keep the metadata of their origin."""
 
     def run_node(self, n: Node) -> Any:
         with traceback.set_current_meta(n):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is aten.lift_fresh_copy.default:  # of numbers in the code, which tracing left on the CPU
+        if target is aten.lift_fresh_copy.default:  # copies numbers in the code, which tracing left on the CPU
             return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="cuda")
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cuda", 0)}
@@ -279,8 +281,8 @@ def _moved(traced: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -
     return moved, on_card
 
 
-def _count_saved(made: Program, forward: GraphModule, backward: GraphModule, parameters: set[str]) -> None:
-    """Count what the backward reads, each piece of memory once."""
+def _count_saved(program: Program, forward: GraphModule, backward: GraphModule, parameters: set[str]) -> None:
+    """Count the bytes that the backward reads, each storage once."""
     nodes = {node.name: node for node in forward.graph.nodes}
     counted = set[str]()
     for placeholder in backward.graph.find_nodes(op="placeholder"):
@@ -292,9 +294,9 @@ def _count_saved(made: Program, forward: GraphModule, backward: GraphModule, par
         if node.name not in counted:
             counted.add(node.name)
             if node.name in parameters:
-                made.saved_parameters += node.meta["val"].nbytes
+                program.saved_parameters += node.meta["val"].nbytes
             else:
-                made.saved += node.meta["val"].nbytes
+                program.saved += node.meta["val"].nbytes
 
 
 def _flops(graph: GraphModule) -> Counter[str]:
@@ -308,7 +310,7 @@ def _flops(graph: GraphModule) -> Counter[str]:
 
 
 def _two_numbers(call: str) -> bool:
-    """Return whether a launch computes the two words of a key: the sizes stand last."""
+    """Return whether a launch computes the two words of a key: the sizes are the last arguments."""
     sizes = re.findall(r", (\d+)(?=,|$)", call)
     return sizes == ["2"]
 
@@ -325,7 +327,7 @@ def _kernels(backward: bool) -> Iterator[Kernel]:
 
 
 def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
-    """Return the kind of a node, its operations, and where they come from."""
+    """Return the kind of a node, its operations, and the module that they come from."""
     origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
     origins.sort(key=lambda origin: origin.name)
     sites = Counter(site for origin in origins if (site := _site(origin)))
@@ -335,12 +337,12 @@ def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
         overload = getattr(extern, "op_overload", None)
         name = str(overload) if overload is not None else str(getattr(extern, "python_kernel_name", None))
         short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
-        ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
+        is_ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
         multiplies = _GEMM.fullmatch(short) or short == "fp4graph_scaled_product"
-        return "gemm" if multiplies else "operator" if ours else "library", short, site
+        return "gemm" if multiplies else "operator" if is_ours else "library", short, site
     packets = Counter(getattr(origin.target, "overloadpacket", None) for origin in origins)
-    telling = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
-    return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in telling), site
+    operations = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
+    return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in operations), site
 
 
 def _site(origin: Node) -> str:
@@ -351,12 +353,14 @@ def _site(origin: Node) -> str:
 
 def _shapes(names: Iterator[str]) -> tuple[str, ...]:
     """Return the dtypes and shapes of buffers, the largest first."""
-    found = []
+    described = []
     for name in names:
         buffer = V.graph.name_to_buffer.get(name) or V.graph.graph_inputs.get(name)
         if buffer is None or isinstance(getattr(buffer, "layout", None), ir.MultiOutputLayout | ir.NoneLayout):
             continue
         size = [V.graph.sizevars.optimization_hint(s) for s in buffer.get_size()]
         dtype = str(buffer.get_dtype()).removeprefix("torch.")
-        found.append((-torch.Size(size).numel() * buffer.get_dtype().itemsize, f"{dtype} {'×'.join(map(str, size))}"))
-    return tuple(text for _, text in sorted(found))
+        described.append(
+            (-torch.Size(size).numel() * buffer.get_dtype().itemsize, f"{dtype} {'×'.join(map(str, size))}")
+        )
+    return tuple(text for _, text in sorted(described))

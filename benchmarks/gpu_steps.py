@@ -1,4 +1,4 @@
-"""What ``make gpu-validate`` times on a card: training steps, quantized beside unquantized, with every switch."""
+"""The timings of ``make gpu-validate``: training steps, quantized beside unquantized, with every switch."""
 
 from __future__ import annotations
 
@@ -59,22 +59,25 @@ def _stack(width: int, feed_forward: int, heads: int, layers: int, context: int,
     )
 
 
-#: LLaMA-350M is that of GaLore (Zhao et al. 2024); eight of its 24 equal blocks are a third of the compiling.
+#: LLaMA-350M is that of GaLore (Zhao et al. 2024); eight of its 24 equal blocks take a third of the compile time.
 STEPS = {
     **MODELS,
     "llama-350m": _stack(1024, 2736, 16, layers=8, context=256, size=32),
     "trial-stack": _stack(64, 192, 2, layers=2, context=32, size=4),
 }
 SIZES = {"deit-small": 64, "deit-base": 64}
-#: The blocks of ``make gpu-plan`` that a model is made of.
+#: The block of ``make gpu-plan`` of which a model consists.
 PREDICTED = {"deit-base": "vit-b", "deit-tiny": "deit-tiny", "llama-350m": "llama-350m"}
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One way to run: ``context`` is around tracing and compiling; ``mode`` is torch.compile's, of both programs.
+    """One way to run a step.
 
-    ``why`` says what it decides.
+    Attributes:
+        why: its description on the page.
+        context: surrounds tracing and compiling of the quantized program.
+        mode: torch.compile's, for both programs.
     """
 
     why: str
@@ -84,7 +87,7 @@ class Switch:
 
 FP32_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,products"
 LIBRARY_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,bf16-products"
-#: The default first; every other one changes one thing.
+#: The default comes first; every other switch changes one thing.
 SWITCHES: dict[str, Switch] = {
     "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults"),
     "FP4GRAPH_KERNELS=0": Switch("tensor code that Inductor fuses, and nothing packed", operators.tensor_code),
@@ -114,7 +117,6 @@ class Trainee:
             fp4graph.prepare_optimizer(self._module, self._optimizer)
 
     def step(self) -> None:
-        """Forward, backward, AdamW."""
         self._optimizer.zero_grad()
         with autocast(self._dtype, self._device):
             loss = self._loss(self._module, self._batch)
@@ -125,28 +127,28 @@ class Trainee:
 def step(
     model: str, policy: str, dtype: str, switch: str, device: torch.device, backend: str, seconds: float
 ) -> dict[str, Any]:
-    """Return the time of a step to that of the unquantized one, peak memory of both, and compile times.
+    """Return the time of a step relative to the unquantized step, and peak memory and compile time of both programs.
 
-    Peak memory is what steps allocate at most, parameters and optimizer included, each program by itself. Compile time
-    is that of the first step with an empty cache.
+    Peak memory is the most that one program's steps allocate, parameters and optimizer included. Compile time is that
+    of the first step with an empty cache.
     """
     torch._dynamo.reset()
-    own = SWITCHES[switch]
+    chosen = SWITCHES[switch]
     with ExitStack() as stack:
-        # Compilers' caches, kept until both programs have run, because kernels may be loaded late.
+        # The compilers' caches stay until both programs have run, because kernels may be loaded late.
         caches = stack.enter_context(TemporaryDirectory(prefix="gpu_steps-", ignore_cleanup_errors=True))
-        baseline, first = _ready(stack, model, UNQUANTIZED, dtype, own, device, backend, caches)
-        quantized, second = _ready(stack, model, policy, dtype, own, device, backend, caches)
-        found = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
-    low, middle, high = found.quartiles
+        baseline, baseline_figures = _ready(stack, model, UNQUANTIZED, dtype, chosen, device, backend, caches)
+        quantized, policy_figures = _ready(stack, model, policy, dtype, chosen, device, backend, caches)
+        comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
+    low, middle, high = comparison.quartiles
     return {
         "ratio": middle,
         "quartiles": [low, high],
-        "repeats": len(found.pairs),
-        "seconds": found.seconds,
-        "baseline_seconds": found.baseline,
-        **second,
-        **{f"baseline_{name}": value for name, value in first.items()},
+        "repeats": len(comparison.pairs),
+        "seconds": comparison.seconds,
+        "baseline_seconds": comparison.baseline,
+        **policy_figures,
+        **{f"baseline_{name}": value for name, value in baseline_figures.items()},
     }
 
 

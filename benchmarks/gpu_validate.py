@@ -1,16 +1,17 @@
-"""Validate everything about a GPU on a machine that has one, part by part: ``make gpu-validate``.
+"""Validates the GPU code on a machine with a GPU, part by part: ``make gpu-validate``.
 
     python -m benchmarks.gpu_validate --part kernels
-    python -m benchmarks.gpu_validate                  # every part, as far as the time goes
+    python -m benchmarks.gpu_validate                  # every part, within the time limit
     python -m benchmarks.gpu_validate --rehearse       # on the CPU, at a small size
 
 Parts: ``kernels``, every operator beside tensor code, bit by bit; ``quantizers``, every quantizer with its techniques
 as Inductor compiles it, beside eager mode, bit by bit; ``parity``, short trainings beside eager mode; ``steps``, time
-and peak memory of training steps beside the unquantized model; ``switches``, the same with one thing changed.
+and peak memory of training steps beside the unquantized model; ``switches``, the same with one switch changed.
 
-Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command begins one case at least,
-and no other that may end after ``--minutes``, and says how many are left. The same command goes on from there: first
-what was never tried, then what failed or was measured at another commit. ``--again`` measures everything anew.
+Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command begins at least one case,
+and no other that may end after ``--minutes``, and prints the number of cases that are left. The same command continues:
+first with cases that were never tried, then with cases that failed or were measured at another commit. ``--again``
+measures all cases again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-#: Modules that are imported, where the package has another name with that.
+#: Required modules, with the name of the package if that differs.
 NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich", "numpy", "timm", "transformers"), "")
 NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
 PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
@@ -46,7 +47,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to find out: its part, what it is about, and how."""
+    """One check or measurement: its part, its description in plain values, and the function that runs it."""
 
     part: str
     about: Mapping[str, str]
@@ -59,7 +60,7 @@ class Case:
 
 
 def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: float) -> Iterator[Case]:
-    """Yield the cases of ``parts``, the most telling first."""
+    """Yield the cases of ``parts``, the most informative first."""
     from benchmarks import gpu_checks as checks
     from benchmarks import gpu_steps as steps
     from tests.gpu import cases as cases_of_tests
@@ -95,10 +96,10 @@ def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: 
         others = [name for name in steps.SWITCHES if name != "default"]
         for dtype, model, switch in product(dtypes, models, others[:1] if rehearse else others):
             if switch == steps.FP32_PRODUCTS and dtype != "float32":
-                continue  # products are bf16's anyway
+                continue  # products are bf16 by default
             scaled = switch == steps.LIBRARY_PRODUCTS
             if scaled and dtype == "float32":
-                continue  # their tensor scales multiply a library's product either way
+                continue  # a library computes these products under both settings
             for policy in (
                 POLICIES[:1] if rehearse else ("fp4-all-the-way",) if scaled else ("tetrajet", "microscaling")
             ):
@@ -107,7 +108,7 @@ def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: 
 
 
 class Record:
-    """The JSON file and the page of one device; a case measured again takes the place of the former one."""
+    """The JSON file and the page of one device; a case measured again replaces its earlier row."""
 
     def __init__(self, folder: Path, device: Any) -> None:
         self.machine = _machine(device)
@@ -118,7 +119,7 @@ class Record:
         self._commit = _commit()
 
     def failure(self, case: Case) -> str | None:
-        """Return why the case is not done, or None if it ended as it should at this commit."""
+        """Return why the case is not done, or None if it succeeded at this commit."""
         from benchmarks import gpu_page
 
         row = self._row(case)
@@ -127,21 +128,21 @@ class Record:
         return gpu_page.failure(row) if row["commit"] == self._commit else "done at another commit"
 
     def tried(self, case: Case) -> str:
-        """Return when the case was last tried, as text that sorts by time; nothing sorts first."""
+        """Return when the case was last tried, as text that sorts by time; "" if never, which sorts first."""
         row = self._row(case)
         return "" if row is None else row["date"]
 
     def longest(self, part: str) -> float:
-        """Return the seconds that the longest case of ``part`` took so far."""
+        """Return the seconds of the longest case of ``part`` so far."""
         rows = (row for row in self.rows if row["case"]["part"] == part)
         return max((row["figures"].get("took_seconds", 0.0) for row in rows), default=0.0)
 
     def begin(self, case: Case) -> None:
-        """Mark the case as begun, which stays if the process is killed."""
+        """Mark the case as begun; the mark stays if the process is killed."""
         self.add(case, {"failed": "begun and not ended: it runs, or was killed"})
 
     def add(self, case: Case, figures: Figures) -> None:
-        """Keep the figures of a case, in both files."""
+        """Add the figures of a case to both files."""
         from benchmarks import gpu_page
 
         self.rows = [row for row in self.rows if row["case"] != case.name]
@@ -155,14 +156,14 @@ class Record:
 
 
 def predictions(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``make gpu-plan``, of the card and policy that they are about."""
+    """Return the rows of ``make gpu-plan`` in ``folder`` that have an estimate."""
     files = sorted(folder.glob("gpu_plan.*.json"))
     rows = [row for file in files for row in json.loads(file.read_text("utf-8"))["rows"]]
     return [row for row in rows if "estimate" in row["figures"]]
 
 
 def attempt(case: Case) -> Figures:
-    """Return the figures of ``case``, or the reason why there are none: one failure ends no session on a card."""
+    """Return the figures of ``case``, or the reason why there are none, so that a failure does not end the command."""
     began = time.perf_counter()
     try:
         figures = case.run()
@@ -173,40 +174,40 @@ def attempt(case: Case) -> Figures:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
-    made.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
-    made.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
-    made.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
-    made.add_argument("--backend", default="inductor", help="eager tries a rehearsal out without compiling")
-    made.add_argument("--minutes", type=float, default=7.0, help="no case is begun that may end after so many (7)")
-    made.add_argument("--seconds", type=float, default=10.0, help="of one timing, at most (10)")
-    made.add_argument("--again", action="store_true", help="measure cases that have figures too")
-    made.add_argument("--folder", type=Path, help="benchmarks/results; runs/gpu_validate with --rehearse")
-    return made
+    cli = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
+    cli.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
+    cli.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
+    cli.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
+    cli.add_argument("--backend", default="inductor", help="eager tries a rehearsal without compiling")
+    cli.add_argument("--minutes", type=float, default=7.0, help="begin no case that may end later than this (7)")
+    cli.add_argument("--seconds", type=float, default=10.0, help="time limit of one timing (10)")
+    cli.add_argument("--again", action="store_true", help="measure cases that have figures too")
+    cli.add_argument("--folder", type=Path, help="benchmarks/results; runs/gpu_validate with --rehearse")
+    return cli
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0 where nothing failed, 1 where a case did, 3 where cases are left for another command."""
-    chosen = parser().parse_args(arguments)
+    """Run the command line; return 0 if all is done, 1 if a case failed, 2 if a requirement is missing, 3 if cases are
+    left."""
+    options = parser().parse_args(arguments)
     if missing := [
-        package or name for name, package in NEEDED.items() if not _is_there(name, rehearse=chosen.rehearse)
+        package or name for name, package in NEEDED.items() if not _is_there(name, rehearse=options.rehearse)
     ]:
         print(f"not installed: {', '.join(missing)}. Install them with pip (this package with pip install -e .)")
         return 2
-    if not chosen.rehearse and (lacking := _lacks()):
+    if not options.rehearse and (lacking := _lacks()):
         print("\n".join(lacking))
         return 2
     import torch
 
-    device = torch.device(chosen.device or ("cpu" if chosen.rehearse else "cuda"))
-    began, record = time.perf_counter(), Record(chosen.folder or _folder(chosen.rehearse), device)
-    seconds = 0.5 if chosen.rehearse else chosen.seconds
-    every = cases(chosen.part or list(PARTS), device, chosen.backend, chosen.rehearse, seconds)
-    due = sorted((one for one in every if chosen.again or record.failure(one)), key=record.tried)
+    device = torch.device(options.device or ("cpu" if options.rehearse else "cuda"))
+    began, record = time.perf_counter(), Record(options.folder or _folder(options.rehearse), device)
+    seconds = 0.5 if options.rehearse else options.seconds
+    all_cases = cases(options.part or list(PARTS), device, options.backend, options.rehearse, seconds)
+    remaining = sorted((case for case in all_cases if options.again or record.failure(case)), key=record.tried)
     begun = failed = 0
-    for case in due:
-        if begun and time.perf_counter() - began + record.longest(case.part) > 60 * chosen.minutes:
+    for case in remaining:
+        if begun and time.perf_counter() - began + record.longest(case.part) > 60 * options.minutes:
             continue
         begun += 1
         record.begin(case)
@@ -216,12 +217,12 @@ def main(arguments: list[str] | None = None) -> int:
         failed += reason is not None
         print(f"{' '.join(case.name.values())}: {'FAILED, ' if reason else ''}{_short(figures)}", flush=True)
         if "failed" in figures and not answers(device):
-            print(f"{device} answers this process no longer: run the same command again")
+            print(f"{device} no longer answers this process: run the same command again")
             break
     print(f"{record.file}\n{record.page}")
-    if begun < len(due):
-        print(f"{len(due) - begun} cases are left: run the same command again")
-    return 1 if failed else 3 if begun < len(due) else 0
+    if begun < len(remaining):
+        print(f"{len(remaining) - begun} cases are left: run the same command again")
+    return 1 if failed else 3 if begun < len(remaining) else 0
 
 
 def answers(device: Any) -> bool:
@@ -245,10 +246,12 @@ def _is_there(name: str, *, rehearse: bool) -> bool:
 
 
 def _lacks() -> list[str]:
-    """Return what a machine with a GPU lacks besides packages, a line each."""
+    """Return the requirements besides packages that this machine does not meet, a line each."""
     import torch
 
-    lines = [] if torch.cuda.is_available() else ["torch sees no CUDA device here; --rehearse runs on the CPU"]
+    lines = (
+        [] if torch.cuda.is_available() else ["torch sees no CUDA device on this machine; --rehearse runs on the CPU"]
+    )
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton chooses
     if not any(map(shutil.which, compilers)):
         lines.append(
@@ -262,7 +265,7 @@ def _lacks() -> list[str]:
 
 
 def _folder(rehearse: bool) -> Path:
-    """Return where figures go; git ignores those of a rehearsal."""
+    """Return the folder of the figures; git ignores that of a rehearsal."""
     return ROOT / "runs" / "gpu_validate" if rehearse else ROOT / "benchmarks" / "results"
 
 
@@ -272,7 +275,7 @@ def _short(figures: Figures) -> str:
 
 
 def _machine(device: Any) -> dict[str, Any]:
-    """Return what the figures depend on and no commit can change."""
+    """Return the properties of the machine on which the figures depend."""
     import torch
 
     on_gpu = device.type == "cuda"
@@ -282,27 +285,27 @@ def _machine(device: Any) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "device": f"{platform.machine()} {torch.get_num_threads()} threads",
         "python": platform.python_version(),
     }
     if on_gpu:
         properties = torch.cuda.get_device_properties(device)
-        found["device"] = properties.name
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        machine["device"] = properties.name
+        machine["capability"] = f"{properties.major}.{properties.minor}"
+        machine["memory_gib"] = round(properties.total_memory / 2**30, 1)
     environment = {
         name: value for name, value in os.environ.items() if name.startswith(("FP4GRAPH_", "TORCHINDUCTOR_"))
     }
-    return {**found, "cuda": torch.version.cuda, "versions": versions, "environment": environment}
+    return {**machine, "cuda": torch.version.cuda, "versions": versions, "environment": environment}
 
 
 def _commit() -> str | None:
     try:
-        said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return said.stdout.strip()
+    return result.stdout.strip()
 
 
 def _now() -> str:
@@ -310,7 +313,7 @@ def _now() -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write beside and rename: whoever is killed leaves the former file."""
+    """Write a temporary file and rename it, so that a kill leaves the earlier file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     beside.write_text(text, "utf-8")

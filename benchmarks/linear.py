@@ -1,7 +1,7 @@
 """One linear, forward and backward, under policies and in other libraries, beside the same linear unquantized.
 
-The unquantized linear is compiled by Inductor, ours too, the peers both compiled and eager. All have the same weight,
-no bias (torchao computes no gradient for one), a given dY, and compute dX and dW.
+Inductor compiles the unquantized linear and ours; the peers run both compiled and eager. All have the same weight and
+dY and no bias (torchao computes no gradient for a bias), and compute dX and dW.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ COLUMNS = (
     tables.text("quantizes", "quantized"),
 )
 TITLE = "One linear, forward and backward"
-#: How far compiled results may be from eager ones: sums are rounded in another order, those of rotations too, before
-#: they are quantized. A quantizer left out makes a difference of a tenth and more.
+#: The largest relative difference of compiled from eager results: sums, also those of rotations, are rounded in another
+#: order before they are quantized. A quantizer left out makes a difference of a tenth and more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One contender. ``run`` is a forward and a backward; ``floor`` the least ratio there could be, None if unknown."""
+    """One contender: ``run`` is a forward and a backward, ``floor`` a lower bound of the ratio, None if unknown."""
 
     name: str
     run: Callable[[], object]
@@ -64,13 +64,13 @@ class Linear:
 
 
 def of_inner_blocks(policy: str) -> fp4graph.Policy:
-    """Return ``policy`` without its rules for the first or last blocks: a linear by itself stands for one between."""
-    whole = fp4graph.load_policy(policy)
-    return replace(whole, rules=tuple(r for r in whole.rules if not (r.match.first_blocks or r.match.last_blocks)))
+    """Return ``policy`` without its rules for the first or last blocks: a single linear stands for an inner block's."""
+    loaded = fp4graph.load_policy(policy)
+    return replace(loaded, rules=tuple(r for r in loaded.rules if not (r.match.first_blocks or r.match.last_blocks)))
 
 
 class Case:
-    """One shape and dtype: the data, and what is made of one linear."""
+    """One shape and dtype: the data, and the contenders built from one linear."""
 
     def __init__(self, shape: str, dtype: torch.dtype, device: torch.device, backend: str) -> None:
         self.shape, self.dtype, self.device, self.backend = shape, dtype, device, backend
@@ -87,7 +87,7 @@ class Case:
         return floor.bandwidth(largest * self.dtype.itemsize, self.device)
 
     def run(self, module: nn.Module) -> Callable[[], object]:
-        """A forward and a backward of ``module``, gradients begun anew."""
+        """Return a function that runs forward and backward of ``module``, without earlier gradients."""
 
         def call() -> None:
             module.zero_grad(set_to_none=True)
@@ -103,19 +103,18 @@ class Case:
         return Linear(UNQUANTIZED if compiled else f"{UNQUANTIZED}, eager", self.run(module), "nothing")
 
     def under(self, policy: str, baseline_seconds: float) -> Linear:
-        """The linear under a policy; its floor follows from what the unquantized one takes."""
+        """Return the linear under a policy; its floor follows from the time of the unquantized linear."""
         module, explanation = self.applied(policy, self.backend)
         self.check(module, policy)
         (site,) = explanation.sites
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
-        moved = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
-        least = 1 + moved / self.bandwidth / baseline_seconds
+        nbytes = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
+        lower_bound = 1 + nbytes / self.bandwidth / baseline_seconds
         names = ", ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in quantized)
         all_six = len(quantized) == len(Operand)
-        return Linear(policy, self.run(module), "Q1 to Q6" if all_six else names or "nothing", least)
+        return Linear(policy, self.run(module), "Q1 to Q6" if all_six else names or "nothing", lower_bound)
 
     def applied(self, policy: str, backend: str) -> tuple[nn.Module, Explanation]:
-        """A copy of the linear under ``policy``."""
         module, inner = copy.deepcopy(self.linear), of_inner_blocks(policy)
         explanation = fp4graph.explain(module, inner, (self.x,))
         if explanation.problem:
@@ -125,21 +124,22 @@ class Case:
         return module, explanation
 
     def check(self, module: nn.Module, policy: str) -> None:
-        """That ``module``, fresh, computes what the policy does in eager: nothing cheaper is timed under its name."""
+        """Raise RuntimeError unless ``module``, fresh, computes the same as the policy run eagerly.
+
+        This ensures that the timed code does all the work of the policy.
+        """
         expected = self.outcome(self.applied(policy, "eager")[0])
-        for name, ours, theirs in zip(("Y", "dX", "dW"), self.outcome(module), expected, strict=True):
-            error = ((ours - theirs).float().norm() / theirs.float().norm()).item()
+        for name, computed, reference in zip(("Y", "dX", "dW"), self.outcome(module), expected, strict=True):
+            error = ((computed - reference).float().norm() / reference.float().norm()).item()
             if not error <= TOLERANCE[self.dtype]:
                 raise RuntimeError(f"{policy}: compiled {name} differs from eager's by {error:.1e} of its norm")
 
     def outcome(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, dX, dW."""
         y = module(self.x)
         dx, dw = torch.autograd.grad(y, (self.x, *module.parameters()), self.dy)
         return y.detach(), dx, dw
 
     def peer(self, name: str, *, compiled: bool) -> Linear:
-        """Another library's form of the linear."""
         peer = PEERS[name]
         if not peer.installed:
             raise Inapplicable(f"not installed: pip install {peer.package}")
@@ -152,27 +152,27 @@ class Case:
 def measure(
     case: Case, policies: list[str], peers: list[str], against: str | None, patience: Patience
 ) -> Iterator[Row]:
-    """Everything at one shape and dtype: each beside the unquantized linear, then the policies beside a peer."""
+    """Measure one shape and dtype: each contender beside the unquantized linear, then the policies beside a peer."""
     torch._dynamo.reset()
     baseline = case.unquantized()
     baseline_seconds = seconds_of(baseline.run, case.device)
 
     def beside(base: Linear, name: str, build: Callable[[], Linear]) -> Row:
         def figures() -> dict[str, Any]:
-            own = build()
-            comparison = compare(base.run, own.run, case.device, patience)
+            contender = build()
+            comparison = compare(base.run, contender.run, case.device, patience)
             return {
                 **figures_of(comparison),
-                "quantizes": own.quantizes,
-                "floor": own.floor if base is baseline else None,
+                "quantizes": contender.quantizes,
+                "floor": contender.floor if base is baseline else None,
                 "gemm_rate": 6 * case.m * case.k * case.n / baseline_seconds,
                 "machine_gemm_rate": floor.gemm_rate(case.dtype, case.device),
                 "bandwidth": case.bandwidth,
             }
 
         dtype = str(case.dtype).removeprefix("torch.")
-        about = {"shape": case.shape, "dtype": dtype, "linear": name, "to": base.name, "backend": case.backend}
-        return attempt(about, figures)
+        row_case = {"shape": case.shape, "dtype": dtype, "linear": name, "to": base.name, "backend": case.backend}
+        return attempt(row_case, figures)
 
     yield beside(baseline, f"{UNQUANTIZED}, eager", lambda: case.unquantized(compiled=False))
     measured = []
@@ -183,9 +183,9 @@ def measure(
         for compiled in (False, True):
             yield beside(baseline, peer_name(peer, compiled=compiled), partial(case.peer, peer, compiled=compiled))
     if against is not None and PEERS[against].installed:
-        other = case.peer(against, compiled=True)
+        peer_linear = case.peer(against, compiled=True)
         for policy in measured:
-            yield beside(other, policy, partial(case.under, policy, baseline_seconds))
+            yield beside(peer_linear, policy, partial(case.under, policy, baseline_seconds))
 
 
 app = typer.Typer(add_completion=False)
@@ -194,11 +194,11 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}; all.")] = "1024,deit-tiny fc1,llama-60m up",
+    shapes: Annotated[str, typer.Option(help=f"Any of {', '.join(SHAPES)}; all.")] = "1024,deit-tiny fc1,llama-60m up",
     dtypes: options.Dtypes = "float32,bfloat16",
     policies: options.Policies = "bf16,tetrajet,microscaling,nvfp4,tetrajet-qema",
-    peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; all; '' for none.")] = "all",
-    against: Annotated[str, typer.Option(help="A peer, compiled, to hold policies against directly.")] = "torchao",
+    peers: Annotated[str, typer.Option(help=f"Any of {', '.join(PEERS)}; all; '' for none.")] = "all",
+    against: Annotated[str, typer.Option(help="A peer, compiled, with which policies are compared too.")] = "torchao",
     device: options.Device = "cpu",
     backend: options.Backend = "inductor",
     seconds: options.Seconds = 30,
@@ -206,11 +206,11 @@ def main(
     folder: options.Folder = RESULTS,
 ) -> None:
     chosen, names, patience = options.choices(peers, PEERS), options.policies_of(policies), Patience(seconds, repeats)
-    on = options.device_of(device)
-    results = Results("linear", context, on, folder)
+    torch_device = options.device_of(device)
+    results = Results("linear", context, torch_device, folder)
     for shape in options.choices(shapes, SHAPES):
         for dtype in options.choices(dtypes, options.DTYPES):
-            case = Case(shape, options.DTYPES[dtype], on, backend)
+            case = Case(shape, options.DTYPES[dtype], torch_device, backend)
             for row in measure(case, names, chosen, against or None, patience):
                 results.add(row)
     results.close(TITLE, COLUMNS)

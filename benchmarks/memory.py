@@ -1,12 +1,7 @@
 """Bytes that a forward keeps for its backward, under policies beside the unquantized model.
 
-What is counted are the tensors that autograd holds once the compiled forward has returned, each piece of memory once;
-a compiled graph saves as one autograd function what its forward hands to its backward.
-
-``linears``: every linear that the policy quantizes, each kind compiled alone at the model's shapes, with bf16 weight
-and input: all that is kept is kept because of the linear, which unquantized keeps its input and its weight. ``model``:
-the whole model, compiled, under autocast to bf16. Parameters are counted too; a weight kept as it is costs nothing,
-since it exists anyway, and ``without parameters`` leaves them out. Deterministic: nothing is repeated.
+docs/performance.md, "Bytes for the backward", defines the figures: the tensors that autograd holds when the compiled
+forward has returned, each storage once. They are deterministic, so nothing is repeated.
 """
 
 from __future__ import annotations
@@ -41,9 +36,9 @@ TITLE = "Bytes kept for the backward, to those of the unquantized model"
 
 
 def saved(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> tuple[int, int]:
-    """(bytes that the graph of ``forward()`` holds, those of them that are not memory of ``owned``).
+    """Return the bytes that the graph of ``forward()`` holds, and those of them that are not memory of ``owned``.
 
-    Call the compiled function once before, with a backward, so that nothing is compiled in here.
+    Call the compiled function with a backward once before, so that this function compiles nothing.
     """
     held: dict[int, int] = {}
 
@@ -53,15 +48,15 @@ def saved(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> tuple[int, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()  # alive until all is counted, so that no memory is used twice
-    own = {tensor.untyped_storage().data_ptr() for tensor in owned}
-    both = sum(held.values()), sum(size for place, size in held.items() if place not in own)
+        result = forward()  # alive until everything is counted, so that no address is used twice
+    owned_storages = {tensor.untyped_storage().data_ptr() for tensor in owned}
+    counts = sum(held.values()), sum(size for place, size in held.items() if place not in owned_storages)
     del result
-    return both
+    return counts
 
 
 def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend: str) -> tuple[int, int]:
-    """What one linear of ``[M, K]`` to ``[M, N]`` keeps, in bf16 and without a bias."""
+    """Return the bytes that one linear of ``[M, K]`` to ``[M, N]`` keeps, in bf16 and without a bias."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
@@ -76,21 +71,20 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
 
 
 def of_linears(model: Model, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
-    """Figures of all linears of ``model`` that ``policy`` quantizes."""
+    """Return the figures of all linears of ``model`` that ``policy`` quantizes."""
     explanation = explained(model, policy, size)
     if explanation.problem:
         raise Inapplicable(explanation.problem.partition(";")[0])
     kinds = Counter(floor.extents(site)[:3] for site in explanation.sites if site.quantized and site.op == "linear")
     totals = dict.fromkeys((UNQUANTIZED, policy), (0, 0))
     for (m, k, n), count in kinds.items():
-        for name, (whole, besides) in totals.items():
-            own = of_linear(m, k, n, name, device, backend)
-            totals[name] = whole + count * own[0], besides + count * own[1]
+        for name, (total, activations) in totals.items():
+            nbytes = of_linear(m, k, n, name, device, backend)
+            totals[name] = total + count * nbytes[0], activations + count * nbytes[1]
     return _figures(totals[policy], totals[UNQUANTIZED])
 
 
 def of_model(model: Model, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
-    """Figures of the whole model."""
     counts = []
     for name in (policy, UNQUANTIZED):
         torch._dynamo.reset()
@@ -101,13 +95,13 @@ def of_model(model: Model, size: int, policy: str, device: torch.device, backend
     return _figures(*counts)
 
 
-def _figures(own: tuple[int, int], baseline: tuple[int, int]) -> dict[str, Any]:
+def _figures(policy_bytes: tuple[int, int], baseline: tuple[int, int]) -> dict[str, Any]:
     return {
-        "ratio": own[0] / baseline[0],
-        "bytes": own[0],
+        "ratio": policy_bytes[0] / baseline[0],
+        "bytes": policy_bytes[0],
         "baseline_bytes": baseline[0],
-        "activation_ratio": own[1] / baseline[1],
-        "activation_bytes": own[1],
+        "activation_ratio": policy_bytes[1] / baseline[1],
+        "activation_bytes": policy_bytes[1],
         "activation_baseline_bytes": baseline[1],
     }
 
@@ -122,7 +116,7 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny",
+    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny",
     policies: options.Policies = "tetrajet",
     batch: Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")] = None,
     device: options.Device = "cpu",
@@ -130,15 +124,15 @@ def main(
     whole: Annotated[bool, typer.Option(help="Whole models too, each compiled twice.")] = True,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on = options.policies_of(policies), options.device_of(device)
-    results = Results("memory", context, on, folder)
+    names, torch_device = options.policies_of(policies), options.device_of(device)
+    results = Results("memory", context, torch_device, folder)
     for name in options.choices(models, MODELS):
         model = MODELS[name]
         size = batch or model.size
         for policy in names:
-            for of, count in (("linears", of_linears), ("model", of_model))[: 1 + whole]:
-                about = {"model": name, "batch": size, "policy": policy, "of": of, "backend": backend}
-                results.add(attempt(about, partial(count, model, size, policy, on, backend)))
+            for part, count in (("linears", of_linears), ("model", of_model))[: 1 + whole]:
+                row_case = {"model": name, "batch": size, "policy": policy, "of": part, "backend": backend}
+                results.add(attempt(row_case, partial(count, model, size, policy, torch_device, backend)))
     results.close(TITLE, COLUMNS)
 
 

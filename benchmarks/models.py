@@ -1,4 +1,4 @@
-"""The models whose training is timed, with a batch of random data, unquantized and under a policy."""
+"""Models whose training is timed on a batch of random data, unquantized and under a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import fp4graph
 
-#: What a comparison is held against; not a policy.
+#: The name of the unquantized baseline, which is not a policy.
 UNQUANTIZED = "unquantized"
 #: Long enough that every policy stays in its first phase.
 TOTAL_STEPS = 1_000_000
@@ -26,11 +26,11 @@ class Model:
     """A model and its training batch.
 
     Attributes:
-        make: builds it; the same weights after the same seed.
-        batch: builds the arguments of :attr:`loss` for a batch size, on the CPU.
-        loss: of the model on a batch.
-        inputs: the part of a batch that the model's forward takes.
-        size: of a batch, where none is asked for.
+        make: builds the model, with the same weights after the same seed.
+        batch: builds a batch of a given size, on the CPU.
+        loss: computes the model's loss on a batch.
+        inputs: returns the arguments of the model's forward from a batch.
+        size: the default size of a batch.
     """
 
     make: Callable[[], nn.Module]
@@ -83,7 +83,7 @@ def _llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: i
     return Model(make, batch, loss, lambda batch: ((), batch), size)
 
 
-#: ``trial-`` models are for trying a benchmark out. LLaMA-60M is that of GaLore (Zhao et al. 2024): 58 million
+#: ``trial-`` models are small, for trials of a benchmark. LLaMA-60M is that of GaLore (Zhao et al. 2024): 58 million
 #: parameters, sequences of 256 tokens.
 MODELS = {
     "deit-tiny": _vision("deit_tiny_patch16_224", 16),
@@ -96,12 +96,12 @@ MODELS = {
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """The forward's context: parameters are fp32, and bf16 is that of autocast, as in training."""
+    """Return the forward's context: parameters are fp32, and bf16 means autocast, as in training."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
 def explained(model: Model, policy: str, size: int) -> fp4graph.model.explain.Explanation:
-    """The sites of ``model`` under ``policy``, without computing anything."""
+    """Explain ``model`` under ``policy``, on fake tensors."""
     arguments, keywords = model.inputs(model.batch(size))
     return fp4graph.explain(model.make(), policy, arguments, keywords)
 
@@ -110,7 +110,7 @@ class Training:
     """A model in training on one batch, compiled at its first step.
 
     Args:
-        policy: a policy, or :data:`UNQUANTIZED` for what torch.compile makes of the model.
+        policy: a policy, or :data:`UNQUANTIZED` for the model under torch.compile alone.
         backend: of torch.compile; with ``eager`` nothing is compiled.
     """
 
@@ -133,12 +133,12 @@ class Training:
         fp4graph.prepare_optimizer(self.model, self.optimizer)
 
     def forward(self) -> Tensor:
-        """The loss, with its graph."""
+        """Return the loss, with its autograd graph."""
         with autocast(self._dtype, self._device):
             return self._loss(self.model, self.batch)
 
     def step(self) -> Tensor:
-        """Forward, backward, AdamW. Returns the loss."""
+        """Run forward, backward and AdamW; return the loss."""
         self.optimizer.zero_grad()
         loss = self.forward()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Other libraries that simulate FP4 in training, used as their documentation says."""
+"""Other libraries that simulate FP4 in training, used as their documentation describes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class Peer:
     """A linear layer of another library.
 
     Attributes:
-        package: on PyPI. module: that it is imported as.
-        build: the library's form of a linear, sharing its weight.
-        quantizes: which of a linear's six operands it rounds to FP4, and what its backward reads.
+        package: its name on PyPI.
+        module: the name under which it is imported.
+        build: makes the library's form of a linear, which shares the linear's weight.
+        quantizes: the operands of a linear that it rounds to FP4.
     """
 
     package: str
@@ -27,7 +28,7 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether it can be imported."""
+        """True if the library can be imported."""
         return importlib.util.find_spec(self.module) is not None
 
 
@@ -40,7 +41,7 @@ def _torchao(linear: nn.Linear) -> nn.Module:
     model = nn.Sequential(linear)
     quantize_(model, QATConfig(activation_config=config, weight_config=config, step="prepare"))
     if type(model[0]) is nn.Linear:
-        raise RuntimeError("torchao left the linear as it was")
+        raise RuntimeError("torchao did not replace the linear")
     return model
 
 
@@ -66,8 +67,8 @@ def _brevitas(linear: nn.Linear) -> nn.Module:
     return quantized
 
 
-#: Both round two operands of six; their backward multiplies the gradient as it is with these, brevitas's differentiates
-#: the scales too. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
+#: Both round two operands of six. Their backward multiplies the unquantized gradient with these; brevitas's also
+#: differentiates the scales. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
 PEERS = {
     "torchao": Peer("torchao", "torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
     "brevitas": Peer("brevitas", "brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),
@@ -75,5 +76,5 @@ PEERS = {
 
 
 def peer_name(name: str, *, compiled: bool) -> str:
-    """What a peer's linear is called in results."""
+    """Return the name of a peer's linear in results."""
     return f"{name}, {'compiled' if compiled else 'eager'}"

@@ -1,7 +1,7 @@
-"""Write the measured part of docs/performance.md from benchmarks/results: no figure there comes from a hand.
+"""Write the measured part of docs/performance.md from benchmarks/results, so that no figure is copied by hand.
 
-python -m benchmarks.report            # between the two marks of the document
-python -m benchmarks.report --check    # only say whether it is up to date
+python -m benchmarks.report            # writes between the marks of the document
+python -m benchmarks.report --check    # only checks that the document is up to date
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BENCHMARKS = {
 
 
 def generated(folder: Path) -> str:
-    """The tables of every machine that has results in ``folder``."""
+    """Return the tables of every machine that has results in ``folder``."""
     machines: dict[str, dict[str, Any]] = defaultdict(dict)
     for file in sorted(folder.glob("*.json")):
         benchmark, _, name = file.stem.partition(".")
@@ -46,7 +46,7 @@ def generated(folder: Path) -> str:
 
 
 def predicted(folder: Path) -> str:
-    """The table of what GPUs are predicted to do; the machine that predicted it does not matter."""
+    """Return the table of predictions for GPUs, from whatever machine made them."""
     contents = [load(file) for file in sorted(folder.glob("gpu_plan.*.json"))]
     rows = [row for content in contents for row in content["rows"]]
     if not rows:
@@ -55,14 +55,18 @@ def predicted(folder: Path) -> str:
 
 
 def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
-    """One machine: what it is, the targets, a table for each benchmark. ``contents``: files, by benchmark."""
+    """Return the section of one machine: its description, the targets, a table for each benchmark.
+
+    Args:
+        contents: the machine's files of results, by benchmark.
+    """
     machine = next(iter(contents.values()))["machine"]
-    on = "cuda" if machine["gpu"] else "cpu"
+    device_type = "cuda" if machine["gpu"] else "cpu"
     rows = {benchmark: list(content["rows"]) for benchmark, content in contents.items()}
     parts = [f"### {machine['gpu'] or machine['cpu']}, {threads(machine)}", described(machine)]
-    held = list(targets.held_against(rows, on))
-    if any(target["verdict"] != "not measured" for target in held):
-        parts += ["#### Targets", tables.markdown(targets.COLUMNS, held)]
+    verdicts = list(targets.held_against(rows, device_type))
+    if any(target["verdict"] != "not measured" for target in verdicts):
+        parts += ["#### Targets", tables.markdown(targets.COLUMNS, verdicts)]
     for benchmark, module in BENCHMARKS.items():
         compiled = [row for row in rows.get(benchmark, []) if row["case"].get("backend", "inductor") == "inductor"]
         if compiled:
@@ -74,7 +78,6 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def described(machine: Mapping[str, Any]) -> str:
-    """A sentence about a machine."""
     gpu = f"{machine['gpu']} with {machine['gpu_ram_gib']} GiB; " if machine["gpu"] else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {threads(machine)} used, "
@@ -83,24 +86,23 @@ def described(machine: Mapping[str, Any]) -> str:
 
 
 def threads(machine: Mapping[str, Any]) -> str:
-    """How many threads torch used."""
     return "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 
 def rates(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the machine did in the same runs as the linears: operations and bytes per second."""
+    """Return the table of the machine's rates in the runs of the linears: operations and bytes per second."""
     lines = ["| shape | dtype | GEMM 2048³, GFLOP/s | unquantized linear, GFLOP/s | copy, GB/s |"]
     lines += ["| --- | --- | ---: | ---: | ---: |"]
     for row in rows:
         case, figures = row["case"], row["figures"]
         if case["linear"].startswith(UNQUANTIZED) and "ratio" in figures:
-            shown = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
-            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in shown) + " |")
+            cells = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
+            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in cells) + " |")
     return "\n".join(lines)
 
 
 def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """When, from which commit and with what the rows were measured."""
+    """Return the date, commit and versions of the runs that measured ``rows``, a line each."""
     lines = []
     for number in sorted({row["run"] for row in rows}, key=int):
         run = runs[number]
@@ -117,16 +119,16 @@ def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 
 def updated(document: str, tables: str, first: str = BEGIN, last: str = END) -> str:
-    """``document`` with ``tables`` between two marks."""
-    head, begin, rest = document.partition(first)
-    _, end, tail = rest.partition(last)
+    """Return ``document`` with ``tables`` between two marks."""
+    head, begin, remainder = document.partition(first)
+    _, end, tail = remainder.partition(last)
     if not begin or not end:
-        raise typer.BadParameter(f"{DOCUMENT.name} has lost its marks: {first} and {last}")
+        raise typer.BadParameter(f"{DOCUMENT.name} lacks the marks {first} and {last}: put them around the tables")
     return f"{head}{first}\n\n{tables}\n\n{last}{tail}"
 
 
 def whole(document: str, folder: Path) -> str:
-    """``document`` with everything that is written from the results in ``folder``."""
+    """Return ``document`` with all tables of the results in ``folder``."""
     return updated(updated(document, generated(folder)), predicted(folder), PLAN_BEGIN, PLAN_END)
 
 
@@ -136,14 +138,14 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     check: Annotated[bool, typer.Option("--check", help="Fail if the document is not up to date.")] = False,
-    folder: Annotated[Path, typer.Option(help="Of the results.")] = RESULTS,
-    document: Annotated[Path, typer.Option(help="That the tables are in.")] = DOCUMENT,
+    folder: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    document: Annotated[Path, typer.Option(help="Document with the tables.")] = DOCUMENT,
 ) -> None:
-    former = document.read_text(encoding="utf-8")
-    text = whole(former, folder)
+    current = document.read_text(encoding="utf-8")
+    text = whole(current, folder)
     if check:
-        print("up to date" if text == former else f"out of date: run python -m benchmarks.report for {document.name}")
-        raise typer.Exit(int(text != former))
+        print("up to date" if text == current else f"out of date: run python -m benchmarks.report for {document.name}")
+        raise typer.Exit(int(text != current))
     with replacing(document) as stream:
         stream.write(text.encode())
 

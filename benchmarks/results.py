@@ -1,10 +1,10 @@
-"""Where figures go: a file for each benchmark and machine, whose rows say when and from which commit they are.
+"""Files of figures: one for each benchmark and machine. Each row names its run, and so its date and commit.
 
     {"benchmark": ..., "machine": {...},
      "runs": {"1": {"date", "commit", "dirty", "versions", "settings", ...}, ...},
      "rows": [{"run": "1", "case": {...}, "figures": {...}}, ...]}
 
-A row measured again takes the place of the former one of the same case; the others, and their runs, stay.
+A row measured again replaces the earlier row of the same case; the other rows, and their runs, stay.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from fp4graph.kernels import cpu
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("fp4graph", "torch", "triton", "torchao", "brevitas", "timm", "transformers")
-#: Environment variables that change what is measured.
+#: Prefixes of environment variables that change the figures.
 VARIABLES = ("FP4GRAPH_", "OMP_", "MKL_", "KMP_")
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: ``case`` says of what, in plain values, ``figures`` what came out."""
+    """One measurement: ``case`` describes in plain values what was measured, ``figures`` are the results."""
 
     case: Mapping[str, Any]
     figures: Mapping[str, Any]
 
 
 class Inapplicable(Exception):
-    """What was asked for does not exist: a library that is not installed, a policy that fits no single linear."""
+    """A case cannot be measured: its library is not installed, or its policy fits no single linear."""
 
 
 def attempt(case: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> Row:
-    """The row of ``case`` with the figures that ``measure`` returns, or with the reason why there are none.
+    """Return the row of ``case`` with the figures of ``measure``, or with the reason why there are none.
 
-    One failure, which may be a compiler's, does not end a run of hours.
+    An error of one case, such as a compiler's, must not end a run of hours.
     """
     try:
         return Row(case, measure())
@@ -69,7 +69,7 @@ def attempt(case: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -
 
 
 def figures_of(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as plain data, every repeat included. Seconds."""
+    """Return a comparison as plain data, in seconds, with every repeat."""
     low, middle, high = comparison.quartiles
     return {
         "ratio": middle,
@@ -83,7 +83,7 @@ def figures_of(comparison: Comparison) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on and no commit can change."""
+    """Return the properties of the machine on which the figures depend."""
     with_gpu = device.type == "cuda"
     return {
         "cpu": _cpu().get("brand_raw") or platform.machine(),
@@ -99,21 +99,22 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def slug(machine: Mapping[str, Any]) -> str:
-    """A name for files: of the GPU if there is one, else of the processor and the number of threads."""
+    """Return a file name made from the GPU's name, or else from the processor's and the number of threads."""
     name = machine["gpu"] or f"{machine['cpu']} {machine['threads']} threads"
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", name.lower())).strip("-")
 
 
 def file_of(benchmark: str, machine: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Where the rows of a benchmark on a machine are."""
     return folder / f"{benchmark}.{slug(machine)}.json"
 
 
 class Results:
-    """The rows of one run of a benchmark, written to its file as they come: a long run that is stopped keeps them.
+    """The rows of one run of a benchmark, each written to the file at once: a long run that is stopped keeps them.
 
     Args:
-        benchmark: its name. context: of its command line, whose options are recorded. folder: of the file.
+        benchmark: its name.
+        context: of its command line, whose options are recorded.
+        folder: the folder of the file.
     """
 
     def __init__(self, benchmark: str, context: typer.Context, device: torch.device, folder: Path) -> None:
@@ -131,18 +132,17 @@ class Results:
         }
 
     def add(self, row: Row) -> None:
-        """Keep a row, in the file too."""
         self.rows.append(row)
         self._write()
 
     def known(self, case: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The figures that the file has of a case already; None also where it has a failure."""
+        """Return the figures of a case that the file already has; None if it has none or a failure."""
         rows = load(self.file)["rows"] if self.file.exists() else []
-        found: list[dict[str, Any]] = [row["figures"] for row in rows if row["case"] == dict(case)]
-        return found[0] if found and "failed" not in found[0] else None
+        figures: list[dict[str, Any]] = [row["figures"] for row in rows if row["case"] == dict(case)]
+        return figures[0] if figures and "failed" not in figures[0] else None
 
     def close(self, title: str, columns: Sequence[Column]) -> None:
-        """Print the rows and where they are; a failed one makes the command fail."""
+        """Print the rows and the file's path; exit with status 1 if a row failed."""
         show(title, columns, [{"case": row.case, "figures": row.figures} for row in self.rows])
         print(f"all repeats, machine and versions: {self.file}")
         if any("failed" in row.figures for row in self.rows):
@@ -150,31 +150,30 @@ class Results:
 
     def _write(self) -> None:
         stored = load(self.file) if self.file.exists() else {"runs": {}, "rows": []}
-        measured = [dict(own.case) for own in self.rows]
-        former = [old for old in stored["rows"] if old["case"] not in measured]
-        used = {old["run"] for old in former}
+        measured = [dict(row.case) for row in self.rows]
+        kept = [row for row in stored["rows"] if row["case"] not in measured]
+        used = {row["run"] for row in kept}
         runs = {number: run for number, run in stored["runs"].items() if number in used}
-        own_number = str(1 + max(map(int, runs), default=0))
-        rows = former + [{"run": own_number, "case": dict(r.case), "figures": dict(r.figures)} for r in self.rows]
+        number = str(1 + max(map(int, runs), default=0))
+        rows = kept + [{"run": number, "case": dict(r.case), "figures": dict(r.figures)} for r in self.rows]
         write(
             self.file,
             {
                 "benchmark": self.benchmark,
                 "machine": self.machine,
-                "runs": {**runs, own_number: self._run},
+                "runs": {**runs, number: self._run},
                 "rows": rows,
             },
         )
 
 
 def load(file: Path) -> dict[str, Any]:
-    """The content of a file of results."""
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
-    """One line for a row, so that a commit shows which ones changed."""
+    """Write a file with one line for each row, so that the diff of a commit shows the changed rows."""
     rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in content["rows"])
     head = json.dumps({key: value for key, value in content.items() if key != "rows"}, indent=1, ensure_ascii=False)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -184,8 +183,8 @@ def write(file: Path, content: Mapping[str, Any]) -> None:
 
 @cache
 def _cpu() -> dict[str, Any]:
-    found: dict[str, Any] = cpuinfo.get_cpu_info()
-    return found
+    info: dict[str, Any] = cpuinfo.get_cpu_info()
+    return info
 
 
 def _versions() -> dict[str, str | None]:
@@ -199,20 +198,20 @@ def _versions() -> dict[str, str | None]:
 
 
 def _compiler() -> str | None:
-    """The first line that the C++ compiler says of its version, which compile times depend on."""
+    """Return the first line of the C++ compiler's version, on which compile times depend."""
     try:
         command = [*shlex.split(os.environ.get("CXX", "g++")), "--version"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True)
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return said.stdout.partition("\n")[0]
+    return result.stdout.partition("\n")[0]
 
 
 def _commit() -> dict[str, Any]:
-    """HEAD, and whether anything but results differs from it; None outside a clone."""
+    """Return HEAD, and whether files other than results differ from it; None outside a clone."""
     try:
         commit = _git("rev-parse", "HEAD")
-        # The figures are written while they are measured, and the document after them.
+        # A run writes results, and afterwards the document.
         changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs")
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}

@@ -1,8 +1,8 @@
-"""Writes docs/schedules.md: which code quantizes each operand, under five policies, of a ViT and of a Qwen3-MoE.
+"""Writes docs/schedules.md: the code that quantizes each operand of a ViT and of a Qwen3-MoE under five policies.
 
     python -m benchmarks.schedules docs/schedules.md
 
-It must run where the CPU kernels can be built. Nothing is trained: the schedules are those of captured graphs.
+The machine must be able to build the CPU kernels. Nothing is trained: the schedules are those of captured graphs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ QWEN = (
 MODELS = {"a ViT": "vit_tiny_patch16_224", "a Qwen3-MoE": QWEN}
 HEAD = """# Schedules
 
-`fp4graph explain POLICY --model MODEL --schedule` prints for each quantized operand which code quantizes it on this
-machine, why it is not one kernel, and what the forward keeps of it for the backward. [Kernels](kernels.md) says what
-each of them computes; all give the same bits.
+`fp4graph explain POLICY --model MODEL --schedule` prints for each quantized operand the code that quantizes it on your
+machine, the reason if it is not a single kernel, and the form in which the forward keeps it for the backward.
+[Kernels](kernels.md) describes the code; all of it gives the same bits.
 
-The tables below are those of five policies on a CPU with kernels, for two models, a line for all layers that agree.
-`python -m benchmarks.schedules docs/schedules.md` writes this page anew.
+The tables show five policies and two models on a CPU with kernels; layers with equal schedules share their lines.
+`python -m benchmarks.schedules docs/schedules.md` generates this page.
 """
 
 
 def page() -> str:
-    """Return the page."""
     sections = [HEAD]
     for policy in POLICIES:
         sections.append(f"## {policy}\n")

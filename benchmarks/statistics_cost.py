@@ -1,12 +1,12 @@
-"""What statistics cost a training: a DeiT-Tiny at 224 x 224 in batches of 16.
+"""The cost of statistics in a training: a DeiT-Tiny at 224 x 224 in batches of 16.
 
     python -m benchmarks.statistics_cost [--policies microscaling,tetrajet] [--backend inductor] [--steps 6]
 
-One model is trained with statistics switched on and off by turns, so that both kinds of steps share the machine's
-state. Times are the clock's, so nothing else should run. Four kinds of steps are measured: ordinary ones, recorded
-ones, those of a window, in which weights are followed, and those at a window's end, in which a probe of 8 images is run
-as well. The cost at the defaults (every 50th step recorded, 30 steps of 500 in a window, 5 of them with the probe) is
-the mean of what they take more, over the ordinary step, all from medians. Recorded steps run without the compiler.
+One model trains with statistics switched on and off in turn, so that all kinds of steps share the machine's state.
+Times are wall times, so nothing else should run. Four kinds of steps are measured: ordinary steps, recorded steps,
+steps of a window, in which weights are followed, and steps at a window's end, which also run a probe of 8 images. The
+cost at the defaults (every 50th step recorded, 30 steps of 500 in a window, 5 of them with the probe) is the mean extra
+time per step, relative to the ordinary step, all from medians. Recorded steps run without the compiler.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def measure(policy: str, model_name: str, batch: int, backend: str, steps: int) 
     times: dict[str, list[float]] = {"step": [], "recorded": [], "window": [], "probed": []}
     for _ in range(3):
         times["step"] += [step() for _ in range(steps)]
-        # The first observed step captures the graph, and so does the first probe.
+        # The first observed step and the first probe capture graphs.
         times["recorded"] += watched(steps + 1, every=1, window_every=never, metrics=_without_windows())[1:]
         times["window"] += watched(steps + 1, every=never, window=steps + 1, window_every=steps + 1)[1:]
         probed = watched(PROBED, every=never, window=PROBED, window_every=PROBED, probe=(images[:8],))
         times["probed"] += probed[1:]
-    found = {name: statistics.median(values) for name, values in times.items()}
-    extra = {name: max(0.0, value - found["step"]) for name, value in found.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    extra = {name: max(0.0, value - medians["step"]) for name, value in medians.items()}
     per_step = extra["recorded"] / EVERY
     per_step += (extra["window"] * (WINDOW - PROBED) + extra["probed"] * PROBED) / WINDOW_EVERY
-    return found | {"share": 100 * per_step / found["step"]}
+    return medians | {"share": 100 * per_step / medians["step"]}
 
 
 def _without_windows() -> set[str]:
@@ -71,16 +71,16 @@ def _without_windows() -> set[str]:
 
 
 def main(
-    policies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "microscaling,tetrajet,nvfp4",
-    model: Annotated[str, typer.Option(help="timm's name.")] = "deit_tiny_patch16_224",
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "microscaling,tetrajet,nvfp4",
+    model: Annotated[str, typer.Option(help="A model of timm.")] = "deit_tiny_patch16_224",
     batch: Annotated[int, typer.Option(min=8)] = 16,
-    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "eager",
-    steps: Annotated[int, typer.Option(min=1, help="Of each kind, in each of three rounds.")] = 4,
+    backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "eager",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind, in each of three rounds.")] = 4,
 ) -> None:
     console = Console(highlight=False)
     threads = torch.get_num_threads()
     table = Table(title=f"statistics of {model}, batch {batch}, {backend}, {threads} thread(s), medians in ms")
-    for column in ("policy", "step", "recorded", "window", "its end", "cost at defaults"):
+    for column in ("policy", "step", "recorded", "window", "window's end", "cost at defaults"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy in policies.split(","):
         m = measure(policy, model, batch, backend, steps)

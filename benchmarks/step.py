@@ -1,7 +1,7 @@
 """A whole training step, forward, backward and AdamW, under policies beside the unquantized model.
 
-Both are compiled by Inductor. Parameters are fp32; bfloat16 is that of autocast. Policies with phases are in their
-first one, and ``tetrajet-qramping`` in its detection, its costliest part.
+Inductor compiles both. Parameters are fp32; bfloat16 means autocast. Policies with phases are in their first phase, and
+``tetrajet-qramping`` in its detection, its most expensive part.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def measure(
     baseline: Training,
     patience: Patience,
 ) -> dict[str, Any]:
-    """Figures of one policy beside ``baseline``, which is compiled already or is in the first comparison."""
+    """Return the figures of one policy beside ``baseline``, which the first comparison compiles."""
     explanation = explained(model, policy, size)
     if explanation.problem:
         raise Inapplicable(explanation.problem.partition(";")[0])
-    own = Training(model, policy, size, dtype, device, backend)
-    own.compile()
-    comparison = compare(baseline.step, own.step, device, patience)
-    if not own.step().isfinite():
+    training = Training(model, policy, size, dtype, device, backend)
+    training.compile()
+    comparison = compare(baseline.step, training.step, device, patience)
+    if not training.step().isfinite():
         raise RuntimeError("the loss is not finite")
-    least = floor.of_sites(explanation.sites, dtype.itemsize, device)
+    bound = floor.of_sites(explanation.sites, dtype.itemsize, device)
     return {
         **figures_of(comparison),
-        "floor": 1 + least / comparison.baseline,
+        "floor": 1 + bound / comparison.baseline,
         "quantized": explanation.quantized,
         "sites": len(explanation.sites),
     }
@@ -65,7 +65,7 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny,deit-small,llama-60m",
+    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny,deit-small,llama-60m",
     policies: options.Policies = "all",
     dtypes: options.Dtypes = "float32,bfloat16",
     batch: Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")] = None,
@@ -75,20 +75,20 @@ def main(
     repeats: options.Repeats = 11,
     folder: options.Folder = RESULTS,
 ) -> None:
-    names, on, patience = options.policies_of(policies), options.device_of(device), Patience(seconds, repeats)
-    results = Results("step", context, on, folder)
+    names, torch_device, patience = options.policies_of(policies), options.device_of(device), Patience(seconds, repeats)
+    results = Results("step", context, torch_device, folder)
     for name in options.choices(models, MODELS):
         model = MODELS[name]
         size = batch or model.size
         for dtype in options.choices(dtypes, options.DTYPES):
             torch._dynamo.reset()
             kind = options.DTYPES[dtype]
-            baseline = Training(model, UNQUANTIZED, size, kind, on, backend)
+            baseline = Training(model, UNQUANTIZED, size, kind, torch_device, backend)
             baseline.compile()
             for policy in names:
-                about = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
-                figures = partial(measure, model, policy, size, kind, on, backend, baseline, patience)
-                results.add(attempt(about, figures))
+                row_case = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
+                figures = partial(measure, model, policy, size, kind, torch_device, backend, baseline, patience)
+                results.add(attempt(row_case, figures))
     results.close(TITLE, COLUMNS)
 
 

@@ -1,4 +1,4 @@
-"""The same table for a terminal and for a document, made from stored rows."""
+"""Tables of stored rows, for a terminal and for a document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stored = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """``text`` of a row under ``header``. A row without figures has only the columns of its case."""
+    """A column: the ``text`` of a row under ``header``. A row without figures has only the columns of its case."""
 
     header: str
     text: Callable[[Stored], str]
@@ -23,31 +23,31 @@ class Column:
 
 
 def case(name: str, header: str | None = None) -> Column:
-    """A part of the case, as it is."""
+    """Return a column with an entry of the case."""
     return Column(header or name, lambda row: str(row["case"][name]), of_case=True)
 
 
 def milliseconds(name: str, header: str) -> Column:
-    """A figure in seconds, shown in milliseconds."""
+    """Return a column with a figure in seconds, shown in milliseconds."""
     return Column(header, lambda row: _three_digits(row["figures"][name] * 1e3))
 
 
 def seconds(name: str, header: str) -> Column:
-    """A figure in seconds."""
+    """Return a column with a figure in seconds."""
     return Column(header, lambda row: _three_digits(row["figures"][name]))
 
 
 def number(name: str, header: str) -> Column:
-    """Any figure, in three digits; a dash for None."""
+    """Return a column with a figure in three digits; a dash for None."""
     return Column(header, lambda row: "–" if row["figures"][name] is None else _three_digits(row["figures"][name]))
 
 
 def text(name: str, header: str) -> Column:
-    """A figure that is text."""
+    """Return a column with a figure that is text."""
     return Column(header, lambda row: str(row["figures"][name]))
 
 
-#: The ratio with its quartiles, and how many pairs they are of. ~ marks quartiles that time did not let settle.
+#: The ratio with its quartiles and the number of pairs. ~ marks quartiles that did not settle within the time limit.
 RATIO = (
     Column("ratio", lambda row: f"{row['figures']['ratio']:.2f}"),
     Column(
@@ -59,16 +59,16 @@ RATIO = (
 
 
 def reason(row: Stored) -> str | None:
-    """Why a row has no figures; None where it has."""
+    """Return why a row has no figures, or None if it has some."""
     missing: str | None = row["figures"].get("inapplicable") or row["figures"].get("failed")
     return missing
 
 
 def show(title: str, columns: Sequence[Column], rows: Sequence[Stored]) -> None:
-    """Print to the terminal."""
+    """Print the table to the terminal."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a log has room
+        console = Console(width=160)  # a log has no width of its own
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column.header, justify="left" if column.of_case else "right", overflow="fold")
@@ -81,7 +81,7 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Stored]) -> None:
 
 
 def markdown(columns: Sequence[Column], rows: Sequence[Stored]) -> str:
-    """A table of a Markdown document, and under it what could not be measured."""
+    """Return the table in Markdown, and under it the rows that could not be measured."""
     lines = [[column.header for column in columns], ["---" if c.of_case else "---:" for c in columns]]
     lines += [[column.text(row) for column in columns] for row in rows if reason(row) is None]
     table = "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
@@ -90,10 +90,12 @@ def markdown(columns: Sequence[Column], rows: Sequence[Stored]) -> str:
 
 
 def not_measured(columns: Sequence[Column], rows: Sequence[Stored]) -> list[str]:
-    """A sentence for each row without figures."""
-    own = [column for column in columns if column.of_case]
+    """Return a sentence for each row without figures."""
+    labels = [column for column in columns if column.of_case]
     return [
-        f"{', '.join(column.text(row) for column in own)}: not measured: {why}" for row in rows if (why := reason(row))
+        f"{', '.join(column.text(row) for column in labels)}: not measured: {why}"
+        for row in rows
+        if (why := reason(row))
     ]
 
 

@@ -1,6 +1,6 @@
-"""What docs/performance.md promises, measured on this machine and printed beside the targets.
+"""Measures the figures of docs/performance.md that have a target, and prints them beside the targets.
 
-A few commands of the other benchmarks, each in a process of its own; with ``--everything``, all of them at length.
+Runs a few commands of the other benchmarks, each in a separate process; with ``--everything``, all of them at length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.results import RESULTS, ROOT, file_of, load, machine
 
 @dataclass(frozen=True)
 class Target:
-    """``what`` is to be at most ``limit``: the ratio in the row of a benchmark whose case has these entries."""
+    """An upper ``limit`` of the ratio in the row of a benchmark whose case has the entries of ``case``."""
 
     what: str
     benchmark: str
@@ -32,7 +32,7 @@ class Target:
     on: str = "cpu"
 
     def row(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """The row that it is about, if there is one."""
+        """Return the row that the target limits, or None."""
         wanted = {**self.case, "backend": "inductor"}
         return next((row for row in rows if wanted.items() <= row["case"].items()), None)
 
@@ -55,7 +55,7 @@ TARGETS = (
         {"model": "deit-base", "batch": 256, "dtype": "bfloat16", "policy": "tetrajet"}, 1.3, on="cuda",
     ),
 )  # fmt: skip
-#: What measures them, by the type of device.
+#: The commands that measure the targets, by the type of device.
 COMMANDS = {
     "cpu": (
         ("linear", "--shapes=1024", "--policies=tetrajet", "--peers=torchao"),
@@ -88,22 +88,23 @@ COLUMNS = (
 TITLE = "Targets"
 
 
-def held_against(results: Mapping[str, list[dict[str, Any]]], on: str) -> Iterator[dict[str, Any]]:
-    """The targets for a type of device, each with what ``results`` (rows, by benchmark) say; for :data:`COLUMNS`."""
+def held_against(results: Mapping[str, list[dict[str, Any]]], device_type: str) -> Iterator[dict[str, Any]]:
+    """Yield the targets for a type of device with the figures of ``results`` (rows, by benchmark), as :data:`COLUMNS`
+    show them."""
     for target in TARGETS:
-        if target.on not in ("cpu", on):
+        if target.on not in ("cpu", device_type):
             continue
         row = target.row(results.get(target.benchmark, []))
         figures = {} if row is None else row["figures"]
-        said = {"measured": "–", "quartiles": "", "verdict": "not measured"}
+        result = {"measured": "–", "quartiles": "", "verdict": "not measured"}
         if "ratio" in figures:
             met = figures["ratio"] < 1.0 if target.limit == 1.0 else figures["ratio"] <= target.limit
-            said = {
+            result = {
                 "measured": f"{figures['ratio']:.3g}",
                 "quartiles": "{:.2f}–{:.2f}".format(*figures["quartiles"]) if "quartiles" in figures else "",
                 "verdict": "met" if met else "missed",
             }
-        yield {"what": target.what, "limit": target.limit, **said, "figures": {}}
+        yield {"what": target.what, "limit": target.limit, **result, "figures": {}}
 
 
 app = typer.Typer(add_completion=False)
@@ -115,20 +116,20 @@ def main(
     everything: Annotated[bool, typer.Option("--everything", help="All benchmarks at length: many hours.")] = False,
     folder: options.Folder = RESULTS,
 ) -> None:
-    on = options.device_of(device)
+    torch_device = options.device_of(device)
     failed, begin = False, time.perf_counter()
-    for name, *arguments in (*COMMANDS[on.type], *(EVERYTHING if everything else ())):
+    for name, *arguments in (*COMMANDS[torch_device.type], *(EVERYTHING if everything else ())):
         command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--device={device}", f"--folder={folder}"]
         print(f"\n{' '.join(command[1:])}", flush=True)
         failed |= subprocess.run(command, cwd=ROOT, check=False).returncode != 0
         print(f"{(time.perf_counter() - begin) / 60:.1f} minutes so far", flush=True)
-    rows = rows_of(folder, machine(on))
-    tables.show(TITLE, COLUMNS, list(held_against(rows, on.type)))
+    rows = rows_of(folder, machine(torch_device))
+    tables.show(TITLE, COLUMNS, list(held_against(rows, torch_device.type)))
     raise typer.Exit(1 if failed else 0)
 
 
 def rows_of(folder: Path, machine: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Every row that there is of a machine, by benchmark."""
+    """Return all rows of a machine, by benchmark."""
     files = {target.benchmark: file_of(target.benchmark, machine, folder) for target in TARGETS}
     return {benchmark: load(file)["rows"] for benchmark, file in files.items() if file.exists()}
 

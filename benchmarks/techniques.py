@@ -1,9 +1,9 @@
-"""What acts at the optimizer's step, beside torch.optim.AdamW alone on the same parameters.
+"""Techniques at the optimizer's step, beside torch.optim.AdamW alone on the same parameters.
 
 ``StableSPAM`` is the optimizer, ``stable_spam`` the technique around AdamW. ``q_ema`` updates the moving average of
-each weight. ``q_ramping`` is measured in both its phases: a detection quantizes every weight once a step; ramping, most
-of a training, copies each weight and its moments around the step, here with some N > 1 in every weight. Gradients are
-given, and reverse their sign from step to step, so that weights oscillate as they do late in a training.
+each weight. ``q_ramping`` is measured in both its phases: detection quantizes every weight once a step; ramping, the
+longer phase, copies each weight and its moments around the step, here with some N > 1 in every weight. Gradients are
+fixed and reverse their sign from step to step, so that weights oscillate as late in a training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, alternate, synchronize
 from fp4graph.model.runtime import runtime_of
 
-#: Steps of a detection, here.
+#: Steps of a detection in this benchmark.
 DETECTION = 30
 COLUMNS = (
     tables.case("model"),
@@ -37,7 +37,7 @@ TITLE = "One optimizer step, time to that of AdamW"
 
 
 class Stepping:
-    """An optimizer of a model's parameters, stepped with gradients that are there already."""
+    """An optimizer of a model's parameters, stepped with fixed gradients."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -48,7 +48,7 @@ class Stepping:
         self._sign = 1.0
 
     def step(self) -> float:
-        """Seconds of one step; gradients, which techniques may change, are given anew before."""
+        """Return the seconds of one step; gradients, which techniques may change, are restored before it."""
         self._sign = -self._sign
         for parameter, gradient in self._given:
             torch.mul(gradient, self._sign, out=parameter.grad)
@@ -65,7 +65,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Stepping:
-    """AdamW around which ``technique`` acts, on TetraJet's quantizers."""
+    """Return AdamW with ``technique`` acting around it, on TetraJet's quantizers."""
     policy = {"version": 1, "name": technique, "extends": "tetrajet", "techniques": [{technique: settings}]}
     fp4graph.apply(model, policy, backend="eager", total_forwards=TOTAL_STEPS)
     return Stepping(model, fp4graph.prepare_optimizer(model, adamw(model)))
@@ -76,32 +76,32 @@ def stable_spam_optimizer(model: nn.Module) -> Stepping:
 
 
 def detecting(model: nn.Module) -> Stepping:
-    """Q-Ramping that never gets further than its detection."""
+    """Return Q-Ramping that stays in its detection."""
     return under(model, "q_ramping", {"t0": TOTAL_STEPS - 100, "t_update": TOTAL_STEPS, "n_max": 100})
 
 
 def ramping(model: nn.Module) -> Stepping:
-    """Q-Ramping after its first detection."""
+    """Return Q-Ramping after its first detection."""
     stepping = under(model, "q_ramping", {"t0": DETECTION, "t_update": TOTAL_STEPS, "n_max": 100})
     for _ in range(DETECTION):
         stepping.step()
     at_rest = [name for name, state in _ramped(stepping) if "fp4graph.q_ramping.factor" not in state]
     if at_rest:
-        raise RuntimeError(f"no element of {at_rest[0]} oscillates, so its steps would be plain ones")
+        raise RuntimeError(f"no element of {at_rest[0]} oscillates, so the benchmark would not measure ramping")
     return stepping
 
 
 def _ramped(stepping: Stepping) -> list[tuple[str, Any]]:
-    """The quantized weights with what the optimizer keeps of each."""
+    """Return the quantized weights' names and their entries of the optimizer's state."""
     runtime = runtime_of(stepping.model)
     assert runtime is not None
-    found = [(weight.name, stepping.optimizer.state[weight.parameter]) for weight in runtime.weights]
-    if not any(str(key).startswith("fp4graph.q_ramping") for _, state in found for key in state):
-        raise RuntimeError("Q-Ramping keeps nothing of any parameter: the benchmark no longer measures it")
-    return found
+    weights = [(weight.name, stepping.optimizer.state[weight.parameter]) for weight in runtime.weights]
+    if not any(str(key).startswith("fp4graph.q_ramping") for _, state in weights for key in state):
+        raise RuntimeError("Q-Ramping has no state for any parameter, so the benchmark does not measure it")
+    return weights
 
 
-#: What is measured, by what it is called.
+#: Builders of the measured optimizers, by name.
 WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
     "StableSPAM": stable_spam_optimizer,
     "stable_spam": partial(under, technique="stable_spam", settings={}),
@@ -114,11 +114,10 @@ WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
 def measure(
     model: Model, build: Callable[[nn.Module], Stepping], device: torch.device, patience: Patience
 ) -> dict[str, Any]:
-    """Figures of one of them."""
     torch.manual_seed(0)
-    plain, own = model.make().to(device), model.make().to(device)
-    baseline, stepping = Stepping(plain, adamw(plain)), build(own)
-    for _ in range(3):  # the first ones make the state
+    plain, trained = model.make().to(device), model.make().to(device)
+    baseline, stepping = Stepping(plain, adamw(plain)), build(trained)
+    for _ in range(3):  # the first steps create the state
         baseline.step(), stepping.step()
     return figures_of(alternate(baseline.step, stepping.step, patience))
 
@@ -129,19 +128,19 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
-    what: Annotated[str, typer.Option(help=f"Of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
+    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
+    what: Annotated[str, typer.Option(help=f"Any of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
     device: options.Device = "cpu",
     seconds: options.Seconds = 30,
     repeats: options.Repeats = 21,
     folder: options.Folder = RESULTS,
 ) -> None:
-    on, patience = options.device_of(device), Patience(seconds, repeats)
-    results = Results("techniques", context, on, folder)
+    torch_device, patience = options.device_of(device), Patience(seconds, repeats)
+    results = Results("techniques", context, torch_device, folder)
     for name in options.choices(models, MODELS):
-        for each in options.choices(what, WHAT, ";"):
-            figures = partial(measure, MODELS[name], WHAT[each], on, patience)
-            results.add(attempt({"model": name, "what": each}, figures))
+        for optimizer in options.choices(what, WHAT, ";"):
+            figures = partial(measure, MODELS[name], WHAT[optimizer], torch_device, patience)
+            results.add(attempt({"model": name, "what": optimizer}, figures))
     results.close(TITLE, COLUMNS)
 
 

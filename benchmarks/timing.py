@@ -1,4 +1,4 @@
-"""Two functions timed by turns, so that whatever else the machine does weighs on both."""
+"""Times two functions in alternation, so that other load on the machine slows both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a comparison goes on: until its ratio is settled, but no longer than this.
+    """Limits of a comparison, which ends when its ratio is settled.
 
     Attributes:
-        seconds: after which no further pair is begun. least, most: pairs.
-        within: settled is a ratio whose quartiles both lie this close to the median, as a share of it.
+        seconds: the time after which no further pair is begun.
+        least, most: bounds on the number of pairs.
+        within: a ratio is settled if both quartiles are within this share of the median.
     """
 
     seconds: float = 60.0
@@ -30,11 +31,11 @@ class Patience:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of a function beside those of another, its baseline.
+    """Times of a function and of its baseline.
 
     Attributes:
-        pairs: (baseline, function), in seconds for one call, in the order they were measured.
-        patience: that decided how many there are.
+        pairs: (baseline, function), in seconds for one call, in the order of measurement.
+        patience: the limits of the comparison.
     """
 
     pairs: tuple[Pair, ...]
@@ -42,12 +43,12 @@ class Comparison:
 
     @property
     def quartiles(self) -> tuple[float, float, float]:
-        """First quartile, median and third quartile of the ratio of each pair."""
-        return quartiles([own / base for base, own in self.pairs])
+        """First quartile, median and third quartile of the pairs' ratios."""
+        return quartiles([seconds / base for base, seconds in self.pairs])
 
     @property
     def settled(self) -> bool:
-        """Whether there are enough pairs, and the quartiles of their ratio are close enough to its median."""
+        """True if there are enough pairs, and the quartiles of their ratio are close enough to its median."""
         low, middle, high = self.quartiles
         return (
             len(self.pairs) >= self.patience.least and max(high - middle, middle - low) <= self.patience.within * middle
@@ -61,11 +62,11 @@ class Comparison:
     @property
     def seconds(self) -> float:
         """Median seconds of the function."""
-        return statistics.median(own for _, own in self.pairs)
+        return statistics.median(seconds for _, seconds in self.pairs)
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, interpolated between neighbours; of one value, that value."""
+    """Return first quartile, median and third quartile, interpolated between neighbours; a single value three times."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -73,7 +74,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def alternate(baseline: Callable[[], float], function: Callable[[], float], patience: Patience) -> Comparison:
-    """Baseline, function, baseline, function, ...: each returns the seconds it took."""
+    """Call baseline, function, baseline, function, ..., which return the seconds they took, and compare their times."""
     end = time.perf_counter() + patience.seconds
     pairs: list[Pair] = []
     while True:
@@ -92,22 +93,22 @@ def compare(
     warm_up: int = 3,
     sample: float = 0.02,
 ) -> Comparison:
-    """Time ``function`` beside ``baseline``, both called ``warm_up`` times before, which compiles them.
+    """Time ``function`` beside ``baseline``. Both are first called ``warm_up`` times, which compiles them.
 
-    A call much shorter than ``sample`` seconds is repeated that long for one measurement.
+    A call shorter than ``sample`` seconds is repeated for that time in one measurement.
     """
     first, second = (_timed(call, device, warm_up, sample) for call in (baseline, function))
     return alternate(first, second, patience)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 15) -> float:
-    """Median seconds of one call by itself, for what there is nothing to compare with."""
+    """Return the median seconds of one call, without a baseline."""
     timed = _timed(call, device, warm_up=3, sample=0.02)
     return statistics.median(timed() for _ in range(repeats))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock means something."""
+    """Wait until the device has finished, so that the clock measures its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,10 +1,10 @@
-"""What a training step costs where no compiler captures the model: a DeiT-Tiny at 224 x 224.
+"""The cost of a training step of a model that no compiler captures: a DeiT-Tiny at 224 x 224.
 
     python -m benchmarks.uncompiled [--policies microscaling,tetrajet] [--batch 8] [--rounds 5]
 
-Four kinds of steps take turns in one process: the plain model without a compiler, the applied model compiled (by the
-backend ``eager`` and by Inductor), and the applied model uncompiled, as it runs after torch.compile gave up. Ratios are
-medians over the rounds, against the plain step.
+Four kinds of steps alternate in one process: the plain model without a compiler, the applied model captured (by the
+backend ``eager`` and by Inductor), and the applied model uncompiled, as it runs after torch.compile gave up. Times are
+medians over the rounds, ratios relative to the plain step.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def measure(policy: str, model: str, batch: int, rounds: int) -> dict[str, float
     for step in steps.values():
         step(), step()  # compiles
     times = [{name: step() for name, step in steps.items()} for _ in range(rounds)]
-    return {name: statistics.median(each[name] for each in times) for name in steps}
+    return {name: statistics.median(round_times[name] for round_times in times) for name in steps}
 
 
 def main(
-    policies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "microscaling,tetrajet",
-    model: Annotated[str, typer.Option(help="timm's name.")] = "deit_tiny_patch16_224",
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "microscaling,tetrajet",
+    model: Annotated[str, typer.Option(help="A model of timm.")] = "deit_tiny_patch16_224",
     batch: Annotated[int, typer.Option(min=1)] = 8,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
 ) -> None:
@@ -69,9 +69,9 @@ def main(
     for column in ("policy", f"{PLAIN}, ms", EAGER, INDUCTOR, UNCOMPILED):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy in policies.split(","):
-        found = measure(policy, model, batch, rounds)
-        ratios = (f"{found[name] / found[PLAIN]:.2f}×" for name in (EAGER, INDUCTOR, UNCOMPILED))
-        table.add_row(policy, f"{found[PLAIN]:.0f}", *ratios)
+        times = measure(policy, model, batch, rounds)
+        ratios = (f"{times[name] / times[PLAIN]:.2f}×" for name in (EAGER, INDUCTOR, UNCOMPILED))
+        table.add_row(policy, f"{times[PLAIN]:.0f}", *ratios)
     Console(highlight=False).print(table)
 
 

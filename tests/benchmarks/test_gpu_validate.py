@@ -124,7 +124,7 @@ def test_differences_above_the_bound_are_failures(tmp_path: Path, monkeypatch: p
     assert status == 1
     assert "| far | float32 | p | 4.00 **above 3** | 2 | 1 | 1.5 |" in page
     failed = page.partition("## Failed")[2]
-    assert "far, p, float32: 4.00 times what an ulp does, above 3\n" in failed
+    assert "far, p, float32: 4.00 times an ulp's effect, above 3\n" in failed
     assert "nan, p, float32: losses are not finite\n" in failed
     assert "near" not in failed
 
@@ -203,7 +203,7 @@ def test_a_device_that_answers_no_longer_ends_the_command(
     status, rows, _ = rehearse(tmp_path)
     assert (status, [row["case"]["model"] for row in rows]) == (1, ["bad"])
     said = capsys.readouterr().out
-    assert "cpu answers this process no longer: run the same command again" in said
+    assert "cpu no longer answers this process: run the same command again" in said
     assert "1 cases are left" in said
     status, rows, _ = rehearse(tmp_path)  # begins with the other one
     assert [row["case"]["model"] for row in rows] == ["good", "bad"]

@@ -106,7 +106,7 @@ def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.C
     plan = f"{report.PLAN_BEGIN}\n\nNothing has been predicted yet.\n\n{report.PLAN_END}\n"
     expected = f"before\n{plan}between\n{report.BEGIN}\n\nNothing has been measured yet.\n\n{report.END}\nafter\n"
     assert document.read_text() == expected
-    with pytest.raises(typer.BadParameter, match="lost its marks"):
+    with pytest.raises(typer.BadParameter, match="lacks the marks"):
         report.updated("no marks", "tables")
 
 
