@@ -11,14 +11,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fp4graph.errors import suggest
 
 _Item = TypeVar("_Item")
-
-
-#: The wrong keys that one error is chosen from: a suggestion for each of thousands would take minutes.
+#: The most wrong keys that get an error message: suggestions for thousands of keys would take minutes.
 _REPORTED = 20
 
 
 class Section(BaseModel, frozen=True, extra="forbid"):
-    """A frozen mapping with known keys, each of them given a value or left out."""
+    """A frozen mapping with fixed keys; a key that is written has a value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -32,7 +30,7 @@ class Section(BaseModel, frozen=True, extra="forbid"):
 
 
 def only_known(data: Any, known: Collection[str], kind: str) -> Any:
-    """Return ``data`` if each of its keys is ``known`` and has a value; this is checked before anything else."""
+    """Return ``data`` if each of its keys is ``known`` and has a value; raise ValidationError otherwise."""
     wrong_items = [
         (key, value)
         for key, value in (data.items() if isinstance(data, dict) else ())
@@ -77,7 +75,7 @@ def _listed(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
-#: A policy's or a rule's name, which reports show and files may be called by.
+#: The name of a policy or rule, which reports show and file names may contain.
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Size = Annotated[StrictInt, Field(ge=0)]
