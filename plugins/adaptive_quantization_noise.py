@@ -40,9 +40,9 @@ class AdaptiveQuantizationNoise(Technique):
     O(n).
 
     Use it in reinforcement learning, to control the entropy of the policy. The sources differ in direction: Huang et
-    al. add noise to raise the entropy, so that the policy explores; the decomposition paper, of which we know only the
-    abstract and a review, says that the noise limits the rise of entropy that rounding to the grid causes. The noise
-    does not help to fit data.
+    al. add noise to raise the entropy, so that the policy explores. According to the abstract and a review of the
+    decomposition paper (we have not read its text), the noise limits the rise of entropy that rounding to the grid
+    causes. The noise does not help to fit data.
     """
 
     name: ClassVar[str] = "adaptive_quantization_noise"

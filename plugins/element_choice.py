@@ -49,7 +49,7 @@ class ElementChoice(Technique):
 
     @field_validator("others")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             element_format(name)
         return names

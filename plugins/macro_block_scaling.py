@@ -65,11 +65,11 @@ class MacroBlockScaling(Technique):
                 "it fits scales to powers of two, and the factor of tensor_scaling after it would undo this; declare "
                 "tensor_scaling first"
             )
-        other = techniques.get("tensor_scaling")
-        if other is not None and isinstance(getattr(other, "granularity", None), int):
+        scaling = techniques.get("tensor_scaling")
+        if scaling is not None and isinstance(getattr(scaling, "granularity", None), int):
             raise ValueError(
-                "tensor_scaling with a granularity in elements already gives macro blocks a factor, and an unrounded "
-                "one; drop one of them, or use granularity: tensor there"
+                "tensor_scaling with a granularity in elements already gives macro blocks a factor, without rounding "
+                "it; drop one of the two, or use granularity: tensor there"
             )
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:

@@ -88,7 +88,7 @@ class OutControl(Technique):
 
     @field_validator("element")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _exists(cls, value: str) -> str:
         if value not in ELEMENTS:
             raise ValueError(f"unknown element format {value!r}; choose from {', '.join(ELEMENTS)}")
         return value

@@ -39,8 +39,8 @@ class QEma(Technique):
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 5, Algorithm 1 and
     Eq. 10, with β = 0.998. Their code trains DeiT-T, -S and -B with 0.9983, 0.9972 and 0.999, rounds to nearest for
-    its first 10 steps (``start_after: 10``), and starts e from weights that are not initialized yet; we do not
-    reproduce the latter.
+    its first 10 steps (``start_after: 10``), and starts e from weights that are not initialized yet; we start e from
+    initialized weights.
 
     Stages: element rounding of fprop.weight, which an operand with ``source: fprop`` requantizes; optimizer, after the
     step.

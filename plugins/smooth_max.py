@@ -59,7 +59,7 @@ class SmoothMax(Technique):
     def _of_its_kind(self) -> SmoothMax:
         check_kind(self, dict.fromkeys(("beta", "relative", "of"), ("softmax", "hybrid")))
         if self.relative and self.of != "normalized":
-            raise ValueError("relative gives β in units of each block's amax, whatever of is; leave out relative or of")
+            raise ValueError("relative gives β in units of each block's amax; leave out relative or of")
         return self
 
     @property

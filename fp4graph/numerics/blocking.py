@@ -174,8 +174,8 @@ class Blocking:
         mask: Tensor | None = None
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
             if length is not None and self._uneven(axis):
-                here = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
-                mask = here if mask is None else mask * here
+                along = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
+                mask = along if mask is None else mask * along
         return mask
 
     def _spread(self, along: Tensor, axis: int, *, blocks: bool = False) -> Tensor:

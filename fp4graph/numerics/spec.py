@@ -51,9 +51,9 @@ def _holds(element: ElementFormat, other: ElementFormat) -> bool:
     return values.issuperset(value * element.max for value in other.magnitudes())
 
 
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise SpecError(f"{name} must be one of {', '.join(known)}; got {_shown(value)}")
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise SpecError(f"{name} must be one of {', '.join(choices)}; got {_shown(value)}")
 
 
 def _shown(value: object) -> str:
@@ -103,14 +103,14 @@ class ScaleSpec:
     def __post_init__(self) -> None:
         number = _format("scale format", self.format, ScaleFormat, scale_format)
         object.__setattr__(self, "format", number)
-        _one_of("scale convention", self.convention, get_args(Convention))
+        _check_choice("scale convention", self.convention, get_args(Convention))
         rounding: object = self.rounding
         if rounding is None:
             exponents_only = number.mantissa_bits == 0 and self.convention == "decode"
             object.__setattr__(self, "rounding", "floor" if exponents_only else "nearest_even")
-        _one_of("scale rounding", self.rounding, get_args(ScaleRounding))
+        _check_choice("scale rounding", self.rounding, get_args(ScaleRounding))
         object.__setattr__(self, "rounding", _SCALE_ALIASES.get(self.rounding, self.rounding))
-        _one_of("scale zero", self.zero, get_args(Zero))
+        _check_choice("scale zero", self.zero, get_args(Zero))
         if self.ties is not None:
             self._set_ties()
         if self.convention == "encode" and self.rounding not in _EITHER_CONVENTION:
@@ -127,7 +127,7 @@ class ScaleSpec:
 
     def _set_ties(self) -> None:
         """Check that the rule has ties between powers of two, and keep ``up``, the default, as None."""
-        _one_of("scale ties", self.ties, get_args(ScaleTies))
+        _check_choice("scale ties", self.ties, get_args(ScaleTies))
         if self.rounding != "nearest_even" or self.format.mantissa_bits:
             reason = (
                 f"{self.format.name} scales have mantissa bits, and their ties go to even already"
@@ -201,9 +201,9 @@ class QuantSpec:
         if not isinstance(scale, ScaleSpec):
             fields = [f"{key}={value!r}" for key, value in scale.items()] if isinstance(scale, dict) else ["'e4m3'"]
             raise SpecError(f"scale must be a ScaleSpec; got {_shown(scale)}. Write ScaleSpec({', '.join(fields)})")
-        _one_of("rounding", self.rounding, get_args(Rounding))
-        _one_of("ties", self.ties, get_args(Ties))
-        _one_of("source", self.source, get_args(Source))
+        _check_choice("rounding", self.rounding, get_args(Rounding))
+        _check_choice("ties", self.ties, get_args(Ties))
+        _check_choice("source", self.source, get_args(Source))
         if type(self.random_bits) is not int or not 1 <= self.random_bits <= 24:
             raise SpecError(f"random_bits is a whole number between 1 and 24; got {_shown(self.random_bits)}")
         if not isinstance(self.from_master, bool):
@@ -242,7 +242,7 @@ class QuantSpec:
                 "several, as in element: [e2m1, int4], or leave selector out"
             )
         else:
-            _one_of("selector", self.selector, get_args(Selector))
+            _check_choice("selector", self.selector, get_args(Selector))
 
     @property
     def elements(self) -> tuple[ElementFormat, ...]:

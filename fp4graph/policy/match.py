@@ -35,8 +35,8 @@ class Range(Section):
         if isinstance(data, dict) and data.get("exactly") is not None:
             if {"min", "max"} & data.keys():
                 raise ValueError("exactly cannot stand beside min or max; remove one of them")
-            others = {key: value for key, value in data.items() if key != "exactly"}
-            return {"min": data["exactly"], "max": data["exactly"], **others}
+            bounds = {key: value for key, value in data.items() if key != "exactly"}
+            return {"min": data["exactly"], "max": data["exactly"], **bounds}
         return data
 
     @classmethod

@@ -29,15 +29,15 @@ class Section(BaseModel, frozen=True, extra="forbid"):
         return list(cls.model_fields)
 
 
-def only_known(data: Any, known: Collection[str], kind: str) -> Any:
-    """Return ``data`` if each of its keys is ``known`` and has a value; raise ValidationError otherwise."""
+def only_known(data: Any, keys: Collection[str], kind: str) -> Any:
+    """Return ``data`` if each of its keys is one of ``keys`` and has a value; raise ValidationError otherwise."""
     wrong_items = [
         (key, value)
         for key, value in (data.items() if isinstance(data, dict) else ())
-        if key not in known or value is None
+        if key not in keys or value is None
     ]
     errors = [
-        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+        InitErrorDetails(type=_EMPTY if key in keys else _unknown(kind, key, keys), loc=(key,), input=value)
         for key, value in wrong_items[:_REPORTED]
     ]
     if errors:
@@ -48,8 +48,8 @@ def only_known(data: Any, known: Collection[str], kind: str) -> Any:
 _EMPTY = PydanticCustomError("must_be", "must have a value, or be left out")
 
 
-def _unknown(kind: str, key: str, known: Collection[str]) -> PydanticCustomError:
-    context = {"kind": kind, "key": repr(key), "hint": suggest(key, known)}
+def _unknown(kind: str, key: str, keys: Collection[str]) -> PydanticCustomError:
+    context = {"kind": kind, "key": repr(key), "hint": suggest(key, keys)}
     return PydanticCustomError("unknown", "unknown {kind} {key}; {hint}", context)
 
 

@@ -59,10 +59,10 @@ class TechniqueResolver:
         """Return the techniques of the list at ``path``."""
         declared: list[Declared] = []
         for index, entry in enumerate(entries):
-            here = (*path, index)
-            if any(other.name == entry.name for other in declared):
-                raise self._document.error(here, f"technique {entry.name!r} is listed twice; keep one of them")
-            declared.append(Declared(self._technique(entry, here), here))
+            at = (*path, index)
+            if any(earlier.name == entry.name for earlier in declared):
+                raise self._document.error(at, f"technique {entry.name!r} is listed twice; keep one of them")
+            declared.append(Declared(self._technique(entry, at), at))
         return declared
 
     def _technique(self, entry: TechniqueEntry, path: Path) -> Technique:

@@ -48,14 +48,14 @@ def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key"
     above = {steps[:depth] for steps, _ in located for depth in range(len(steps))}
     deepest = [(steps, detail) for steps, detail in located if steps not in above]
     steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
-    here = [detail for s, detail in deepest if s == steps]
-    missing = [str(detail["loc"][-1]) for detail in here if detail["type"] == "missing"]
-    if len(missing) > 1 and len(missing) == len(here):
-        *others, last = missing
-        needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(others)} and {last}; add them"
+    chosen = [detail for s, detail in deepest if s == steps]
+    missing = [str(detail["loc"][-1]) for detail in chosen if detail["type"] == "missing"]
+    if len(missing) > 1 and len(missing) == len(chosen):
+        *first, last = missing
+        needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(first)} and {last}; add them"
         raise node.blame(*steps).error(needs) from None
-    messages = dict.fromkeys(_sentence(detail, [*path, *steps], model, what) for detail in here)
-    on_key = any(detail["type"] in ("unknown", "extra_forbidden") for detail in here)
+    messages = dict.fromkeys(_sentence(detail, [*path, *steps], model, what) for detail in chosen)
+    on_key = any(detail["type"] in ("unknown", "extra_forbidden") for detail in chosen)
     place = node.where(*steps) if on_key else node.blame(*steps)
     raise place.error(" or ".join(messages)) from None
 

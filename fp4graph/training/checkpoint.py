@@ -249,12 +249,12 @@ def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> di
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    name, keys, *position = np.random.get_state()
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # reading a device's state initializes it
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
-        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *position],
         "python": random.getstate(),
     }
 

@@ -202,13 +202,13 @@ class _Hooks:
                 for identity, of_parameter in uses.items():
                     concerned = [use for use in of_parameter if acting.concerns(technique, use[0])]
                     if concerned:
-                        (weight, runtime), *others = concerned
+                        (weight, runtime), *followers = concerned
                         weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
                         with contract.at(weight.name):
                             contract.run(technique, per_weight, update)
-                        for other, _ in others:
-                            _follow(technique, weight, other)
+                        for follower, _ in followers:
+                            _follow(technique, weight, follower)
             if overrides(technique, on_all):
                 memory = partial(self.memory.of, technique=technique.name)
                 step = OptimizerStep(self.optimizer, self._kept(technique, None), memory)
@@ -235,11 +235,11 @@ class _Hooks:
         return self._scratch.setdefault((technique.name, id(parameter)), {})
 
 
-def _follow(technique: Technique, weight: Weight, other: Weight) -> None:
-    """Copy the entries of ``weight`` that the optimizer's step writes to ``other``, another use of the parameter."""
-    values, followers = weight.entries(technique), other.entries(technique)
+def _follow(technique: Technique, weight: Weight, follower: Weight) -> None:
+    """Copy the entries of ``weight`` that the optimizer's step writes to ``follower``, a use of the same parameter."""
+    sources, targets = weight.entries(technique), follower.entries(technique)
     for slot in weight.slots:
         if slot.technique == technique.name and slot.entry.writer == "optimizer":
-            value, follower = values[slot.label], followers[slot.label]
-            if follower is not value:
-                follower.copy_(value)
+            source, target = sources[slot.label], targets[slot.label]
+            if target is not source:
+                target.copy_(source)

@@ -204,8 +204,8 @@ def check_rng(file: str, where: str, saved: Mapping[str, Any]) -> None:
 
 def numpy_state(saved: Any) -> tuple[Any, ...]:
     """Return the state of NumPy's generator as NumPy takes it."""
-    name, keys, *rest = saved
-    return name, keys.numpy().astype(np.uint32), *rest
+    name, keys, *position = saved
+    return name, keys.numpy().astype(np.uint32), *position
 
 
 def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -> list[str]:
