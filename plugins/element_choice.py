@@ -1,4 +1,4 @@
-"""Element choice: each block takes the element format, such as E2M1 or INT4, whose values err less."""
+"""Element choice: each block takes the element format, such as E2M1 or INT4, with the smaller error."""
 
 from __future__ import annotations
 

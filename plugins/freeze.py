@@ -1,4 +1,4 @@
-"""Iterative weight freezing: stops weights for good whose quantized value flips too often."""
+"""Iterative weight freezing: freezes weights whose quantized value flips too often."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import Block
 
-#: The blocks that form a group: those of the tensor (in a grouped product of one expert; of all experts with "all"), of
-#: one line along the contraction axis, or of this number of elements of a line.
+#: The blocks that form a group: all of the tensor ("tensor": one expert's in a grouped product; "all": all experts'),
+#: those of one line along the contraction axis, or those of this number of elements of a line.
 Granularity = Literal["tensor", "all", "row"] | int  # ordered like tensor_scaling's option: typing may keep either one
 
 

@@ -30,7 +30,7 @@ def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
 
     A product of numbers with p and q significant bits has at most p + q bits, and q if p is 1. If the factors are
     multiples of a and b, the product is a multiple of a·b, which must not lie below bf16's smallest subnormal number.
-    The largest numbers of bf16 reach as far as fp32's. The quotient by a power-of-two encode scale is exact.
+    bf16 has fp32's largest exponent. The quotient by a power-of-two encode scale is exact.
 
     Args:
         scaled: whether values are multiplied by a power of two of at least 2^:data:`LEAST_FACTOR`.

@@ -65,7 +65,8 @@ class Rule:
         return self.keep is None
 
     def speaks_of(self, op: str) -> bool:
-        """Return whether the rule decides about operations of kind ``op``; a rule that keeps may decide about all."""
+        """Return whether the rule decides about operations of kind ``op``: those it names, else the default kinds for a
+        rule that quantizes and all kinds for a rule that keeps."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op

@@ -59,7 +59,7 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def must_be(what: str) -> WrapValidator:
-    """Return a validator whose error says ``what`` a value must be, in place of one message for each union member."""
+    """Return a validator whose only error is that a value must be ``what``, whatever the members of a union report."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:

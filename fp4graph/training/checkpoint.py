@@ -135,7 +135,7 @@ def load(
 
     Raises:
         Mismatch: the file is of another policy, noise seed or model, or lacks a part that is to be loaded.
-        Error: there is no file, or the file is truncated, damaged, changed, or by another program.
+        Error: there is no file, or it is truncated, damaged, changed, or not by :func:`save`.
     """
     module = unwrapped(model)
     with together():  # all ranks check their parts before any rank changes anything

@@ -64,7 +64,7 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
         cause = re.search(r"WeightsUnpickler error: (.*)", str(error))  # torch first advises to run the file's code
         first = cause[1] if cause else "".join(str(error).strip().splitlines()[:1])[:300]
         raise Error(
-            f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or by another program "
+            f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or not by torch.save "
             f"({type(error).__name__}: {first})"
         ) from error
 

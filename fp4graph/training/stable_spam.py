@@ -43,7 +43,7 @@ class StableSPAM(Optimizer):
     code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps
     20000, reset_interval 500.
 
-    We correct what we consider mistakes of that code. In the authors' code
+    We correct what we consider mistakes of the authors' code. There:
 
     - k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a reset
       their bias correction is too strong: the clipping threshold is many times too high and the gradient too long.
