@@ -114,7 +114,7 @@ class TechniqueResolver:
         return [technique for technique in implied if technique is not None]
 
     def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
-        """Return the technique that ``spec`` implies, or None. A failure only warns, because all techniques are asked."""
+        """Return the technique that ``spec`` implies, or None. A failure only warns, since all techniques are asked."""
         try:
             implied = technique.implied_by(spec)
             return None if implied is None else self._weighed(implied)
