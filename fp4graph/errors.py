@@ -14,7 +14,7 @@ class Error(Exception):
 
 
 class PolicyError(Error):
-    """A policy cannot be loaded, or the model that it is applied to cannot follow it.
+    """A policy cannot be loaded, or does not fit the model that it is applied to.
 
     Args:
         message: the mistake, and what to do about it.
@@ -47,7 +47,7 @@ class PluginError(Error):
     Args:
         message: the failure.
         plugin: the plugin's name, or None where it is not known.
-        site: the place in the model, or None; code that knows the place may set it while the error passes.
+        site: the place in the model, or None until code that knows the place sets it.
     """
 
     def __init__(self, message: str, *, plugin: str | None = None, site: str | None = None) -> None:
@@ -57,14 +57,14 @@ class PluginError(Error):
         super().__init__(message)
 
     def __str__(self) -> str:
-        # Not from args: torch.fx appends the whole graph to them when an error passes.
+        # Not from self.args: torch.fx appends the whole graph to the args of an error that passes through it.
         where = [f"plugin {self.plugin!r}"] if self.plugin else []
         where += [f"at {self.site}"] if self.site else []
         return f"{', '.join(where)}: {self.message}" if where else self.message
 
 
 class NonFiniteError(Error):
-    """``fp4graph.detect_nonfinite`` found NaN or Inf; ``site`` names the place where it arose."""
+    """``fp4graph.detect_nonfinite`` found NaN or Inf; ``site`` names the place where the value arose."""
 
     def __init__(self, message: str, *, site: str) -> None:
         self.message = message
@@ -85,13 +85,13 @@ class UncompiledError(CaptureError):
     """A module with quantized sites was called outside its compiled graph, where it would run in high precision."""
 
 
-def nearest(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Return at most ``count`` of ``known`` that are spelled almost like ``name``, the best first."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=cutoff)
+def nearest(name: str, candidates: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return at most ``count`` of ``candidates`` that are spelled almost like ``name``, the closest first."""
+    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=cutoff)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that names the nearest of ``known``, or all of them when none is near."""
-    known = sorted(known)
-    near = nearest(name, known)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+def suggest(name: str, candidates: Iterable[str]) -> str:
+    """Return a hint that names the candidate closest to ``name``, or all candidates if none is close."""
+    candidates = sorted(candidates)
+    close = nearest(name, candidates)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(candidates) or 'none'}"

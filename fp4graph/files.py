@@ -1,4 +1,4 @@
-"""Files that a kill cannot ruin."""
+"""Writes files so that a killed process leaves the complete old content or the complete new one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fp4graph.errors import Error
 
 @contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file, to read and write, that takes the place of ``path`` when the block ends without an error.
+    """Open a temporary file, for reading and writing, that replaces ``path`` when the block ends without an error.
 
-    Until then ``path`` is unchanged. A kill leaves a file ``path.tmp`` behind, which the next writer overwrites. Of
-    several writers at once each has a temporary file of its own; the last to end prevails.
+    Until then ``path`` is unchanged. A killed process leaves ``path.tmp`` behind, which the next writer overwrites.
+    Concurrent writers use different temporary files; the last to finish determines ``path``.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # renaming would put a file in the place of a device
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     temporary, file = _temporary(path)
     with file:
         try:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
-            os.replace(temporary, path)  # before the lock goes, so that nobody takes the file for a leftover
+            os.fsync(file.fileno())  # otherwise a power failure could leave an empty file under the new name
+            os.replace(temporary, path)  # while locked, so that no other writer takes the file for a leftover
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -44,13 +44,13 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """Open an empty file beside ``path`` that no other writer uses: a new one, or one that a dead writer left."""
+    """Open and lock an empty file beside ``path``: a new one, or the leftover of a dead writer."""
     for number in itertools.count(1):
         name = path.with_name(f"{path.name}.{number}.tmp" if number > 1 else f"{path.name}.tmp")
         file = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             _lock(file)
-            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):  # else it has just been renamed
+            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):  # else its writer has just renamed it
                 file.truncate()
                 return name, file
         except (BlockingIOError, FileNotFoundError):
@@ -60,7 +60,7 @@ def _temporary(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Lock ``file`` until it is closed or the process dies, unless its file system knows no locks."""
+    """Lock ``file`` until it is closed or the process dies; do nothing if its file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -69,10 +69,10 @@ def _lock(file: BinaryIO) -> None:
 
 
 def write(path: str | PathLike[str], content: str | bytes) -> None:
-    """Write ``content`` to ``path`` whole or not at all.
+    """Write all of ``content`` to ``path``, or leave ``path`` unchanged.
 
     Raises:
-        Error: it cannot be written; what was there stays.
+        Error: the file cannot be written.
     """
     path = Path(path)
     try:
@@ -80,8 +80,8 @@ def write(path: str | PathLike[str], content: str | bytes) -> None:
         with replacing(path) as file:
             file.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        what = f"cannot write {path}: {error.strerror or error}"
-        raise Error(f"{what}. What was there stays; make room, or name another place") from error
+        problem = f"cannot write {path}: {error.strerror or error}"
+        raise Error(f"{problem}. Its old content is unchanged; free disk space or choose another path") from error
 
 
 def read_json(path: Path) -> Any:
@@ -94,4 +94,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise Error(f"{path} is not JSON; it was damaged, or something else wrote it") from None
+        raise Error(f"{path} is not JSON: it is damaged, or another program wrote it; restore it from a copy") from None

@@ -1,8 +1,8 @@
-"""Every use of torch that its public interface does not cover, one function for each.
+"""Every use of torch beyond its public interface, one function for each.
 
-No other file names a private module or attribute of torch; tests/test_torch_internals.py reads them all, and has a test
-for each function. A docstring says why there is no public way, and on which versions of torch that test has passed.
-Dynamo and Inductor are slow to import; functions that need them import them.
+No other file names a private module or attribute of torch; tests/test_torch_internals.py reads all files, and has a
+test for each function. Docstrings say why there is no public way, and on which versions of torch the test has passed.
+Dynamo and Inductor are slow to import, so the functions that need them import them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn, overrides
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext
 
-# Names that torch's documentation uses, and that only private modules have.
+# Names that torch documents, and that only private modules define.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -38,22 +38,22 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 #: Maps and flattens nested lists, tuples and dicts as torch does.
 pytree = _pytree
-#: The built-in functions behind torch.nn.functional, which graphs call by themselves.
+#: The built-in functions behind torch.nn.functional, which graphs also call directly.
 BUILTIN_NN: Any = torch._C._nn
-#: Returns the function that compiles frames now. The result is not callable where Dynamo is disabled, or past a limit.
-#: A Python function around this one would be a frame for Dynamo. Checked on torch 2.13 to 2.15.
+#: Returns the function that compiles frames now. The result is not callable if Dynamo is disabled, or past a limit.
+#: A Python function around this one would be a frame that Dynamo compiles. Checked on torch 2.13 to 2.15.
 frame_hook = eval_frame.get_eval_frame_callback
 
 
 def dynamo_setting(name: str) -> Any:
-    """Return Dynamo's setting ``name``; None where this torch has no such setting. The public torch.compiler.config has
-    few of them. Checked on torch 2.13 to 2.15."""
+    """Return Dynamo's setting ``name``, or None if this torch has no such setting. The public torch.compiler.config has
+    few settings. Checked on torch 2.13 to 2.15."""
     return getattr(torch._dynamo.config, name, None)
 
 
 @contextmanager
 def dynamo_settings(**changes: Any) -> Iterator[None]:
-    """Change settings of Dynamo in this context, those that this torch has. torch.compile has no argument for its
+    """Change those settings of Dynamo that this torch has, in this context. torch.compile has no argument for Dynamo's
     limits and for the splits of DDP. Checked on torch 2.13 to 2.15."""
     config: Any = torch._dynamo.config
     with config.patch(**{name: value for name, value in changes.items() if hasattr(config, name)}):
@@ -66,19 +66,19 @@ def stance() -> str:
 
 
 def compiled_frame() -> int | None:
-    """Return the number that Dynamo has for the function that it compiles, or None.
+    """Return the number that Dynamo gives to the function that it compiles now, or None.
 
-    Two graphs around a graph break have two numbers; a graph compiled again keeps its number. No argument of a backend
-    says so. Checked on torch 2.13 to 2.15.
+    Two graphs around a graph break have two numbers; a recompiled graph keeps its number. Backends are not given the
+    number. Checked on torch 2.13 to 2.15.
     """
     return getattr(CompileContext.current_compile_id(), "frame_id", None)
 
 
 def retry_skipped_code() -> None:
-    """Have Dynamo compile again what it has given up.
+    """Have Dynamo compile the code again that it has given up.
 
-    A code object on which a capture failed is skipped for good, whoever runs it: another model of the class would run
-    that code, and what it calls, outside of its graph. torch.compiler.reset would drop all graphs of the process.
+    Dynamo skips a code object for good once its capture has failed: another model of the class would run that code, and
+    the functions it calls, outside its graph. torch.compiler.reset would drop all graphs of the process.
     Checked on torch 2.13 to 2.15.
     """
     from torch._dynamo import convert_frame
@@ -91,27 +91,27 @@ def retry_skipped_code() -> None:
 
 
 def forget_code(code: CodeType) -> None:
-    """Drop what Dynamo has compiled of ``code`` and the record of its recompilations, which would keep it for good.
-    torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15."""
+    """Drop the graphs that Dynamo has compiled of ``code``, and the record of recompilations, which keeps ``code``
+    alive. torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15."""
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
     torch._dynamo.utils.guard_failures.pop(code, None)
 
 
 def is_full(function: object) -> bool:
     """Return whether Dynamo has made as many graphs of ``function``'s code as its recompile limit allows. Past the
-    limit Dynamo runs the code uncompiled, and says so in its log only. Checked on torch 2.13 to 2.15."""
+    limit Dynamo runs the code uncompiled, and only its log says so. Checked on torch 2.13 to 2.15."""
     code, limit = getattr(function, "__code__", None), torch._dynamo.config.recompile_limit
     return code is not None and len(eval_frame._debug_get_cache_entry_list(code)) >= limit
 
 
 def guard_failures() -> Mapping[CodeType, list[str]]:
-    """Return the guards that have failed of each code object that Dynamo has compiled, as texts; do not change it.
-    Guards that fail are in Dynamo's log only. Checked on torch 2.13 to 2.15."""
+    """Return the failed guards of each code object that Dynamo has compiled, as texts; do not change the mapping.
+    Otherwise only Dynamo's log shows failed guards. Checked on torch 2.13 to 2.15."""
     return torch._dynamo.utils.guard_failures
 
 
 def is_internal_error(error: BaseException) -> bool:
-    """Return whether Dynamo failed with an error of its own, whose context is the error of what it traced. Dynamo's
+    """Return whether ``error`` is an internal error of Dynamo, whose context is the error of the traced code. Dynamo's
     errors have no public names. Checked on torch 2.13 to 2.15."""
     return isinstance(error, torch._dynamo.exc.InternalTorchDynamoError)
 
@@ -140,21 +140,21 @@ def source_of(placeholder: Node) -> str | None:
 def unmark_static(placeholder: Node) -> None:
     """Tell AOTAutograd that a placeholder is another tensor at each call.
 
-    Dynamo marks what it finds at a module as static: at the address that it has now. torch has a public function for
-    the mark, and none against it. Checked on torch 2.13 to 2.15.
+    Dynamo marks the tensors of modules as static: their addresses stay the same. torch has a public function to set the
+    mark, and none to remove it. Checked on torch 2.13 to 2.15.
     """
     placeholder.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)
 
 
 def backend_named(name: str) -> Callable[[GraphModule, list[Any]], Callable[..., Any]]:
-    """Return the torch.compile backend ``name``, to be called by another backend. torch.compile takes names; a backend
-    that hands its graph on needs the function. Checked on torch 2.13 to 2.15."""
+    """Return the torch.compile backend ``name`` as a function. torch.compile takes names; a backend that passes its
+    graph on to another backend needs the function. Checked on torch 2.13 to 2.15."""
     return torch._dynamo.lookup_backend(name)
 
 
 def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor under ``options``, settings of Inductor by name. The backend by name takes no
-    options. Checked on torch 2.13 to 2.15."""
+    """Compile a graph with Inductor under ``options``, settings of Inductor by name. The backend ``"inductor"`` takes
+    no options. Checked on torch 2.13 to 2.15."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(options) or None)
@@ -162,8 +162,8 @@ def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: M
 
 
 def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable[..., Any]:
-    """Return ``backend`` behind torch's own cut along DDP's buckets, so that gradients are reduced in the backward.
-    torch cuts before it calls a backend; this cut comes after a rewrite. Checked on torch 2.13 to 2.15."""
+    """Return a backend that splits the graph along DDP's buckets, as torch does, so that gradients are reduced in the
+    backward. torch splits before it calls a backend; we split after a rewrite. Checked on torch 2.13 to 2.15."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
@@ -172,10 +172,10 @@ def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable
 
 @contextmanager
 def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
-    """Let torch keep graphs in its caches that call the functions named in ``versions``, in this context.
+    """Let torch cache graphs that call the functions named in ``versions``, in this context.
 
-    ``versions`` maps the qualified name of a function to a text that changes whenever the function does. torch does not
-    cache graphs that call Python functions, but for those named in this setting. Checked on torch 2.13 to 2.15.
+    ``versions`` maps the qualified name of a function to a text that changes whenever the function does. torch caches
+    no graphs that call Python functions, except those named in this setting. Checked on torch 2.13 to 2.15.
     """
     config: Any = torch._inductor.config
     marked = config.unsafe_marked_cacheable_functions
@@ -184,14 +184,14 @@ def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
 
 
 def backward_id() -> int:
-    """Return the number of the backward that runs in this thread; -1 where none runs. Autograd shows no public sign of
-    it. Checked on torch 2.13 to 2.15."""
+    """Return the number of the backward that runs in this thread, or -1 if none runs. Autograd has no public getter.
+    Checked on torch 2.13 to 2.15."""
     return torch._C._current_graph_task_id()
 
 
 def next_sequence_number() -> int:
-    """Return the number of the next node that autograd makes in this thread. :func:`compiled_backwards` tells new nodes
-    from old ones by it. Checked on torch 2.13 to 2.15."""
+    """Return the number of the next node that autograd makes in this thread, which separates new from old nodes for
+    :func:`compiled_backwards`. Checked on torch 2.13 to 2.15."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
@@ -212,10 +212,10 @@ def compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
 
 @contextmanager
 def saved_tensor_hooks_kept() -> Iterator[None]:
-    """Keep hooks for saved tensors allowed, or not, where a trace in this context fails.
+    """If a trace in this context fails, restore whether hooks for saved tensors are allowed.
 
-    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func, and then
-    every checkpoint of the process fails. Checked on torch 2.13 to 2.15.
+    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func; then every
+    activation checkpoint of the process fails. Checked on torch 2.13 to 2.15.
     """
     hooks = torch._C._autograd
     before = hooks._saved_tensors_hooks_get_disabled_error_message()
@@ -230,16 +230,16 @@ def saved_tensor_hooks_kept() -> Iterator[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks for saved tensors are in force here, as under a checkpoint that is not reentrant. torch has
-    a public context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15."""
+    """Return whether hooks for saved tensors are active, as under a non-reentrant checkpoint. torch has a public
+    context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def checkpointed_region() -> Any:
-    """Return torch's object for the region of activation checkpointing around this call, in its forward and when it is
-    computed again; None outside of one.
+    """Return torch's object for the region of activation checkpointing around this call, in the region's forward and
+    recomputation; None outside such a region.
 
-    The object is in a closure of the region's hooks for saved tensors, and nowhere else. Checked on torch 2.13 to 2.15.
+    Only a closure of the region's hooks for saved tensors holds the object. Checked on torch 2.13 to 2.15.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = None if hooks is None else hooks[0]
@@ -252,31 +252,31 @@ def checkpointed_region() -> Any:
 
 
 def is_functorch_active() -> bool:
-    """Return whether a transform of torch.func, which has no sign of it, is at work. Checked on torch 2.13 to 2.15."""
+    """Return whether a transform of torch.func is active. torch has no public getter. Checked on torch 2.13 to 2.15."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_forward_mode_active() -> bool:
-    """Return whether forward-mode differentiation, which shows no sign, is at work. Checked on torch 2.13 to 2.15."""
+    """Return whether forward-mode differentiation is active, which has no getter. Checked on torch 2.13 to 2.15."""
     return forward_ad._current_level >= 0
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode, such as fake tensors or a counter of FLOPs, is at work. torch has no public
-    getter of modes. Checked on torch 2.13 to 2.15."""
+    """Return whether a TorchDispatchMode, such as that of fake tensors or a FLOP counter, is active. torch has no
+    public getter of modes. Checked on torch 2.13 to 2.15."""
     return _get_current_dispatch_mode() is not None
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no TorchDispatchMode is at work; a mode can be left, but not from the inside. Checked
-    on torch 2.13 to 2.15."""
+    """Return a context in which no TorchDispatchMode is active. Publicly, only the code that entered a mode can leave
+    it. Checked on torch 2.13 to 2.15."""
     return _disable_current_modes()
 
 
 @contextmanager
 def without_function_modes(kind: type) -> Iterator[None]:
-    """Have no TorchFunctionMode of class ``kind`` at work in this context, as :func:`without_dispatch_modes`. Checked
-    on torch 2.13 to 2.15."""
+    """Suspend every TorchFunctionMode of class ``kind`` in this context, as :func:`without_dispatch_modes` suspends
+    modes. Checked on torch 2.13 to 2.15."""
     stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     others = [mode for mode in stack if not isinstance(mode, kind)]
 
@@ -298,25 +298,25 @@ def without_function_modes(kind: type) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors_silent() -> Iterator[None]:
-    """Keep fake tensors from writing the traceback of a call that fails to the log, in this context. No setting of
-    torch does. Checked on torch 2.13 to 2.15."""
+    """Keep fake tensors from logging the traceback of a failing call, in this context. torch has no setting for it.
+    Checked on torch 2.13 to 2.15."""
     log = logging.getLogger(FakeTensor.__module__)
-    former, log.disabled = log.disabled, True
+    previous, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.disabled = former
+        log.disabled = previous
 
 
 def packet_of(target: Any) -> Any:
-    """Return the operator that a node calls by ``target``, without its overload; any other target as it is. The classes
-    of operators have no public names. Checked on torch 2.13 to 2.15."""
+    """Return the operator of a node's ``target`` without its overload, and any other target unchanged. The classes of
+    operators have no public names. Checked on torch 2.13 to 2.15."""
     return target.overloadpacket if isinstance(target, OpOverload) else target
 
 
 def qualified_name(target: Any) -> str | None:
-    """Return the library and name of an operator, such as ``aten::mm``; None for any other target. An operator has no
-    public name with its library. Checked on torch 2.13 to 2.15."""
+    """Return the library and name of an operator, such as ``aten::mm``; None for any other target. An operator's public
+    name lacks the library. Checked on torch 2.13 to 2.15."""
     packet = packet_of(target)
     return packet._qualified_op_name if isinstance(packet, OpOverloadPacket) else None
 
@@ -334,7 +334,7 @@ def operator_writes(target: Any) -> bool | None:
 
 
 def is_alias(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share storage; addresses of fake ones say nothing. Checked on torch 2.13 to 2.15."""
+    """Return whether two tensors share storage; fake tensors have no addresses. Checked on torch 2.13 to 2.15."""
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
@@ -342,21 +342,21 @@ def fused_adamw(
     parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], steps: list[Tensor],
     *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Run the fused kernel of AdamW, in place, on gradients that are not those of the parameters.
-    torch.optim.AdamW(fused=True) reads ``.grad`` and keeps state of its own. Checked on torch 2.13 to 2.15."""
+    """Run the fused kernel of AdamW, in place, on given gradients and state. torch.optim.AdamW(fused=True) reads
+    ``.grad`` and keeps its own state. Checked on torch 2.13 to 2.15."""
     fused: Any = torch._fused_adamw_
     options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     fused(parameters, gradients, m, v, [], steps, amsgrad=False, maximize=False, **options)
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """Return the DDP whose forward is running, or None. DDP tells nobody else. Checked on torch 2.13 to 2.15."""
+    """Return the DDP whose forward is running, or None. There is no public getter. Checked on torch 2.13 to 2.15."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return active
 
 
 def fsdp_dtype(module: Any) -> torch.dtype | None:
-    """Return the dtype that a module of ``fully_shard`` computes in; None where FSDP casts nothing. fully_shard takes
-    the policy and does not show it. Checked on torch 2.13 to 2.15."""
+    """Return the dtype that a module of ``fully_shard`` computes in, or None if FSDP casts nothing. fully_shard takes
+    the dtype in a policy and has no getter for it. Checked on torch 2.13 to 2.15."""
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
     return dtype

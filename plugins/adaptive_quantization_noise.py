@@ -12,26 +12,26 @@ from fp4graph.technique import Context, Overhead, Positive, Technique, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):
-    """Gaussian noise, one value per input channel and drawn anew at every forward, is added to the quantized weight.
+    """Adds Gaussian noise to the quantized weight: one value per input channel, drawn anew at every forward.
 
     Ŵ = Q(W) + 1·zᵀ with W [N, K] and z [K], the same for all N rows, z ~ N(0, σ_k²). σ decays exponentially over the
     stages k = 0 ... K_s − 1: σ_k = σ_start·(σ_end/σ_start)^(k/(K_s − 1)), k = min(⌊t/T⌋, K_s − 1), with t the training
     forwards so far, T ``steps_per_stage`` and K_s ``stages``. ``kind: multiplicative`` is Ŵ = Q(W)·diag(1 + z), the
     form that merges into the weight of a norm in front of the layer: scaling channel k of X by 1 + z_k is scaling
-    column k of W. The noise acts on W here, and norms stay as they are: z is relative to the norm's weight, and each
-    layer behind a norm draws its own z. The experts of one grouped product have one z, as behind one norm. The normal
-    variates are sums of integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). If W is
-    transformed, as by hadamard, channels are those of the new basis.
+    column k of W. Here the noise acts on W, and norms do not change: z is relative to the norm's weight, and each layer
+    behind a norm draws its own z. The experts of one grouped product share z, as behind one norm. The normal variates
+    are sums of integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). If W is transformed, as
+    by hadamard, channels are those of the new basis.
 
     Source: Huang et al. 2026, "QeRL: Beyond Efficiency", Eq. 7 and 8 (additive), Eq. 10 and appendix G
     (multiplicative); one of the corrections of "Decomposing MXFP4 quantization error for LLM reinforcement learning".
     Huang et al. let σ fall from 5e-2 or 1e-2 to 5e-4 in about 10 stages. Their runs begin with a stage without noise,
     which this schedule does not have, and Eq. 8 counts stages from 1.
 
-    A model in evaluation mode has no noise unless ``rollout`` is set: reinforcement learning generates its responses
-    in evaluation mode, and the noise is meant to explore there. All rollouts between two training forwards share the
-    draw of the training forward that follows, so that a policy stays one policy while it generates. A validation
-    cannot be told from a rollout and has the noise too.
+    A model in evaluation mode has no noise unless ``rollout`` is set: reinforcement learning generates responses in
+    evaluation mode, where the noise makes the policy explore. All rollouts between two training forwards share the draw
+    of the next training forward, so that the policy does not change while it generates. With ``rollout`` a validation
+    has the noise too, because it looks like a rollout.
 
     Stage: after dequantization, of fprop.weight. dgrad sees the noise where its weight is requantized from fprop's
     (``source: fprop``).
@@ -40,9 +40,9 @@ class AdaptiveQuantizationNoise(Technique):
     O(n).
 
     Use it in reinforcement learning, to control the entropy of the policy. The sources differ in direction: Huang et
-    al. add noise to raise the entropy, so that the policy explores; the decomposition paper, of which we know the
-    abstract and a review alone, says that the noise limits the rise of entropy that rounding to the grid causes. It
-    does not help to fit data.
+    al. add noise to raise the entropy, so that the policy explores. According to the abstract and a review of the
+    decomposition paper (we have not read its text), the noise limits the rise of entropy that rounding to the grid
+    causes. The noise does not help to fit data.
     """
 
     name: ClassVar[str] = "adaptive_quantization_noise"
@@ -59,9 +59,9 @@ class AdaptiveQuantizationNoise(Technique):
         ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
     )
     kind: Literal["additive", "multiplicative"] = Field(
-        "additive", description="Whether z is added to Q(W) or multiplies it as 1 + z."
+        "additive", description="How z acts: added to Q(W), or multiplying it as 1 + z."
     )
-    rollout: bool = Field(False, description="Whether there is noise in evaluation mode too, as rollouts need it.")
+    rollout: bool = Field(False, description="Whether evaluation mode, in which rollouts run, has noise too.")
 
     @model_validator(mode="after")
     def _decays(self) -> AdaptiveQuantizationNoise:
@@ -86,7 +86,7 @@ class AdaptiveQuantizationNoise(Technique):
         """Return Ŵ, computed in fp32."""
         assert context.count is not None
         stage = (context.count // self.steps_per_stage).clamp(max=self.stages - 1)
-        # A table, because powers differ between compiled and eager code. Gathered, because indexing by a tensor would
+        # A table, because powers differ between compiled and eager code. gather, because indexing by a tensor would
         # read the tensor.
         sigma = torch.tensor(self.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
         z = context.gaussian(x.shape[-1]) * sigma

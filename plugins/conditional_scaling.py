@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class ConditionalScaling(Technique):
-    """Block scales are moved to the middle of the scale format's range if they fit into it, and else squeezed into it.
+    """Moves block scales to the middle of the scale format's range if they fit; else squeezes them into the range.
 
     With m_p the block statistics, s_p = Qmax/m_p the encode scales, g = max_p m_p, g̃ = min_p m_p over the blocks that
     are not zero, T the scale format's largest value, t its smallest positive one (E4M3: 448 and 2^-9), q its rounding:
@@ -29,7 +29,7 @@ class ConditionalScaling(Technique):
     h(X) = γ/q(s̃_p) · Q(q(s̃_p)/γ · X) with γ = g·T/Qmax.
 
     Both cases are h(X) = γ·f(X/γ) with an encode quantizer f and a group scale γ. In case 1 γ = C, and f chooses its
-    block scales from the statistic of X/γ; in case 2 f is given the statistic Qmax/s̃_p. In case 2 every element
+    block scales by the statistic of X/γ; in case 2 f receives the statistic Qmax/s̃_p. In case 2 every element
     becomes zero: with r = g/m_p in [1, g/g̃] the largest ratio of a block is
     Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T. For E4M3 this is 5e-5, and a ratio below a quarter rounds
     to zero. An operand of zeros stays zero.
@@ -54,10 +54,10 @@ class ConditionalScaling(Technique):
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
-    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled so.")
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse decode scales, because the formulas are of encode scales."""
+        """Refuse decode scales, because the formulas are for encode scales."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.convention != "encode":
                 raise ValueError(
@@ -65,16 +65,16 @@ class ConditionalScaling(Technique):
                 )
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> tuple[Tensor, Tensor]:
-        """Return γ, one for the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
+        """Return γ of the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
         assert context.spec is not None
         qmax, number = context.spec.element.max, context.spec.scale.format
         tensor = Groups(context.blocking, "tensor")
         g = tensor.reduce(z, "amax")
-        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # Inf for zeros alone
+        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # Inf if all are zero
         data_range = g / smallest
         centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
-        # s̃ is computed as t + a·(s_p - Qmax/g), the same line, because b is the difference of two nearly equal numbers.
-        # s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
+        # s̃ is computed as t + a·(s_p - Qmax/g), the same line, because b is the difference of two nearly equal
+        # numbers. s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
         span = data_range.clamp(max=_LARGEST) - 1
         affine = number.min + (number.max - number.min) * (((g / z).clamp(max=_LARGEST) - 1) / span)
         fits = data_range <= number.max / number.min

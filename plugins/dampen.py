@@ -14,15 +14,15 @@ from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, Techni
 
 
 class Dampen(Technique):
-    """A term λ·‖W − Q(W)‖² of the loss draws each weight away from the thresholds of its quantizer.
+    """Adds a term λ·‖W − Q(W)‖² to the loss, which draws each weight away from the thresholds of its quantizer.
 
     W [N, K] is a quantized weight, Q(W) its quantized value, taken as a constant, and ‖·‖ the Frobenius norm. The
     gradient of the term is added before the optimizer's step: dW ← dW + 2λ·(W − Q(W)). λ is ``strength``; with
     ``total_steps`` T and ``start`` s it rises to ``strength`` along half a cosine:
-    λ_t = λ/2·(1 − cos(π·p)), p = (t − s·T)/(T − s·T) clipped to [0, 1], at the weight's t-th step from 1.
-    The term is added once per step however many gradients are accumulated, and goes through the moments of the
-    optimizer as the loss's own gradient does. It is added inside ``optimizer.step()``: after the gradient is unscaled,
-    so that loss scaling leaves it alone, and after clipping, so that it is neither clipped nor counted in the norm.
+    λ_t = λ/2·(1 − cos(π·p)), p = (t − s·T)/(T − s·T) clipped to [0, 1], at the weight's t-th step, counted from 1.
+    The term is added once per step however many gradients are accumulated, and enters the moments of the optimizer like
+    the gradient of the loss. It is added inside ``optimizer.step()``: after the gradient is unscaled, so that loss
+    scaling does not affect it, and after clipping, so that it is neither clipped nor counted in the norm.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", write it. Nagel et al. clip W to the range of Q first,
@@ -36,8 +36,8 @@ class Dampen(Technique):
 
     The complexity weight is ours: 0.5, which Table 2's rules give for unfusable O(n) work with O(1) memory.
 
-    Use it to compare remedies for oscillation: in pre-training it reduces oscillation hardly at all (Chen et al.,
-    Table 4 and Figure 6); ``q_ema`` and ``q_ramping`` do.
+    Use it to compare remedies for oscillation. In pre-training it hardly reduces oscillation (Chen et al., Table 4 and
+    Figure 6); ``q_ema`` and ``q_ramping`` do.
     """
 
     name: ClassVar[str] = "dampen"
@@ -46,7 +46,7 @@ class Dampen(Technique):
     complexity: ClassVar[float] = 0.5
     on_weight: ClassVar[bool] = True
 
-    strength: Positive = Field(0.01, description="λ, or the value at which it ends.")
+    strength: Positive = Field(0.01, description="λ; its final value, if it rises.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which λ is 0.")
 

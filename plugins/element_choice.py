@@ -1,4 +1,4 @@
-"""Element choice: each block takes the element format, such as E2M1 or INT4, whose values err less."""
+"""Element choice: each block takes the element format, such as E2M1 or INT4, with the smaller error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ElementChoice(Technique):
 
     The scale S of a block is that of the first format, with the largest value Q_0. Format k, with the largest value
     Q_k, is stretched to the same maximum: u = x/S rounds to x̂_k = round_k(u·Q_k/Q_0)·Q_0/Q_k. A block takes the format
-    with the least error Σ(x̂_k − u)² (``mse``), Σabs(x̂_k − u) (``mae``) or max abs(x̂_k − u) (``amax``), of equal errors
-    the first. Beside E2M1, INT4 has the values 6/7·{0, ±1, ..., ±7}: none of its steps is as wide as that from 4 to 6.
-    Elements that round stochastically choose by rounding to nearest too. Their mean is then x, and would not be if
-    the draw that errs less were chosen.
+    with the least error Σ(x̂_k − u)² (``mse``), Σabs(x̂_k − u) (``mae``) or max abs(x̂_k − u) (``amax``), and the first
+    of equal errors. Beside E2M1, INT4 has the values 6/7·{0, ±1, ..., ±7}: no step of it is as wide as E2M1's from 4 to
+    6. Blocks that round stochastically also choose by rounding to nearest. The mean of their values is then x; choosing
+    the draw with the smaller error would shift it.
 
-    The same is written ``element: [e2m1, int4]`` and ``selector: mse`` in a quantize block.
+    A quantize block with ``element: [e2m1, int4]`` and ``selector: mse`` does the same.
 
     Source: Cook et al. 2026, "Adaptive Block-Scaled Data Types" (IF4, arXiv 2603.28765; read: its abstract), and the
     authors' code, which has the three errors. Where that code rounds stochastically, it chooses by the drawn values.
@@ -31,11 +31,11 @@ class ElementChoice(Technique):
 
     Stage: plan.
 
-    Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n), since
-    a block and its errors stay in registers. No hardware multiplies such blocks yet, and no kernel of ours quantizes
-    them: tensor code does. They cannot be packed or exported.
+    Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n),
+    because a block and its errors stay in registers. No hardware multiplies such blocks yet. Tensor code quantizes
+    them, for which we have no kernel. They cannot be packed or exported.
 
-    Use it with scales that have mantissa bits, in the place of ``four_over_six``.
+    Use it with scales that have mantissa bits, instead of ``four_over_six``.
     """
 
     name: ClassVar[str] = "element_choice"
@@ -43,13 +43,13 @@ class ElementChoice(Technique):
     mixes = "none"
     complexity: ClassVar[float] = 0.5
 
-    others: tuple[str, ...] = Field(("int4",), min_length=1, description="Formats beside the spec's own, by name.")
+    others: tuple[str, ...] = Field(("int4",), min_length=1, description="Formats to choose from beside the spec's.")
     selector: Selector = Field("mse", description="Error by which a block chooses.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
 
     @field_validator("others")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             element_format(name)
         return names
@@ -63,20 +63,20 @@ class ElementChoice(Technique):
         return cls.model_construct(others=tuple(each.name for each in spec.others), selector=spec.selector)
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Blocks of one element choose nothing."""
+        """Return a reason if all blocks have one element to choose from."""
         listed = self.specs_listed(specs).values()
         if not listed or any(spec.others for spec in listed):
             return None
-        alone = " and ".join(sorted({spec.element_name for spec in listed}))
-        return f"others names no format beside {alone}, so that no block has a choice"
+        names = " and ".join(sorted({spec.element_name for spec in listed}))
+        return f"others names no format beside {names}, so that no block has a choice"
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Let the blocks of the listed operands that are quantized choose.
 
         Raises:
-            ValueError: the spec of an operand lists elements, and another selector.
+            ValueError: the spec of an operand lists elements and has another selector.
         """
-        own = tuple(map(element_format, self.others))
+        others = tuple(map(element_format, self.others))
         for operand, spec in self.specs_listed(specs).items():
             if spec.others and spec.selector != self.selector:
                 raise ValueError(
@@ -84,14 +84,14 @@ class ElementChoice(Technique):
                     f"elements, choose by {spec.selector}; write the same selector in both places"
                 )
         return {**specs} | {
-            operand: replace(spec, others=others, selector=self.selector)
+            operand: replace(spec, others=united, selector=self.selector)
             for operand, spec in self.specs_listed(specs).items()
-            if (others := _beside(spec, own))
+            if (united := _united(spec, others))
         }
 
 
-def _beside(spec: QuantSpec, others: tuple[ElementFormat, ...]) -> tuple[ElementFormat, ...]:
-    """Return the formats that ``spec`` does not have yet, after those that it has."""
+def _united(spec: QuantSpec, others: tuple[ElementFormat, ...]) -> tuple[ElementFormat, ...]:
+    """Return the other formats of ``spec``, then those of ``others`` that it does not have."""
     return (*spec.others, *(each for each in others if each not in spec.elements))
 
 

@@ -1,4 +1,4 @@
-"""Iterative weight freezing: stops weights for good whose quantized value flips too often."""
+"""Iterative weight freezing: freezes weights whose quantized value flips too often."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
 
-#: Two quantized values differ by a change if their distance exceeds this share of the larger one. It lies between 1/7,
-#: the least of INT4, the finest grid of four bits, and 1/9, the most by which an E4M3 scale moves when rounded anew.
+#: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
+#: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.
 CHANGE = 1 / 8
 
 
 class Freeze(Technique):
-    """An element of a weight whose quantized value turns back too often is frozen at the running mean of that value.
+    """Freezes elements of a weight whose quantized value turns back too often, at the running mean of that value.
 
     After the optimizer's t-th step each element of W is updated as follows. q_t is its quantized value, m is
     ``momentum``, θ is ``threshold``, and right-hand sides have the values before the step:
     o = 1 where q changes in the direction opposite to that of its previous change, else 0;
     f ← m·o + (1 − m)·f;  w ← q̄ for good where f > θ, else q̄ ← m·q_t + (1 − m)·q̄.
-    At first f = 0 and q̄ is the quantized first weight. The mean lies between two values of the grid, nearer to the one
-    that the weight had more often, and the forward rounds it to that value. Frozen elements are put back after every
-    step, whatever moves them. Only a distance of more than 1/8 of the larger of q_t and q_(t−1) counts as a change: q
-    is dequantized, so that a block scale that is rounded anew, or a tensor scale that follows its maximum, moves q a
-    little although its code stays. With ``final_threshold``, θ goes there along half a cosine from step s·T to T, with
-    T ``total_steps`` and s ``start``, and nothing is frozen before step s·T.
+    At first f = 0, and q̄ is the quantized value of the initial weight. The mean lies between two values of the grid,
+    nearer to the one that the weight had more often, and the forward rounds it to that value. Frozen elements are
+    restored after every step, whatever moves them. Only a distance of more than 1/8 of the larger of q_t and q_(t−1)
+    counts as a change: q is dequantized, so a block scale that is rounded anew, or a tensor scale that follows its
+    maximum, moves q a little although its code stays. With ``final_threshold``, θ moves to it along half a cosine from
+    step s·T to T, with T ``total_steps`` and s ``start``, and nothing is frozen before step s·T.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.1 and 4.3, where q and
     q̄ are integers, times a learned scale, and q̄ is rounded when it is frozen; as Chen et al. 2025,
@@ -53,14 +53,14 @@ class Freeze(Technique):
     mixes = "none"
     complexity: ClassVar[float] = 3.0
     on_weight: ClassVar[bool] = True
-    # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.
+    # q_ramping multiplies every move of a weight, also the one back to its mean; noise makes q flip at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
     momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
     threshold: Share = Field(
         0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
     )
-    final_threshold: Share | None = Field(None, description="Where θ ends; null for a constant θ.")
+    final_threshold: Share | None = Field(None, description="The final value of θ; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
 
@@ -68,19 +68,19 @@ class Freeze(Technique):
     def _schedule(self) -> Freeze:
         scheduled = self.final_threshold is not None or self.start > 0
         if scheduled and self.total_steps is None:
-            raise ValueError("final_threshold and start are of a schedule; set total_steps")
+            raise ValueError("final_threshold and start need a schedule; set total_steps")
         if not scheduled and self.total_steps is not None:
-            raise ValueError("total_steps is of a schedule; set final_threshold or start")
+            raise ValueError("total_steps needs a schedule; set final_threshold or start")
         return self
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse quantizers under which a flip of q is no sign of an oscillating weight."""
+        """Refuse quantizers under which q flips although the weight does not oscillate."""
         anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
             if Gemm.FPROP in technique.pairs(anything):
                 raise ValueError(
-                    f"{name} transforms weights before they are rounded: what is rounded, and oscillates, is not the "
-                    "element that freeze would stop"
+                    f"{name} transforms weights before they are rounded, so the rounded values that oscillate are not "
+                    f"the elements that freeze would stop; take fprop out of the scope of {name}"
                 )
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is None:
@@ -94,12 +94,12 @@ class Freeze(Technique):
             )
         if any((upper - lower) / upper <= CHANGE for lower, upper in pairwise(spec.element.magnitudes())):
             raise ValueError(
-                f"freeze takes small changes of fprop.weight for changes of scales, and the values of "
-                f"{spec.element.name} lie too close together for that; it is for elements of 4 bits"
+                f"freeze ignores small changes of fprop.weight, as changes of scales, and neighbouring values of "
+                f"{spec.element.name} differ by as little; use an element of 4 bits"
             )
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Keep what later steps are compared with, before the first step."""
+        """Store the values that later steps are compared with, before the first step."""
         memory, weight = update.memory, update.parameter
         if "frozen" in memory:
             return
@@ -110,7 +110,7 @@ class Freeze(Technique):
         memory["frozen"] = torch.zeros_like(weight, dtype=torch.bool)
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Put frozen elements back, count flips, freeze."""
+        """Restore frozen elements, count flips, freeze."""
         memory, weight = update.memory, update.parameter
         frozen, mean = memory["frozen"].to(torch.bool), memory["mean"]
         weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))

@@ -15,15 +15,15 @@ from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, 
 
 
 class Hadamard(Technique):
-    """Both operands of a GEMM are rotated along its contraction axis, which cancels: (A·S·H)(B·S·H)ᵀ = A·Bᵀ.
+    """Rotates both operands of a GEMM along its contraction axis, which cancels: (A·S·H)(B·S·H)ᵀ = A·Bᵀ.
 
     A is [I, K] and B is [J, K]. H is block-diagonal; each block is the orthonormal Sylvester-Hadamard matrix of size g
     with the entries (-1)^popcount(i & j)/√g. S is a diagonal of g random signs, the same in every block and in both
     operands (``kind: random``), or the identity (``deterministic``); ``random_backward`` draws signs in dgrad and wgrad
-    and none in fprop. Each value of a block of g becomes the sum of ±1/√g times all of them, so that an outlier is
-    shared out and the block's values come near to a Gaussian. Signs go first, because after H they would leave every
-    magnitude as it was. Axes that g does not divide are zero-padded in both operands. If g is a power of four, 1/√g is
-    a power of two and the product cancels exactly where its sums are exact; otherwise it cancels up to rounding.
+    and none in fprop. Each value of a block becomes the sum of all g values times ±1/√g, so that outliers are spread
+    and the values come near to a Gaussian. Signs precede H, because after H they would change no magnitude. Axes that g
+    does not divide are zero-padded in both operands. If g is a power of four, 1/√g is a power of two, and the rotations
+    cancel exactly where their sums are exact; otherwise they cancel up to rounding.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g the block of the scales, random
     signs, all GEMMs or the backward ones); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
@@ -47,14 +47,14 @@ class Hadamard(Technique):
     complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
-        "all", description="Whose operands are rotated: all GEMMs, dgrad and wgrad (backward), or a list of GEMMs."
+        "all", description="The GEMMs whose operands are rotated: all, dgrad and wgrad (backward), or a list of GEMMs."
     )
     block: int = Field(32, description="g, a power of two; it and the block of the scales divide one another.")
     kind: Literal["deterministic", "random", "random_backward"] = Field(
-        "random", description="Whether signs go before H: nowhere, in every GEMM, or in dgrad and wgrad."
+        "random", description="Where random signs precede H: nowhere, in every GEMM, or in dgrad and wgrad."
     )
     resample: Literal["step", "never"] = Field(
-        "step", description="Whether signs are drawn anew at every training forward or stay as they are."
+        "step", description="When signs are drawn: anew at every training forward, or once."
     )
 
     @field_validator("block")
@@ -68,20 +68,20 @@ class Hadamard(Technique):
     @classmethod
     def _some(cls, value: str | tuple[Gemm, ...]) -> str | tuple[Gemm, ...]:
         if not value:
-            raise ValueError("an empty scope; leave it out for all GEMMs, or drop the technique")
+            raise ValueError("scope is empty; leave it out for all GEMMs, or drop the technique")
         return value
 
     @model_validator(mode="after")
     def _signs_are_drawn(self) -> Hadamard:
         if self.kind == "random_backward" and not self.rotated - {Gemm.FPROP}:
-            raise ValueError("kind: random_backward draws signs in dgrad and wgrad, and scope has neither of them")
+            raise ValueError("kind: random_backward draws signs in dgrad and wgrad, and scope has neither; add one")
         if self.kind == "deterministic" and "resample" in self.model_fields_set:
             raise ValueError("kind: deterministic draws no signs; leave resample out")
         return self
 
     @property
     def block_rotation(self) -> int:
-        """g: the transform is the rotation x·S·H of blocks of so many elements."""
+        """g: the transform is the rotation x·S·H of blocks of g elements."""
         return self.block
 
     @property
@@ -89,7 +89,7 @@ class Hadamard(Technique):
         return self.kind != "deterministic"
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse blocks that do not divide one another: outliers of one scale block would leak into the next."""
+        """Refuse blocks that do not divide one another: outliers of one scale block would spread into the next."""
         for operand, spec in specs.items():
             if spec is None or operand.gemm not in self.rotated or isinstance(spec.block, str):
                 continue

@@ -11,12 +11,12 @@ from fp4graph.technique import Overhead, Positive, Share, Technique, hookimpl
 
 
 class LossScaling(Technique):
-    """The loss is multiplied by a scale before the backward, and the gradients divided by it before the step.
+    """Multiplies the loss by a scale before the backward, and divides the gradients by it before the step.
 
     s is the scale, L the loss and g the gradient of s·L. If g is finite, the optimizer steps with g/s, and s grows by
-    ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step is skipped, with the hooks and
-    state of techniques, and s shrinks by ``backoff_factor``. The scaler is torch's own ``torch.amp.GradScaler``:
-    ``fp4graph.grad_scaler(model)`` makes one with these options, and a disabled one under a policy without this
+    ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step is skipped, and so are the hooks
+    of techniques, and s shrinks by ``backoff_factor``. The scaler is ``torch.amp.GradScaler``.
+    ``fp4graph.grad_scaler(model)`` makes one with these options, or a disabled one under a policy without this
     technique, so that one training script serves both. Save ``scaler.state_dict()`` in the checkpoint.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sec. 3.2; used by "Elucidating the Design Space of
@@ -24,7 +24,7 @@ class LossScaling(Technique):
 
     Stage: loss.
 
-    Cost: one pass over all gradients, which also looks for values that are not finite. The complexity weight is 0.5.
+    Cost: one pass over all gradients, which also finds non-finite values. The complexity weight is 0.5.
 
     Use it if gradients pass through fp16, or through FP4 operands with E4M3 scales and no tensor scale. Scales with the
     exponents of fp32 (E8M0) represent small gradients as well as large ones.
@@ -35,7 +35,7 @@ class LossScaling(Technique):
     complexity: ClassVar[float] = 0.5
     per_model: ClassVar[bool] = True
 
-    init_scale: Positive = Field(65536.0, description="s at first.")
+    init_scale: Positive = Field(65536.0, description="The initial s.")
     growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="Factor by which s grows.")
     backoff_factor: Share = Field(0.5, description="Factor by which s shrinks after a skipped step.")
     growth_interval: int = Field(2000, ge=1, description="Steps without a skipped one after which s grows.")

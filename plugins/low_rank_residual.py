@@ -1,4 +1,4 @@
-"""Low-rank residual: multiplies the strongest directions of an operand apart and quantizes the remainder."""
+"""Low-rank residual: multiplies the strongest directions of an operand separately and quantizes the remainder."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from fp4graph.technique import Context, Operand, Operands, OperandSpecs, Overhea
 
 
 class LowRankResidual(Technique):
-    """A rank-k approximation of the operand is multiplied apart, and only the remainder is quantized.
+    """Multiplies a rank-k approximation of the operand separately, and quantizes only the remainder.
 
     Y = X̂·Lᵀ + X̂·Q(W − L)ᵀ, where W is [N, K], L = A·B is its approximation of rank k with A [N, k] and B [k, K], and
     X̂ is the other operand of the GEMM, quantized. Subspace iteration brings L near the best approximation, the first k
     terms of the singular value decomposition: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, with
     q = ``iterations``, k = ``rank``, orth the Q of a QR decomposition, and Ω [K, k] Gaussian, drawn once per operand
-    from the run's seed. L is thus a function of W and the seed alone. Outliers that lie in few directions go into L,
-    and the blocks of W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
+    from the run's seed. So L depends on W and the seed alone. L takes the outliers that lie in few directions, and the
+    blocks of W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
 
     ``quantize_components: false`` keeps L in the GEMM's precision. With ``true`` L = Q(A)·Q(B), so that all three
-    products are in FP4: (X̂·Q(B)ᵀ)·Q(A)ᵀ contracts over K, then over k, and A has blocks along k, B along K. A and B are
-    rounded to nearest by the operand's spec, and their rounding errors are part of W − L. W is first divided by the
+    products are in FP4: (X̂·Q(B)ᵀ)·Q(A)ᵀ contracts over K, then over k, and A has blocks along k, B along K. A and B
+    are rounded to nearest by the operand's spec, and their rounding errors are part of W − L. W is first divided by the
     power of two that brings its largest magnitude into [1, 2), and L is multiplied by that power, so that the scales of
     A and B do not depend on the size of W. The simulation multiplies by L as one matrix either way.
 
-    L is computed in fp32 from W with NaN and Inf as zeros, so that these poison their own block and no other. L is
+    L is computed in fp32 from W with zeros in place of NaN and Inf, so that these poison only their own block. L is
     rounded to the dtype of W before it is subtracted, so that the quantizer's input plus L is W to half a unit in the
     last place. Leading axes of W are a batch of matrices, each with its own L; the tokens of a linear layer are one
     axis. If W is transformed first, as by hadamard, L approximates the transformed W (W·R has the singular values of
-    W, so that only the remainder differs). Gradients pass straight through.
+    W, so only the remainder differs). Gradients pass straight through.
 
     Source: "Elucidating the design space of FP4 training", Table 2 and sec. 6, spectral decomposition, which quantizes
     the components (``true``) and does not simulate it; Li et al. 2025, "SVDQuant", which keeps them in 16 bits
@@ -60,7 +60,7 @@ class LowRankResidual(Technique):
     complexity: ClassVar[float] = 3.0
     draws: ClassVar[bool] = True  # Ω
 
-    rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied apart.")
+    rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied separately.")
     iterations: int = Field(2, ge=0, le=100, description="q, the steps of subspace iteration towards the best L.")
     quantize_components: bool = Field(
         False, description="Whether the two factors of L are quantized too, instead of kept in high precision."
@@ -68,7 +68,7 @@ class LowRankResidual(Technique):
     operands: Operands = Field(("fprop.weight",), description="Operands, or groups of them, that are decomposed.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse q_ema on a decomposed weight: the average is of W, and W − L is rounded."""
+        """Refuse q_ema on a decomposed weight: it averages W, but W − L is rounded."""
         if "q_ema" in techniques and Operand.FPROP_WEIGHT in self.operands_listed:
             raise ValueError(
                 "q_ema rounds fprop.weight by the weight's moving average, and low_rank_residual leaves only a "
@@ -80,11 +80,11 @@ class LowRankResidual(Technique):
         if statically_known_true(math.prod(x.shape) == 0):
             return x, None
         w = x.to(torch.float32)
-        healthy = torch.where(w.abs() < math.inf, w, 0.0)
-        # The largest power of two up to the largest magnitude is exact, and keeps products from over- and underflow.
-        unit = power_of_two(healthy.abs().amax((-2, -1), keepdim=True))
+        finite = torch.where(w.abs() < math.inf, w, 0.0)
+        # Dividing by the largest power of two up to the largest magnitude is exact, and no product over- or underflows.
+        unit = power_of_two(finite.abs().amax((-2, -1), keepdim=True))
         unit = torch.where(unit == 0, 1.0, unit)
-        a, b = self.factors(healthy / unit, context)
+        a, b = self.factors(finite / unit, context)
         if self.quantize_components:
             assert context.spec is not None
             spec = _nearest(context.spec)
@@ -108,7 +108,7 @@ def _orthonormal(y: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even; by bits, as Inductor drops a cast there and back."""
+    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even. Inductor would drop a cast there and back."""
     dropped = 24 - math.frexp(1 / torch.finfo(dtype).eps)[1]
     if dropped <= 0:
         return x
@@ -119,7 +119,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nearest(spec: QuantSpec) -> QuantSpec:
-    """Return ``spec`` with nothing stochastic in it."""
+    """Return ``spec`` with all rounding to nearest."""
     scale = replace(spec.scale, rounding="nearest_even") if spec.scale.rounding == "stochastic" else spec.scale
     return replace(spec, rounding="nearest", scale=scale)
 

@@ -13,15 +13,15 @@ from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Techni
 
 
 class MacroBlockScaling(Technique):
-    """The blocks of a macro block share a group scale γ in [1, 2], the part of a scale that no power of two expresses.
+    """Gives the blocks of a macro block a group scale γ in [1, 2], the part of a scale that no power of two expresses.
 
     h(X) = γ·f(X/γ) for the elements of a macro block of ``block`` elements along the contraction axis, f being the
-    quantizer in blocks of l. With g = max_p Z_p over its blocks p, γ is the mantissa of g/Qmax = γ'·2^k,
-    1 <= γ' < 2, rounded up to ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of its largest block then lies
-    just below a power of two or on it, for m bits at most 2^-m of it away. Rounding scales to powers of two by any rule
-    (to nearest, up, or OCP's by the exponent of Z) then finds that power and clips nothing of that block. The scales of
-    other blocks still differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to
-    3 bits γ·S·q is exact in bf16, as S·q is.
+    quantizer in blocks of l. With g = max_p Z_p over its blocks p, γ is the mantissa γ' of g/Qmax = γ'·2^k, 1 <= γ' <
+    2, rounded up to m = ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of the largest block is then a power
+    of two or lies below it by at most 2^-m of it. Every rule that rounds scales to powers of two (to nearest, up, or
+    OCP's by the exponent of Z) then finds that power and clips nothing of that block. The scales of other blocks still
+    differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to 3 bits γ·S·q is
+    exact in bf16, as S·q is.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method, a finer factor per
     macro block on top of E8M0 scales that reduces scale bias. No public text has its formula; this one is ours.
@@ -31,8 +31,8 @@ class MacroBlockScaling(Technique):
     Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25,
     Table 2's fusable O(n/l), since γ can be multiplied into the scales.
 
-    Use it with E8M0 scales. It has the same effect beside ``tensor_scaling`` of a tensor or row, which gives scales
-    range but leaves their mantissas alone; declare ``tensor_scaling`` first.
+    Use it with E8M0 scales, also beside ``tensor_scaling`` of a tensor or row, which extends the range of scales but
+    does not change their mantissas; declare ``tensor_scaling`` first.
     """
 
     name: ClassVar[str] = "macro_block_scaling"
@@ -50,7 +50,7 @@ class MacroBlockScaling(Technique):
         return self.block
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""
+        """Refuse macro blocks that do not consist of whole blocks, and a second factor for macro blocks."""
         for operand, spec in self.specs_listed(specs).items():
             length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
             if isinstance(length, str):
@@ -62,14 +62,14 @@ class MacroBlockScaling(Technique):
         order = list(techniques)
         if "tensor_scaling" in order[order.index(self.name) :]:
             raise ValueError(
-                "it fits scales to powers of two, which the factor of tensor_scaling after it would undo; declare "
+                "it fits scales to powers of two, and the factor of tensor_scaling after it would undo this; declare "
                 "tensor_scaling first"
             )
-        other = techniques.get("tensor_scaling")
-        if other is not None and isinstance(getattr(other, "granularity", None), int):
+        scaling = techniques.get("tensor_scaling")
+        if scaling is not None and isinstance(getattr(scaling, "granularity", None), int):
             raise ValueError(
-                "tensor_scaling with a granularity in elements already gives macro blocks a factor, and an unrounded "
-                "one; drop one of them, or use granularity: tensor there"
+                "tensor_scaling with a granularity in elements already gives macro blocks a factor, without rounding "
+                "it; drop one of the two, or use granularity: tensor there"
             )
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:

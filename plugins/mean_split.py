@@ -1,4 +1,4 @@
-"""Mean split: quantizes the mean over tokens of an operand, and what remains without it, under scales of their own."""
+"""Mean split: quantizes the mean over tokens of an operand, and the residual without it, under separate scales."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OF_TOKENS = tuple(operand for operand in Operand if operand.value.split(".")[1]
 
 
 class MeanSplit(Technique):
-    """Each operand that has tokens is the sum of its mean over them and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
+    """Splits each operand that has tokens into its mean over them and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
 
     μ_k is the mean of channel k over all tokens of a call, or over those of one expert. Where activations share a large
-    mean, it sets the scales of all blocks, and the differences between tokens fall between few FP4 values; without it
-    blocks are small and even. The two parts are quantized one after the other, with tensor scales and block scales of
-    their own, and added. In fprop and dgrad all rows of 1·μᵀ are alike, so that its quantizer is that of the vector μ
-    in blocks along the channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k
+    mean, it sets the scales of all blocks, and only few FP4 values are left for the differences between tokens; without
+    it blocks are small and even. The two parts are quantized one after the other, with separate tensor scales and block
+    scales, and added. In fprop and dgrad all rows of 1·μᵀ are equal, so that its quantizer is that of the vector μ in
+    blocks along the channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k
     is constant: Q rounds one number by its scale. The parts are added in the operand's dtype; bf16 rounds that sum.
 
     Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as its
@@ -41,8 +41,8 @@ class MeanSplit(Technique):
     Cost: a mean over tokens, which no block-wise kernel sees, and a subtraction. The simulation quantizes the operand
     twice. The complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
 
-    Use it for language models, whose activations have a mean that grows in training. It takes the place of Hadamard
-    rotations. Beside ``hadamard``, which rotates in wgrad along the tokens, it splits the mean of rotated tokens there.
+    Use it for language models, whose activations have a mean that grows in training. It replaces Hadamard rotations.
+    Beside ``hadamard``, which rotates along the tokens in wgrad, it splits off the mean of the rotated tokens there.
     """
 
     name: ClassVar[str] = "mean_split"
@@ -55,7 +55,7 @@ class MeanSplit(Technique):
     )
 
     def for_operand(self, operand: Operand) -> Self:
-        """Return the technique for operands of wgrad, whose last axis is that of tokens, or for the others."""
+        """Return the technique for operands of wgrad, whose last axis is the tokens, or for the others."""
         gemms = ("wgrad",) if operand.gemm is Gemm.WGRAD else ("fprop", "dgrad")
         return self.model_copy(update={"operands": gemms})
 
@@ -69,32 +69,32 @@ class MeanSplit(Technique):
         return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
 
     def _mean(self, wide: Tensor, axis: int, blocking: Blocking) -> Tensor:
-        """Return μ, broadcastable to ``wide``; of experts, each token has its expert's, and 0 if it has none."""
+        """Return μ, broadcastable to ``wide``; in a grouped product the μ of each token's expert, or 0 without one."""
         place = wide.dim() + axis
         if (segments := blocking.segments) is None:
             largest = wide.abs().amax(axis, keepdim=True)
             count = torch.full((), wide.shape[axis], dtype=torch.float64, device=wide.device)
             return _mean_of(wide, largest, count, lambda shares: shares.sum(place, keepdim=True))
-        own = segments.of_own
-        assert own.ids is not None, "operands with tokens have the expert of each"
-        ids = own.ids
-        at_tokens = partial(own.spread, x=wide, axis=place, step=1)
-        tokens = ids.new_zeros(own.count + 1).scatter_add(0, ids, torch.ones_like(ids)).double()
+        experts = segments.of_own
+        assert experts.ids is not None, "operands with tokens have the expert of each"
+        ids = experts.ids
+        at_tokens = partial(experts.spread, x=wide, axis=place, step=1)
+        tokens = ids.new_zeros(experts.count + 1).scatter_add(0, ids, torch.ones_like(ids)).double()
         mean = _mean_of(
             wide,
-            at_tokens(own.table(wide.abs(), place, 1)),
-            own.at_positions(tokens, wide.dim()),
-            lambda shares: at_tokens(own.table(shares, place, 1, "sum")),
+            at_tokens(experts.table(wide.abs(), place, 1)),
+            experts.at_positions(tokens, wide.dim()),
+            lambda shares: at_tokens(experts.table(shares, place, 1, "sum")),
         )
-        numbers = torch.arange(own.count + 1, device=ids.device)
-        return torch.where(own.at_positions(numbers, wide.dim()) < own.count, mean, 0.0)
+        numbers = torch.arange(experts.count + 1, device=ids.device)
+        return torch.where(experts.at_positions(numbers, wide.dim()) < experts.count, mean, 0.0)
 
 
 def _mean_of(wide: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the mean of ``count`` tokens, fp32, given the largest magnitude of their channel and their sum by ``add``.
 
-    Shares of a power of two above the largest magnitude make the sum the same in compiled code, which adds in another
-    order; they are counted from -1, so that they are not negative.
+    Elements are summed as shares of a power of two above the largest magnitude, so that the sum is the same in compiled
+    code, which adds in another order. Shares are counted from -1, so that they are not negative.
     """
     above = 2 * power_of_two(largest.clamp(min=_SMALLEST_NORMAL)).double()
     share = total_by((wide.double() / above + 1) / 2, add, _MOST_TOKENS) / count

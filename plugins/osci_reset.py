@@ -12,18 +12,18 @@ from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, 
 
 
 class OsciReset(Technique):
-    """Weights whose quantized value moves much farther than they do are set to that value, once in every period.
+    """Sets weights that move much less than their quantized values to these values, once in every period.
 
-    After step ``start``, and again after each ``every`` steps, W and Q(W) are remembered. With ``absolute_steps`` they
-    are remembered after every step from ``start`` on whose number is a multiple of ``every``, as in the authors' code.
-    Over the next ``track`` steps
+    A period begins after step ``start``, and again after each ``every`` steps; with ``absolute_steps``, as in the
+    authors' code, after every step from ``start`` on whose number is a multiple of ``every``. W and Q(W) are stored,
+    and over the next ``track`` steps
 
         D = Σ abs(ΔW),   D_q = Σ abs(ΔQ(W))
 
     are summed for each element. One step later, w ← Q(w) where D_q/D ≥ ``threshold``; an element that did not move has
-    the ratio 0. Q(w) is the middle of the range of numbers that round to it, which the weight then has to leave before
-    it flips again. The optimizer's moments stay as they are. Input channels that ``out_control`` multiplies apart are
-    left alone, as in the authors' code.
+    the ratio 0. Q(w) is the middle of the range of numbers that round to it, and the weight has to leave that range
+    before it flips again. The optimizer's moments do not change. Input channels that ``out_control`` multiplies
+    separately are left out, as in the authors' code.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control", and the authors' code (detection by distance ratio; period 200, track 50,
@@ -33,8 +33,8 @@ class OsciReset(Technique):
     Stage: optimizer, after the step.
 
     Cost: four tensors of the weight's size and one more pass of the weight's quantizer per step, while elements are
-    tracked. The complexity weight is ours: 2.0, the least of what Table 2's rules give for unfusable work with O(n)
-    memory, because it rests for most of a period.
+    tracked. The complexity weight is ours: 2.0, the least that Table 2's rules give for unfusable work with O(n)
+    memory, because it is idle for most of a period.
 
     Use it late in a training, when learning rates are small and weights oscillate. Forward weights must round to
     nearest: a quantizer that draws noise moves without the weight.
@@ -45,11 +45,11 @@ class OsciReset(Technique):
     complexity: ClassVar[float] = 2.0
     mixes = "none"
     on_weight: ClassVar[bool] = True
-    #: Q-EMA rounds by an average that a reset of the weight does not move; freeze puts weights back by itself; under
-    #: noise on the weights all of them seem to oscillate.
+    #: Q-EMA rounds by an average that a reset of the weight does not move; freeze would put weights back; under noise
+    #: on the weights all of them seem to oscillate.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema", "freeze", "adaptive_quantization_noise"})
 
-    start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 waits for every steps.")
+    start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 is like `every`.")
     every: int = Field(200, ge=1, description="Steps from one reset to the next.")
     track: int = Field(50, ge=1, description="Steps over which distances are summed.")
     absolute_steps: bool = Field(False, description="Whether periods count from the first step, not from start.")
@@ -80,11 +80,9 @@ class OsciReset(Technique):
             )
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Remember, sum distances, or reset."""
+        """Store W and Q(W), sum distances, or reset."""
         memory, weight = update.memory, update.parameter
-        steps = memory.setdefault(
-            "steps", torch.zeros((), dtype=torch.int64)
-        )  # on the CPU: reading it waits for nothing
+        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU, for a read without waiting
         steps += 1
         if steps < self.start:
             return

@@ -30,7 +30,7 @@ from fp4graph.technique import (
     overrides,
 )
 
-#: The operands whose chosen channels have a quantizer of their own. dgrad's have that of the others.
+#: The operands whose chosen channels have another quantizer. In dgrad all channels have the same.
 _APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
 _FORWARD = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
 _RECENT = f"{Operand.FPROP_INPUT.replace('.', '_')}_recent"  # the entry as the optimizer's stages know it
@@ -38,28 +38,28 @@ _MOST_TOKENS = 1 << 24
 
 
 class OutControl(Technique):
-    """A share of a linear layer's input channels, those with the largest activations, is multiplied in MXFP8.
+    """Multiplies a share of a linear layer's input channels, those with the largest activations, in MXFP8.
 
     While channels are measured (``mode: measure``), every call of the layer with gradients adds, for each input channel
     k,
 
         s_k ← s_k + √(Σ_t X_tk²)
 
-    over the tokens t of the call; after each step of the optimizer the sums of all ranks are added up. Once channels
-    are split (``mode: split``), C are the k channels of the largest s and R are the others, both in falling order of
-    s. X and W are gathered, and
+    over the tokens t of the call; after each step of the optimizer the sums of all ranks are added. Once channels are
+    split (``mode: split``), C are the k channels with the largest s and R are the others, both in falling order of s.
+    X and W are gathered, and
 
         Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
 
     with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
     rounded up, to nearest, and not rotated. dX is one product with all channels in the layer's order, under the site's
-    quantizers. What a ``source: fprop`` operand reads is Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
-    in a call add nothing in it. A measuring phase has to end at a step: what is measured behind its last step is lost.
-    Frozen weights, which no step changes, are refused when they are trained beside.
+    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
+    in a call add nothing. End a measuring phase at a step: sums measured after its last step are lost.
+    Frozen weights, which no step changes, are refused if other weights train beside them.
 
     The modes are phases of a policy: ``wait`` or ``measure`` at first, ``split`` later. ``wait`` computes nothing; it
-    gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to whole
-    multiples of ``multiple``, and at least one of them.
+    gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to a
+    multiple of ``multiple``, and at least ``multiple``.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control" (a tenth of the channels), and the authors' code, which takes whole 128s
@@ -79,16 +79,16 @@ class OutControl(Technique):
     complexity: ClassVar[float] = 1.5
 
     mode: Literal["wait", "measure", "split"] = Field(
-        description="Whether channels are left alone, measured, or multiplied apart."
+        description="Whether channels are left alone, measured, or multiplied separately."
     )
-    channels: float = Field(0.1, gt=0, lt=1, description="Share of the input channels that is multiplied apart.")
+    channels: float = Field(0.1, gt=0, lt=1, description="Share of the input channels that is multiplied separately.")
     multiple: int = Field(1, ge=1, description="The number of channels is rounded up to whole multiples of this.")
     element: str = Field("e4m3", description="Element format of the chosen channels.")
     block: int = Field(32, ge=1, description="Elements that share a scale in the chosen channels.")
 
     @field_validator("element")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _exists(cls, value: str) -> str:
         if value not in ELEMENTS:
             raise ValueError(f"unknown element format {value!r}; choose from {', '.join(ELEMENTS)}")
         return value
@@ -106,16 +106,16 @@ class OutControl(Technique):
                 raise ValueError(f"{name} takes outliers out of X before they are measured; drop one of the two")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return the operand of fprop that is not quantized, beside which no channels are chosen."""
+        """Return a reason if an operand of fprop is not quantized: then no channels are chosen."""
         kept = [operand for operand in _FORWARD if specs.get(operand) is None]
         return f"{kept[0]} stays in high precision" if kept else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Refuse products of two activations, and layers too small to part."""
+        """Refuse products of two activations, and layers with too few channels to split."""
         if not site.multiplies_weight:
             raise ValueError(
                 f"it chooses input channels of linear layers, and this product ({site.op}) has no weight; give it to "
-                "rules with op: linear alone"
+                "rules with op: linear only"
             )
         if site.in_features is not None:
             self.count(site.in_features)
@@ -138,7 +138,7 @@ class OutControl(Technique):
         return frozenset({Operand.FPROP_INPUT}) if measured else frozenset()
 
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """Return s, the same on all ranks, and what this rank has added since the last step; fp32 ``[K]``."""
+        """Return s, the same on all ranks, and the sums of this rank since the last step; fp32 ``[K]``."""
         if site.in_features is None:
             return ()
         writer: Literal["graph", "optimizer"] = "graph" if self.mode == "measure" else "optimizer"
@@ -155,13 +155,13 @@ class OutControl(Technique):
         plain = QuantSpec(element=ELEMENTS[self.element], block=self.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
         apart = []
         for operand in _APART:
-            own = specs.get(operand)
-            if own is not None:
-                apart.append((operand, plain if own.source == "original" else replace(plain, source=own.source)))
+            spec = specs.get(operand)
+            if spec is not None:
+                apart.append((operand, plain if spec.source == "original" else replace(plain, source=spec.source)))
         return Partition("norms", self.count(site.in_features), tuple(apart))
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
-        """Return the sums since the last step with the norms of this call, the same bits in eager and compiled code."""
+        """Return the sums since the last step plus the norms of this call, bit for bit alike under compilers."""
         parts = quantization.group_scales
         values = quantization.blocking.join(parts[0].values() if parts else quantization.values)
         x = values.flatten(0, -2).abs()
@@ -173,26 +173,26 @@ class OutControl(Technique):
         return {"recent": context.state["recent"] + torch.where(norm.isfinite(), norm, 0.0)}
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Add what all ranks have measured; refuse to split what nobody has measured."""
+        """Add the sums of all ranks; refuse to split channels that were never measured."""
         norms, recent = update.state.get("norms"), update.state.get(_RECENT)
         if norms is None or recent is None:  # an operand of fprop is not quantized
             return
         if self.mode == "measure":
             norms += update.over_ranks(recent)
             recent.zero_()
-        elif self.mode == "split" and "measured" not in update.memory:  # once: reading it waits for the device
+        elif self.mode == "split" and "measured" not in update.memory:  # checked once, because it waits for the device
             if not bool((norms > 0).any()):
                 raise Error(
                     f"out_control splits the input channels of {update.name}, and none were measured: no step of the "
-                    "optimizer fell into a phase with mode: measure. Let such a phase come before and last for a step "
-                    "and its forwards, or load a checkpoint that holds the norms"
+                    "optimizer fell into a phase with mode: measure. Put such a phase before, for at least a step and "
+                    "its forwards, or load a checkpoint that holds the norms"
                 )
             update.memory["measured"] = torch.ones((), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class _Zeros:
-    """Makes one zero for each of ``count`` input channels, whichever way the weight is stored."""
+    """Makes one zero for each of ``count`` input channels, however the weight is stored."""
 
     count: int
 

@@ -1,4 +1,4 @@
-"""Outlier clamping and compensation: clamps values beyond two quantiles and multiplies the cut-off parts apart."""
+"""Outlier clamping and compensation: clamps values beyond two quantiles and multiplies the cut-off parts separately."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elemen
 
 
 class OutlierClamp(Technique):
-    """The largest and the smallest elements are clamped before quantization; the cut-off parts are a sparse residual.
+    """Clamps the largest and the smallest elements before quantization; the cut-off parts are a sparse residual.
 
     Y = Q(clamp(X, x_low, x_high))·Ŵᵀ + ΔX·Ŵᵀ with ΔX = X − clamp(X, x_low, x_high), X [..., K] and Ŵ the other operand
     of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
     α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
-    Every expert of a grouped product has quantiles of its own. Thus c elements at either end are clamped, or fewer if
-    they tie with the threshold. A threshold is an element and never an interpolated value: it is the same however it is
-    computed, no element is changed by less than its distance to another one, and −X has the thresholds of X with their
+    Every expert of a grouped product has its own quantiles. Thus c elements at either end are clamped, or fewer if they
+    tie with the threshold. A threshold is always an element and never interpolated: it does not depend on the way of
+    computing it, no element is changed by less than its distance to another one, and −X has the thresholds of X with
     signs and places swapped. Scales then follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays
     in the GEMM's dtype; Q's argument plus ΔX is X to half a unit in the last place of ΔX. ``residual: false`` leaves ΔX
     out.
@@ -55,23 +55,23 @@ class OutlierClamp(Technique):
         0.99, gt=0.5, lt=1, description="α: elements beyond the α-quantile and below the (1 − α)-quantile are clamped."
     )
     residual: bool = Field(
-        True, description="Whether the cut-off parts are multiplied apart, in high precision, or dropped."
+        True, description="Whether the cut-off parts are multiplied separately, in high precision, or dropped."
     )
     operands: Operands = Field(("fprop.input",), description="Operands, or groups of them, that are clamped.")
 
     @property
     def complexity(self) -> float:
-        """2.0 with the residual, 0.5 without, ours."""
+        """2.0 with the residual, 0.5 without it; ours."""
         return 2.0 if self.residual else 0.5
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return X clamped, and ΔX, in the dtype of ``x``: comparing is exact in any dtype, and ΔX is rounded once."""
+        """Return clamped X, and ΔX, in the dtype of ``x``: comparisons are exact in any dtype; ΔX is rounded once."""
         low, high = self.thresholds(x, context)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.residual else None
 
     def thresholds(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return x_low and x_high: 0-d, or in a grouped product broadcastable to ``x``, those of each expert."""
+        """Return x_low and x_high, 0-d; in a grouped product those of each expert, broadcastable to ``x``."""
         finite = torch.where(x == x, x, math.inf)
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.quantile))).limit_denominator(_LARGEST_DENOMINATOR)

@@ -17,19 +17,19 @@ _DEFAULT_FRACTION = 0.1
 
 
 class OutlierFallback(Technique):
-    """Chosen blocks are quantized twice: the residual of the first pass is quantized too and added.
+    """Quantizes chosen blocks twice: the residual of the first pass is quantized too, and added.
 
     h(X) = Q(X) + m_p·Q(X − Q(X)) for the elements of block p, where m_p is 1 for chosen blocks and 0 for others. An
     outlier makes its block's scale large, and values in the dead zone, below a quarter of that scale (for E2M1, to
     nearest), become zero. The residual of rounding to nearest is at most a fifth of the block's maximum, unless that
-    was clipped, so that the second pass has a finer grid and a narrower dead zone.
+    maximum was clipped, so that the second pass has a finer grid and a narrower dead zone.
 
     Blocks are chosen by the largest magnitude that they lose: v_p = max abs(x_i) over the elements i of p with Q(x_i) =
-    0. ``fraction`` φ chooses the ⌈φ·n/l⌉ of the operand's n/l blocks with the largest v_p, the earlier block first
-    where they tie. ``threshold`` τ chooses the blocks with v_p > τ·max abs(X); blocks with NaN or Inf do not count for
-    the maximum. Every expert of a grouped product chooses among its own blocks. For a given number of chosen blocks
-    this minimizes the largest dead-zone error of the other blocks, and a maximum, unlike a sum of squares, is the same
-    in whatever order it is taken. The second pass draws its own noise. The sum is rounded to the GEMM's dtype.
+    0. ``fraction`` φ chooses the ⌈φ·n/l⌉ of the operand's n/l blocks with the largest v_p, and of ties the earlier
+    block. ``threshold`` τ chooses the blocks with v_p > τ·max abs(X); blocks with NaN or Inf do not count for the
+    maximum. Every expert of a grouped product chooses among its own blocks. For a given number of chosen blocks this
+    minimizes the largest dead-zone error of the other blocks. A maximum, unlike a sum of squares, does not depend on
+    the order of its terms. The second pass draws its own noise. The sum is rounded to the GEMM's dtype.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning", whose abstract names the method and
     its gain; the choice of blocks is ours.
@@ -40,11 +40,11 @@ class OutlierFallback(Technique):
     The complexity weight is ours: 1.5, Table 2's O(n/l) memory, for the scores and the second set of scales.
 
     Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
-    blocks of a whole operand, so that the blocks of a token that fall back depend on the tokens beside it. A token may
-    therefore have another probability in a rollout than in the training forward. With ``granularity: row`` they compare
-    the blocks of one line along the contraction axis, in fprop those of one token or of one output: φ, rounded up to
-    whole blocks, is a share of each line's blocks, and τ of its largest magnitude. What a token becomes then depends on
-    that token alone.
+    blocks of a whole operand, so the other tokens influence which blocks of a token fall back. A token may therefore
+    have another probability in a rollout than in the training forward. With ``granularity: row`` only the blocks of one
+    line along the contraction axis compete, in fprop those of one token or of one output: φ, rounded up to whole
+    blocks, is a share of each line's blocks, and τ of its largest magnitude. A token is then quantized independently of
+    others.
     """
 
     name: ClassVar[str] = "outlier_fallback"
@@ -60,8 +60,7 @@ class OutlierFallback(Technique):
     threshold: float | None = Field(
         None, ge=0, lt=1, description="Share of the largest magnitude; blocks that lose more to zero get a second pass."
     )
-
-    granularity: Literal["tensor", "row"] = Field("tensor", description="What blocks compete in: operand or line.")
+    granularity: Literal["tensor", "row"] = Field("tensor", description="Blocks that compete: of an operand or a line.")
 
     @model_validator(mode="after")
     def _one_rule(self) -> OutlierFallback:
@@ -70,7 +69,7 @@ class OutlierFallback(Technique):
         return self
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse blocks of several lines, or of a whole one, where the blocks of a line compete."""
+        """Refuse blocks that span several lines, or a whole line, if the blocks of a line compete."""
         for operand, spec in self.specs_listed(specs).items():
             if self.granularity == "row" and not isinstance(spec.block, int):
                 raise ValueError(
@@ -79,7 +78,7 @@ class OutlierFallback(Technique):
                 )
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
-        """Return the sum of both passes, taken in fp32, where the residual is exact unless a value was clipped."""
+        """Return the sum of both passes. In fp32 the residual is exact unless a value was clipped."""
         exact = x.to(torch.float32)
         first = quantize(exact)
         second = quantize(exact - first)
@@ -88,13 +87,13 @@ class OutlierFallback(Technique):
         if self.threshold is None:
             chosen = self._largest(lost, context)
         else:
-            healthy = context.maxima(torch.where(first == first, exact, 0.0))
-            chosen = lost > self.threshold * Groups(blocking, self.granularity).reduce(healthy, "amax")
+            finite = context.maxima(torch.where(first == first, exact, 0.0))
+            chosen = lost > self.threshold * Groups(blocking, self.granularity).reduce(finite, "amax")
         kept = blocking.split(first)
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
     def _largest(self, score: Tensor, context: Context) -> Tensor:
-        """Return the ⌈φ·n/l⌉ blocks of the largest scores, of each expert or line its own."""
+        """Return the ⌈φ·n/l⌉ blocks with the largest scores, separately for each expert or line."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
         if self.granularity == "row":

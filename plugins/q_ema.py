@@ -30,7 +30,7 @@ def _as_fp32(weight: Tensor) -> Tensor:
 
 
 class QEma(Technique):
-    """A weight is rounded to the one of its two neighbours in FP4 that its moving average is nearer to.
+    """Rounds a weight to the FP4 neighbour that is nearer to the weight's moving average.
 
     S is the scale of a block of W [N, K], and q1 <= w/S <= q2 are the element values around w/S, both from W itself:
     Q(w) = q1 where abs(e/S − q1) < abs(e/S − q2), else q2. After each optimizer step e ← β·e + (1 − β)·w. A weight
@@ -39,8 +39,8 @@ class QEma(Technique):
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 5, Algorithm 1 and
     Eq. 10, with β = 0.998. Their code trains DeiT-T, -S and -B with 0.9983, 0.9972 and 0.999, rounds to nearest for
-    its first 10 steps (``start_after: 10``), and starts e from weights that are not yet initialized, which we do not
-    reproduce.
+    its first 10 steps (``start_after: 10``), and starts e from weights that are not initialized yet; we start e from
+    initialized weights.
 
     Stages: element rounding of fprop.weight, which an operand with ``source: fprop`` requantizes; optimizer, after the
     step.
@@ -49,8 +49,8 @@ class QEma(Technique):
 
     The complexity weight is ours: 2.0, which Table 2's rules give for O(n) memory.
 
-    Use it when validation loss stays behind in the last part of training, with the learning rate low, and rounding to
-    nearest flips many weights back and forth. It cannot be combined with ``q_ramping``, the other remedy.
+    Use it if validation loss falls behind late in training, when the learning rate is low, and rounding to nearest
+    flips many weights back and forth. It cannot be combined with ``q_ramping``, the other remedy.
     """
 
     name: ClassVar[str] = "q_ema"

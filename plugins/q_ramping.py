@@ -1,4 +1,4 @@
-"""Q-Ramping: lets weights that oscillate between two FP4 values step more seldom, and further."""
+"""Q-Ramping: lets weights that oscillate between two FP4 values step less often, and further."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from fp4graph.errors import Error
 from fp4graph.technique import Operand, OperandSpecs, OptimizerStep, Overhead, Technique, WeightUpdate, hookimpl
 from fp4graph.training.conditioning import HELD
 
-#: The parameter from before a detection that will be taken back.
+#: The parameter's value from before a detection that will be undone.
 _SAVED = "saved"
 
 
 class QRamping(Technique):
-    """Each weight element has a batch size and a learning rate of its own, N times those of the run.
+    """Gives each weight element its own batch size and learning rate, N times those of the run.
 
     The first T0 of every T_update optimizer steps are a detection: ordinary steps in which the distances that each
     element w and its quantized value move are measured. N is then set for the remaining steps:
     R = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]),  N = min(k2·⌊R/k1⌋ + 1, N_max).
-    Here 0/0 is 0, and x/0 gives N_max. An element with N > 1 adds up its gradients and waits for N − 1 steps, with its
-    entries of the optimizer's state. At the N-th step the optimizer steps with the mean of the N gradients, and the
-    element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times as large, in
-    any optimizer whose learning rate multiplies its update; decoupled weight decay acts at N times the rate and every
-    N-th step. Step counts and state that is not of the weight's shape (bias corrections) advance at every step. A reset
-    of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches elements that wait. An element that
-    oscillates has R far above 1, because the quantized value jumps where the weight creeps.
+    Here 0/0 is 0, and x/0 gives N_max. An element with N > 1 adds up its gradients for N − 1 steps, in which it and its
+    entries of the optimizer's state do not change. At the N-th step the optimizer steps with the mean of the N
+    gradients, and the element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N
+    times as large, in any optimizer whose learning rate multiplies its update; decoupled weight decay acts every N-th
+    step at N times the rate. Step counts and state that is not of the weight's shape (bias corrections) advance at
+    every step. A reset of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches waiting elements.
+    An element that oscillates has R far above 1, because its quantized value jumps while the weight creeps.
 
     N_max is at most T_update − T0, the steps between two detections: an element with a larger N would never step.
     Gradients of a batch that the next detection cuts short are dropped.
 
-    With ``restore`` weights, all other parameters, and the optimizer's state return after a detection to their values
-    from before it, so that its steps only measure. Otherwise they are ordinary steps of the training. A parameter of
-    which the optimizer kept no state before begins anew, by an ordinary step of all its elements. Schedules and the
-    memory of other techniques go on. An optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is
-    refused.
+    With ``restore``, weights, all other parameters and the optimizer's state return after a detection to their previous
+    values, so that the steps of a detection only measure. Otherwise they are ordinary steps of the training. A
+    parameter without previous state in the optimizer begins anew, by an ordinary step of all its elements. Schedules
+    and the memory of other techniques go on. An optimizer that counts steps for a group of parameters (timm's LAMB and
+    Adan) is refused.
 
     Options may change during training, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
-    take effect when a detection begins or ends. A detection is taken back if ``restore`` was set when it began.
+    take effect when a detection begins or ends. A detection is undone if ``restore`` was set when it began.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
-    with k1 = 16, k2 = 5 and T0 = 30. The paper does not give N_max, T_update, and whether training goes on from the
-    state after detection. In their code both are the steps of one epoch, state is restored, and weight decay goes on
-    while an element waits.
+    with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, and does not say whether training goes
+    on from the state after detection. In the authors' code both are the steps of one epoch, state is restored, and
+    weight decay goes on while an element waits.
 
     Stage: optimizer, before and after the step.
 
@@ -72,8 +72,8 @@ class QRamping(Technique):
     n_max: int = Field(ge=1, lt=2**15, description="Largest N.")
     t0: int = Field(30, ge=1, description="Steps of a detection.")
     k1: float = Field(16.0, gt=0, description="R is counted in multiples of k1.")
-    k2: int = Field(5, ge=1, description="What each multiple adds to N.")
-    restore: bool = Field(False, description="Whether the steps of a detection are taken back after it.")
+    k2: int = Field(5, ge=1, description="Increase of N for each multiple.")
+    restore: bool = Field(False, description="Whether the steps of a detection are undone after it.")
 
     @model_validator(mode="after")
     def _detects_and_trains(self) -> QRamping:
@@ -82,7 +82,7 @@ class QRamping(Technique):
         if self.n_max > self.t_update - self.t0:
             raise ValueError(
                 f"n_max {self.n_max} is more than the {self.t_update - self.t0} steps from one detection to the next "
-                f"(t_update {self.t_update} less t0 {self.t0}): an element with such an N would never be stepped; "
+                f"(t_update {self.t_update} less t0 {self.t0}): an element with such an N would never step; "
                 "lower n_max or raise t_update"
             )
         return self
@@ -96,13 +96,13 @@ class QRamping(Technique):
             )
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Start a detection, or give the optimizer the gradients of the elements that are due."""
+        """Start a detection, or give the optimizer the gradients of the elements that step now."""
         memory, weight, grad = update.memory, update.parameter, update.parameter.grad
         assert grad is not None
         if self._place(memory) == 0:
             for name in ("factor", "summed", "ramped", "begins"):
                 memory.pop(name, None)
-            # The last values of w and Q(w), and the distances that both moved so far.
+            # The latest values of w and Q(w), and the distances that both have moved so far.
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
@@ -111,15 +111,15 @@ class QRamping(Technique):
         factor, summed, ramped = memory["factor"], memory["summed"], memory["ramped"]
         summed += grad
         ramped += 1
-        due = int(ramped) % factor.to(torch.int32) == 0
-        update.scratch.update(due=due, old=weight.clone())
-        _hold(memory, ((n, x) for n, x in _own(update.optimizer, weight) if _is_like(x, weight)))
+        stepping = int(ramped) % factor.to(torch.int32) == 0
+        update.scratch.update(stepping=stepping, old=weight.clone())
+        _hold(memory, ((n, x) for n, x in _state(update.optimizer, weight) if _is_like(x, weight)))
         mean = summed / factor.to(torch.float32)
         # Elements with N = 1 keep their gradient; elements that wait add nothing to norms over the tensor.
-        grad.copy_(torch.where(factor == 1, grad, torch.where(due, mean, 0.0).to(grad.dtype)))
+        grad.copy_(torch.where(factor == 1, grad, torch.where(stepping, mean, 0.0).to(grad.dtype)))
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Measure, end a detection, or undo the step for the elements that were not due."""
+        """Measure, end a detection, or undo the step for the elements that wait."""
         memory, weight = update.memory, update.parameter
         if _detects(memory):
             for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
@@ -128,17 +128,17 @@ class QRamping(Technique):
             if self._place(memory) >= self.t0 - 1:
                 self._set_factors(memory)
             return
-        if "due" not in update.scratch:
+        if "stepping" not in update.scratch:
             return
-        due, old = update.scratch["due"], update.scratch["old"]
+        stepping, old = update.scratch["stepping"], update.scratch["old"]
         factor = memory["factor"]
         far = (old.to(torch.float32) + factor * (weight.to(torch.float32) - old.to(torch.float32))).to(weight.dtype)
-        weight.copy_(torch.where(due, torch.where(factor == 1, weight, far), old))
+        weight.copy_(torch.where(stepping, torch.where(factor == 1, weight, far), old))
         held = _released(memory)
-        for name, new in _own(update.optimizer, weight):
-            if name in held:  # else the optimizer has just begun the entry, without a gradient of elements that wait
-                new.copy_(torch.where(due, new, held[name]))
-        memory["summed"].masked_fill_(due, 0.0)
+        for name, new in _state(update.optimizer, weight):
+            if name in held:  # else the optimizer has just created the entry, without gradients of waiting elements
+                new.copy_(torch.where(stepping, new, held[name]))
+        memory["summed"].masked_fill_(stepping, 0.0)
 
     def _place(self, memory: dict[str, Tensor]) -> int:
         """Return the steps since the latest detection began; 0 begins one.
@@ -161,21 +161,21 @@ class QRamping(Technique):
             memory["ramped"] = torch.zeros((), dtype=torch.int64)
 
     def before_optimizer(self, step: OptimizerStep) -> None:
-        """Save what ``restore`` brings back, if a detection begins."""
+        """Save the values that ``restore`` brings back, if a detection begins."""
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
             if self._place(memory) == 0:
                 memory.pop(_SAVED, None)
                 if self.restore:
                     memory[_SAVED] = parameter.detach().clone()
-                    _hold(memory, _own(step.optimizer, parameter))
+                    _hold(memory, _state(step.optimizer, parameter))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
-        """Count the step, and take back a detection that ends with it."""
+        """Count the step, and undo a detection that ends with it."""
         if self.restore and any("step" in group for group in step.optimizer.param_groups):
             raise Error(
                 f"{type(step.optimizer).__name__} counts its steps for a whole group of parameters, which q_ramping "
-                "cannot take back; set restore: false"
+                "cannot undo; set restore: false"
             )
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
@@ -190,19 +190,19 @@ def _detects(memory: dict[str, Tensor]) -> bool:
     return "moved" in memory
 
 
-def _own(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return the optimizer's own state of a parameter, by name."""
+def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Any]]:
+    """Return the optimizer's state of a parameter, by name, without entries of techniques."""
     state: Mapping[Any, Any] = optimizer.state.get(parameter, {})
     return ((name, value) for name, value in state.items() if not str(name).startswith("fp4graph."))
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:
-    """Return whether ``value`` holds one number for each element of ``weight``."""
+    """Return whether ``value`` is a tensor of the shape of ``weight``."""
     return isinstance(value, Tensor) and value.shape == weight.shape
 
 
 def _hold(memory: dict[str, Tensor], state: Iterable[tuple[str, Any]]) -> None:
-    """Keep copies of entries of the optimizer's state where a reset of the moments finds them."""
+    """Copy entries of the optimizer's state into ``memory``, under names that a reset of the moments finds."""
     _released(memory)  # copies from a step that raised
     for name, value in state:
         if isinstance(value, Tensor):
@@ -211,8 +211,8 @@ def _hold(memory: dict[str, Tensor], state: Iterable[tuple[str, Any]]) -> None:
             memory[HELD + name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
         elif value is not None:
             raise Error(
-                f"the optimizer keeps {name!r}, a {type(value).__name__}, for a parameter, which q_ramping cannot take "
-                "back; set restore: false"
+                f"the optimizer keeps {name!r}, a {type(value).__name__}, for a parameter, which q_ramping cannot "
+                "restore; set restore: false"
             )
 
 
@@ -223,9 +223,9 @@ def _released(memory: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, Tensor]) -> None:
-    """Give a parameter's state its held values again; drop newer entries, which the optimizer then begins anew."""
+    """Restore a parameter's state from the held copies; drop newer entries, which the optimizer then creates anew."""
     state, held = optimizer.state[parameter], _released(memory)
-    for name, value in list(_own(optimizer, parameter)):
+    for name, value in list(_state(optimizer, parameter)):
         if name not in held:
             del state[name]
             if _is_like(value, parameter) and "factor" in memory:

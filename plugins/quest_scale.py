@@ -12,16 +12,16 @@ from torch import Tensor
 from fp4graph.numerics.exact import root, total
 from fp4graph.technique import Context, ForwardOperands, OperandSpecs, Overhead, Positive, Technique, hookimpl
 
-_LEAST = 1e-8  # what the authors' code adds, so that a constant block has a logarithm
+_LEAST = 1e-8  # a term of the authors' code, so that a constant block has a logarithm
 
 
 class QuestScale(Technique):
-    """The block scale is S = 2^⌊log2(c·σ/Qmax + 10⁻⁸)⌋, σ the standard deviation of the block about its mean.
+    """Sets the block scale S = 2^⌊log2(c·σ/Qmax + 10⁻⁸)⌋, σ being the standard deviation of the block about its mean.
 
-    The block statistic is Z = 2^Emax·(c·σ/Qmax + 10⁻⁸), of which the rule ``floor`` makes this S. c·σ is the largest
-    value that the unrounded scale can represent: with c = 2.92247856 the squared error of Gaussian numbers in E2M1 is
-    least. What lies above 6·S is clipped, and ``step_gradient`` with ``kind: clip`` gives it no gradient. Elements that
-    fill up a last block count as zeros.
+    The block statistic is Z = 2^Emax·(c·σ/Qmax + 10⁻⁸), from which the rule ``floor`` computes S. c·σ is the largest
+    value that the unrounded scale can represent: c = 2.92247856 minimizes the squared error of Gaussian numbers in
+    E2M1. Values above 6·S are clipped, and ``step_gradient`` with ``kind: clip`` gives them no gradient. The padding of
+    a last block counts as zeros.
 
     Source: Panferov et al. 2025, "QuEST"; the forward of Castro et al. 2025, "Quartet", and its released quantizer,
     whose constants these are. Rounding the scale down gives up what c gains: over all σ the squared error of Gaussian
@@ -44,7 +44,7 @@ class QuestScale(Technique):
     operands: ForwardOperands = Field(("forward",), description="Operands whose scales follow the deviation.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse scales by another rule than floor, and blocks without a bound of their length."""
+        """Refuse scales by another rule than floor, and blocks without a fixed length."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.rounding != "floor":
                 raise ValueError(
@@ -59,7 +59,7 @@ class QuestScale(Technique):
         spec = context.spec
         assert spec is not None
         assert isinstance(spec.block, int)
-        # In units of the largest the sums are the same in compiled code, which adds in another order.
+        # In units of the largest magnitude, sums are the same in compiled code, which adds in another order.
         unit = torch.where(z == 0, 1.0, z).double()
         centred = values.double() - unit * (total(values / unit, context.axes, spec.block) / spec.block)
         largest = centred.abs().amax(context.axes, keepdim=True)

@@ -25,20 +25,20 @@ from fp4graph.technique import (
 
 
 class ScaleGradient(Technique):
-    """The surrogate q'(s) of rounding the block scale s to its format (EL Eq. 1) replaces the straight-through 1.
+    """Replaces the straight-through 1 by a surrogate q'(s) of rounding the block scale s to its format (EL Eq. 1).
 
     With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1), ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
     at 3. ``spline`` is the slope of the line through (threshold, its value to nearest even): 0 around scales of even
     code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's
     maximum the surrogates are 0. The scale s is that of the spec's convention, S = Z/Qmax or s = Qmax/Z, and the
-    surrogate differs between them. With ``range: low`` it acts below the format's smallest normal, where s/s_q strays
-    furthest from 1, and is 1 above.
+    surrogate differs between them. With ``range: low`` it acts below the format's smallest normal number, where s/s_q
+    deviates most from 1, and is 1 above.
 
     Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1; the clip from below, 0.2, is ours, as
     for step_gradient.
 
-    Stage: gradient of fprop.input and fprop.weight. It acts only if the scale is differentiated (``smooth_max``):
-    otherwise its term is dropped, and the policy's author is warned.
+    Stage: gradient of fprop.input and fprop.weight. It acts only if the scale is differentiated (``smooth_max``);
+    otherwise its term is dropped, and loading the policy warns.
 
     Cost: O(n) work and O(n/l) memory, unfusable.
 
@@ -50,7 +50,7 @@ class ScaleGradient(Technique):
     mixes = "block"
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
-    range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or subnormal ones only.")
+    range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or only subnormal ones.")
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")

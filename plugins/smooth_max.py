@@ -14,14 +14,14 @@ from fp4graph.technique import GROUPS, Context, Operand, Overhead, Positive, Sit
 
 
 class SmoothMax(Technique):
-    """The block scale is differentiated, through its statistic Z: dX ← dX ⊙ f'(X) with f' of EL Eq. 1.
+    """Differentiates the block scale, through its statistic Z: dX ← dX ⊙ f'(X) with f' of EL Eq. 1.
 
     ``kind`` chooses Z and its gradient dZ/dX (Table 1):
     ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
     ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
     (Eq. 5); ``hybrid`` Z of ``absmax`` with the gradient of ``softmax``; ``ste`` drops the term, the straight-through
-    default of every policy. (The paper sets it "to be equal to 1", sec. 5.1, in order to omit its computation; added to
-    Q' = 1 that would double every gradient.) Sums go over the elements of a block without its padding.
+    default of every policy. (The paper sets the term "to be equal to 1", sec. 5.1, in order to omit its computation;
+    added to Q' = 1, that would double every gradient.) Sums run over the elements of a block without its padding.
 
     β measures the tensor that is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), where g is the
     largest abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β replaces
@@ -39,9 +39,9 @@ class SmoothMax(Technique):
     Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable; exp and log differ between compiled and eager
     code in their last bit, so softmax's forward is not bit-identical between them.
 
-    Use it to study the scale's gradient. None of the paper's 118 result rows uses it, all have STE here; its text says
-    that no max relaxation had an effect on image classification (A.2), and that differentiable absmax gradients were of
-    benefit on smaller classification tasks (conclusion).
+    Use it to study the scale's gradient. None of the paper's 118 result rows uses it; all have STE here. The paper says
+    that no max relaxation had an effect on image classification (A.2), and that differentiable absmax gradients helped
+    on smaller classification tasks (conclusion).
     """
 
     name: ClassVar[str] = "smooth_max"
@@ -59,7 +59,7 @@ class SmoothMax(Technique):
     def _of_its_kind(self) -> SmoothMax:
         check_kind(self, dict.fromkeys(("beta", "relative", "of"), ("softmax", "hybrid")))
         if self.relative and self.of != "normalized":
-            raise ValueError("relative measures β in units of each block, of whatever size; leave relative or of out")
+            raise ValueError("relative gives β in units of each block's amax; leave out relative or of")
         return self
 
     @property

@@ -15,7 +15,7 @@ _LARGEST_POWER = 2.0**127  # of fp32
 
 
 class SmoothSwiglu(Technique):
-    """Channel k of a SwiGLU's output is divided by its largest magnitude, and column k of the next weight multiplied.
+    """Divides channel k of a SwiGLU's output by its largest magnitude, and multiplies column k of the next weight.
 
     Y = Q(X·S⁻¹)·Q(W·S)ᵀ with X [tokens, K] = silu(gate)·up, W [N, K] the down-projection, S = diag(s) and
     s_k = max over all tokens t of abs(X[t, k]). Without quantization S cancels. A SwiGLU multiplies two projections of
@@ -24,21 +24,21 @@ class SmoothSwiglu(Technique):
     rounds s_k up to a power of two, so that S cancels exactly.
 
     Source: Fishman et al. 2025, "Scaling FP8 training to trillion-token LLMs" (Smooth-SwiGLU), there with a scale per
-    channel before a per-tensor quantizer; "Elucidating the design space of FP4 training", A.3, tried it with FP4.
-    The leading axes of a linear's input, batch and sequence, are one axis of tokens. Each expert has numbers s of its
-    own, over its own tokens.
+    channel before a per-tensor quantizer; "Elucidating the design space of FP4 training", A.3, tried it with FP4. The
+    leading axes of a linear's input, batch and sequence, are one axis of tokens. Each expert has its own s, over its
+    own tokens.
 
     Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). GPT-OSS's activation,
-    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is not such a one: its channels cannot grow beyond the clamps,
-    7·8 in magnitude. A model in which the technique acts nowhere is warned about at its first forward. dgrad and wgrad
-    quantize the operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
+    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is excluded: its channels cannot grow beyond the clamps, 7·8 in
+    magnitude. If the technique acts nowhere in a model, the model's first forward warns. dgrad and wgrad quantize the
+    operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
 
     Cost: a maximum over the tokens of X, which no block-wise kernel sees, and a multiplication of X and of W. The
     complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
 
     Use it for models with SwiGLU trained long enough to grow such channels. The spread moves into W, whose blocks run
-    along the same channels, so it pays where activations are quantized more coarsely than weights. Put it in a rule
-    with ``match: {producer: swiglu}``, which is an error where a model has none.
+    along the same channels, so it pays where activations are quantized more coarsely than weights. A rule with
+    ``match: {producer: swiglu}`` makes a model without a SwiGLU an error.
     """
 
     name: ClassVar[str] = "smooth_swiglu"
@@ -53,22 +53,22 @@ class SmoothSwiglu(Technique):
         return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return s, fp32 ``[..., 1, K]``; for experts that of each token's expert ``[T, K]`` and all ``[E, 1, K]``."""
+        """Return s, fp32 ``[..., 1, K]``; with experts s of each token's expert ``[T, K]`` and all ``[E, 1, K]``."""
         if (segments := context.blocking.segments) is not None:
-            own = segments.of_own
-            assert own.ids is not None, "the left operand of experts holds tokens"
-            s = self._rounded(own.table(left.to(torch.float32).abs(), 0, 1))
-            of_tokens = torch.where((own.ids == own.count)[:, None], 1.0, s[own.ids])
-            return of_tokens, s[: own.count, None]
+            experts = segments.of_own
+            assert experts.ids is not None, "the left operand of experts holds tokens"
+            s = self._rounded(experts.table(left.to(torch.float32).abs(), 0, 1))
+            of_tokens = torch.where((experts.ids == experts.count)[:, None], 1.0, s[experts.ids])
+            return of_tokens, s[: experts.count, None]
         if statically_known_true(left.shape[-2] == 0):  # no tokens have no maximum
             return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
         return (self._rounded(left.to(torch.float32).abs().amax(-2, keepdim=True)),)
 
     def _rounded(self, s: Tensor) -> Tensor:
-        """Return largest magnitudes as s, in their shape."""
+        """Return s for the largest magnitudes ``s``, in their shape."""
         ordinary = (s > 0) & (s < torch.inf)
         if self.power_of_two:
-            # Cutting the mantissa off after adding all but one of its range rounds up.
+            # Adding the largest mantissa and then clearing the mantissa rounds up.
             bits = (s.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
             s = bits.view(torch.float32)
         return torch.where(ordinary, s, 1.0)

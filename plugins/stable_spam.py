@@ -14,16 +14,16 @@ from fp4graph.training import conditioning
 from fp4graph.training.stable_spam import StableSPAM
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
-#: Entries that are no moments and stay: timm's Lookahead keeps slow weights there.
+#: Entries that are not moments and that a reset keeps: the slow weights of timm's Lookahead.
 KEPT = {"lookahead_slow_buff"}
-#: Optimizers that cannot be reset: timm's ADOPT recognises a parameter's first step by the absence of any state.
+#: Optimizers that cannot be reset: timm's ADOPT recognises a parameter's first step by the absence of state.
 WITHOUT_RESET = {"Adopt"}
 #: Entries of parameter groups: t, and the user's betas while a step lasts.
 STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
 
 
 class StableSpam(Technique):
-    """Gradients are clipped and normalized by their own history, and the moments of Adam are reset now and then.
+    """Clips and normalizes gradients by their own history, and resets the moments of Adam now and then.
 
     For each parameter with gradient G at step t = 1, 2, ... there are scalars m_max, m_norm and v_norm, all 0 at first.
     n is the number of gradients that they average, and c_t the cosine from 1 to ``eta_min`` over ``total_steps`` (1 if
@@ -36,7 +36,7 @@ class StableSpam(Technique):
                   v_norm ← γ2·v_norm + (1 − γ2)·‖G‖²,         v̂_norm = v_norm/(1 − γ2^n)
                   G ← G/‖G‖ · m̂_norm/(√v̂_norm + eps)
 
-        MoRet     the optimizer's moments and their step ← those of a new one  where reset_interval divides t
+        MoRet     the optimizer's moments and their step ← their initial values  where reset_interval divides t
 
     Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW this is
     ``fp4graph.optim.StableSPAM``, whose docstring says what happens to gradients that are zero or not finite. All
@@ -44,9 +44,8 @@ class StableSpam(Technique):
     conditioned gradient afterwards.
 
     Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors' code
-    with what we take for its mistakes corrected, as in ``fp4graph.optim.StableSPAM``, whose page lists them. Their
-    constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps 20000,
-    reset_interval 500.
+    with corrections, which the docstring of ``fp4graph.optim.StableSPAM`` lists. Their constructor has the same
+    defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps 20000, reset_interval 500.
 
     Stage: optimizer, before and after the step of all parameters together.
 
@@ -66,7 +65,7 @@ class StableSpam(Technique):
     theta: float = Field(0.999, ge=0, lt=1, description="θ, the momentum of m_max.")
     eps: float = Field(1e-8, ge=0, allow_inf_nan=False, description="eps of AdaGN; Adam's is the optimizer's own.")
     total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
-    eta_min: float = Field(0.5, ge=0, le=1, description="The value at which c ends, and stays.")
+    eta_min: float = Field(0.5, ge=0, le=1, description="The final value of c.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
 
     def before_optimizer(self, step: OptimizerStep) -> None:
@@ -76,7 +75,7 @@ class StableSpam(Technique):
         if isinstance(optimizer, StableSPAM):
             raise Error(
                 "the optimizer is StableSPAM itself, and the policy's technique stable_spam would condition its "
-                "gradients once more; use torch.optim.AdamW, or take stable_spam out of the policy"
+                "gradients a second time; use torch.optim.AdamW, or take stable_spam out of the policy"
             )
         if not all("betas" in group for group in groups):
             raise _unfit(optimizer, "has no betas")
@@ -114,12 +113,12 @@ class StableSpam(Technique):
                 grad.copy_(conditioning.condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
-        """Give the user's momenta back, and check that the moments are known."""
+        """Restore the user's momenta, and check that the moments are known."""
         for group in step.optimizer.param_groups:
             group["betas"] = group.pop(BETAS)
         for parameter, _ in step.parameters():
             names = {name for name in step.optimizer.state[parameter] if not str(name).startswith("fp4graph.")}
-            if not names:  # taken back to the beginning, by q_ramping
+            if not names:  # q_ramping has restored the state from before the first step
                 continue
             if not names - conditioning.START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:
                 raise _unfit(step.optimizer, f"keeps {', '.join(sorted(map(str, names)))}")

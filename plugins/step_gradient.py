@@ -27,7 +27,7 @@ from fp4graph.technique import (
 
 
 class StepGradient(Technique):
-    """dX ← dX ⊙ Q'(u) with the surrogate Q', the slope of a smooth or linear stand-in for the rounding Q of u = X/S.
+    """Multiplies dX by a surrogate Q'(u), the slope of a smooth or linear stand-in for the rounding Q of u = X/S.
 
     With v1 <= u < v2 the neighbouring element values and t = (u - v1)/(v2 - v1):
     ``dge`` Q' = (1/k)·abs(2t - 1)^(1/k - 1), infinite in the middle and therefore capped (``upper``, 3);
@@ -48,8 +48,8 @@ class StepGradient(Technique):
 
     Cost: O(n log k) to O(n·w log k) work, and X in high precision kept for the backward: O(n) memory, unfusable.
 
-    Use it on weights to reproduce Wang et al. The design-space paper found quantization gradients of benefit on smaller
-    classification tasks, and no improvement or harm for larger diffusion and language models (its conclusion).
+    Use it on weights to reproduce Wang et al. The design-space paper found that quantization gradients help on smaller
+    classification tasks, and do not help, or harm, larger diffusion and language models (its conclusion).
     """
 
     name: ClassVar[str] = "step_gradient"
@@ -61,9 +61,9 @@ class StepGradient(Technique):
         ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
     )
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
-    temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 it becomes the step.")
+    temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 the sigmoid becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
-        (), description="spline: (abs(u), value) pairs from (0, 0) up; empty takes the thresholds of nearest even."
+        (), description="spline: (abs(u), value) pairs from (0, 0) up; by default the thresholds of nearest even."
     )
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, else 0.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
@@ -100,7 +100,7 @@ class StepGradient(Technique):
                 )
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return a reason for a clip mask where nothing is clipped."""
+        """Return a reason if the technique is a clip mask and nothing is clipped."""
         acting = self.specs_listed(specs).values()
         if self.kind == "clip" and acting and all(s.scale.rounds_up for s in acting):
             return "scales that are rounded up clip nothing"

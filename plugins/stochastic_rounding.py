@@ -1,4 +1,4 @@
-"""Stochastic rounding: rounds elements to either neighbour without bias, where rounding to nearest has one."""
+"""Stochastic rounding: rounds elements to either neighbour without bias, unlike rounding to nearest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SCOPES = OperandList(scopes=(("backward", _BACKWARD), ("all_activation", (Opera
 
 
 class StochasticRounding(Technique):
-    """Elements round to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
+    """Rounds an element to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
 
     For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). ``bits`` b < 24 compares the fraction
-    with the midpoint (k + 1/2)·2^-b of its interval. Elements beyond ±Qmax are clipped, which is a bias; a
+    with the midpoint (k + 1/2)·2^-b of its interval. Elements beyond ±Qmax are clipped, which adds a bias; a
     ``range_guard`` f keeps elements inside. With f < 1 (3/4) x·f is rounded with the scale of x and the result divided
-    by f, for scales rounded down, under which ratios reach 8. With f > 1 (17/16) the scale is that of f·Z, so that a
-    scale rounded to E4M3, at most 1/16 too small, clips nothing.
+    by f; this is for scales rounded down, under which ratios reach 8. With f > 1 (17/16) the scale is that of f·Z, so
+    that a scale rounded to E4M3, at most 1/16 too small, clips nothing.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9. ``backward`` (dY in dgrad and wgrad,
     X in wgrad) is Chmiel et al. 2025, "FP4 All the Way", called IntelFP4 there; ``all_activation`` adds X in fprop.
@@ -62,7 +62,7 @@ class StochasticRounding(Technique):
         return value
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse a guard beside a differentiated block scale, whose gradient it would change."""
+        """Refuse a guard beside a differentiated block scale, because it would change the gradient."""
         smooth = techniques.get("smooth_max")
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
         in_fprop = self.operands_listed & {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}

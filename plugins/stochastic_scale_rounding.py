@@ -14,11 +14,11 @@ from fp4graph.technique import Operands, OperandSpecs, Overhead, SiteView, Techn
 
 
 class StochasticScaleRounding(Technique):
-    """Block scales round to the neighbour above with probability equal to the fraction of the way to it.
+    """Rounds a block scale to the neighbour above with probability equal to the fraction of the way to it.
 
     For representable s1 <= s < s2 around the ideal scale s: P(s2) = (s - s1)/(s2 - s1), so that E[q(s)] = s. One draw
-    per block. The ideal scale is S = Z/Qmax, or s = Qmax/Z where the spec's convention is ``encode``; the paper's is
-    the latter. A decode scale that rounds down clips the block's largest elements.
+    per block. The ideal scale is S = Z/Qmax, or s = Qmax/Z with the convention ``encode``, which the paper uses. A
+    decode scale that rounds down clips the block's largest elements.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 (rounding of the scales), Table 9.
 

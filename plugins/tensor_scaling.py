@@ -32,24 +32,24 @@ _SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ, so that x/γ stays finite
 
 
 class TensorScaling(Technique):
-    """X is divided by the group scale γ = g/κ before its block scales are chosen, and the result is multiplied by γ.
+    """Divides X by the group scale γ = g/κ before its block scales are chosen, and multiplies the result by γ.
 
     h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1) with g = max_p Z_p over the blocks p of a group, taken from the block
     statistics and not by a second pass over X. If the group is the tensor, γ is the tensor scale. κ = Qmax·T·headroom,
     where T is ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and E4M3. The largest block's
     decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands for q·S_b·amax/2688, as
     NVFP4 hardware computes it. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom)
-    for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then holds blocks down to 1/10^5 of the
-    largest block, and the largest block among its coarse subnormals. For scales of either convention in formats with
+    for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the
+    largest block, whose own scale is among the coarse subnormals. For scales of either convention in formats with
     fp32's exponents (E8M0, E8M3, FP32, BF16), which have range to spare, κ = 1 unless ``target`` is given.
-    ``gradient_target`` takes the place of ``target`` for dY, where forward operands leave room for four_over_six.
-    A tensor scale waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
-    in hardware. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+    ``gradient_target`` replaces ``target`` for dY, if forward operands leave room for four_over_six. A tensor scale is
+    applied after the
+    GEMM: the fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at
+    least 2^-126, and 1 for a group of zeros.
 
-    With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample and not
-    a running maximum; values that outgrow it saturate. It is kept only for products with a weight, and a backward must
-    follow its own forward: compiled code cannot run two forwards before one backward with a held γ, and torch raises an
-    error.
+    With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
+    running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must
+    follow its own forward: if compiled code runs two forwards before one backward with a held γ, torch raises an error.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
@@ -72,11 +72,11 @@ class TensorScaling(Technique):
     granularity: Literal["tensor", "all", "row"] | int = Field(
         "tensor",
         description="Elements that share γ: the tensor (of one expert; all: of all experts), a line along the "
-        "contraction axis (row), or so many of a line.",
+        "contraction axis (row), or this many of a line.",
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
-    target: Positive | None = Field(None, description="Largest block's decode scale, in place of the format's maximum.")
-    gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if another.")
+    target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
+    gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
@@ -115,7 +115,7 @@ class TensorScaling(Technique):
                     "spare; give a target with it, or leave it out"
                 )
         if self.gradient_target is not None and not self.operands_listed & _GRADIENTS:
-            raise ValueError("gradient_target is of dY, and operands lists neither of its two; leave it out")
+            raise ValueError("gradient_target is for dY, and operands lists no dY; leave it out")
         if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
         if isinstance(self.granularity, int):
@@ -127,7 +127,7 @@ class TensorScaling(Technique):
                     )
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Refuse to hold γ at a product without a weight to keep it beside, and where each expert has its own γ."""
+        """Refuse to hold γ for a product without a weight, with which γ is kept, or if each expert has its own γ."""
         if self.hold_steps > 1 and site.op == "grouped" and self.granularity != "all":
             raise ValueError(
                 "hold_steps keeps one γ, and every expert has its own; use granularity: all or hold_steps: 1"
@@ -137,7 +137,7 @@ class TensorScaling(Technique):
         return specs
 
     def for_operand(self, operand: Operand) -> Self:
-        """Return the technique with the target of ``operand`` alone."""
+        """Return the technique with the target of ``operand``."""
         if self.gradient_target is None:
             return self
         target = self.gradient_target if operand in _GRADIENTS else self.target
@@ -148,7 +148,7 @@ class TensorScaling(Technique):
         if self.hold_steps == 1:
             return ()
         return tuple(
-            StateEntry("gamma", operand, _one, writer="graph", weight_like=False)
+            StateEntry("gamma", operand, _initial_scale, writer="graph", weight_like=False)
             for operand in sorted(self.operands_listed, key=list(Operand).index)
         )
 
@@ -170,14 +170,14 @@ class TensorScaling(Technique):
         return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
-        """Return the γ in use, which is held."""
+        """Return the current γ, to be held."""
         if self.hold_steps == 1:
             return {}
-        (mine,) = (part for part in quantization.group_scales if part.technique == self.name)
-        return {"gamma": mine.scale.reshape(())}
+        (part,) = (part for part in quantization.group_scales if part.technique == self.name)
+        return {"gamma": part.scale.reshape(())}
 
 
-def _one(weight: Tensor) -> Tensor:
+def _initial_scale(weight: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=weight.device)
 
 

@@ -32,7 +32,7 @@ from fp4graph.technique import (
 
 
 class TensorScalingGradient(Technique):
-    """The tensor scale is differentiated too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
+    """Differentiates the tensor scale too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
 
     f' is the derivative of the block quantizer with the policy's other techniques. ``kind`` chooses g and dg/dX, over
     the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x) at its first maximum;
@@ -48,12 +48,12 @@ class TensorScalingGradient(Technique):
     Cost: O(3n) work and memory, unfusable: it needs X, f(U) and the reduction over the tensor in the backward.
 
     ``absmax`` has a gradient only at the maximum of the group, where U = κ. If the block scale of κ is a value of the
-    scale format and the surrogate there is straight-through, f(U) = U and nothing changes. That is so for NVFP4 with
-    decode scales (S = 448·headroom, element 6), and the policy's author is warned. With encode scales the largest
-    block's scale 1/(448·headroom) is rounded, and the technique acts.
+    scale format and the surrogate there is straight-through, f(U) = U and nothing changes. This holds for NVFP4 with
+    decode scales (S = 448·headroom, element 6), and loading such a policy warns. With encode scales the largest block's
+    scale 1/(448·headroom) is rounded, and the technique acts.
 
-    Use it to study the tensor scale's gradient. The paper finds that absmax tends to help image classification in some
-    cases (A.2), and nothing else: no gradient adjustment was significantly better than straight-through (sec. 7.1).
+    Use it to study the tensor scale's gradient. In the paper absmax tends to help image classification in some cases
+    (A.2); otherwise no gradient adjustment was significantly better than straight-through (sec. 7.1).
     """
 
     name: ClassVar[str] = "tensor_scaling_gradient"
@@ -80,7 +80,7 @@ class TensorScalingGradient(Technique):
             raise ValueError("a held tensor scale has no gradient; use tensor_scaling with hold_steps: 1, or ignore")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return a reason for ``absmax`` if a group's maximum comes back as itself, straight through."""
+        """Return a reason for ``absmax`` if the quantizer returns a group's maximum unchanged."""
         if self.kind != "absmax" or any(_changes_the_maximum(technique) for technique in techniques.values()):
             return None
         scaling = techniques["tensor_scaling"]
@@ -88,8 +88,8 @@ class TensorScalingGradient(Technique):
         acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in GROUPS["forward"]]
         if acting and all(_returns_its_maximum(spec, kappa(spec)) for spec in acting):
             return (
-                "absmax has a gradient at the largest element of a group alone, which the quantizer gives back as it "
-                "is, so that the term f(U) - U·f'(U) is 0"
+                "absmax has a gradient only at the largest element of a group, which the quantizer returns unchanged, "
+                "so that the term f(U) - U·f'(U) is 0"
             )
         return None
 
@@ -136,7 +136,7 @@ def _changes_the_maximum(technique: Technique) -> bool:
 
 
 def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:
-    """Return whether ``spec`` gives back ``u``, the largest element of its block, up to roundoff."""
+    """Return whether ``spec`` returns ``u``, the largest element of its block, unchanged up to roundoff."""
     if spec.scale.rounding == "stochastic":
         return False
     z = torch.tensor([u], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The blocks of a tensor as axes of a view: without transposing, and without a copy unless an axis needs padding."""
+"""Views a tensor as blocks, without transposing it, and without a copy unless an axis needs padding."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import Block
 
-#: The blocks that form a group: all of the tensor (of one expert in a grouped product, with "all" of all experts),
-#: one line along the contraction axis, or so many elements of a line.
-Granularity = Literal["tensor", "all", "row"] | int  # in the order of the option, since typing may keep either union
+#: The blocks that form a group: all of the tensor ("tensor": one expert's in a grouped product; "all": all experts'),
+#: those of one line along the contraction axis, or those of this number of elements of a line.
+Granularity = Literal["tensor", "all", "row"] | int  # ordered like tensor_scaling's option: typing may keep either one
 
 
 @dataclass(frozen=True, eq=False)
 class Blocking:
-    """The way in which a tensor of ``shape`` is cut into blocks that share a scale.
+    """Describes how a tensor of ``shape`` is cut into blocks that share a scale.
 
-    In the *blocked layout* an axis of n elements cut into blocks of l becomes two axes ``[ceil(n/l), l]``, of which the
-    second is reduced; an axis lying wholly inside a block stays one axis and is reduced; the others stay and are kept.
+    In the *blocked layout* an axis of n elements cut into blocks of l becomes two axes ``[ceil(n/l), l]``; statistics
+    reduce the second. An axis that lies inside one block stays one axis and is reduced. All other axes are kept.
     A ``[R, C]`` tensor with blocks of 32 along dim 0 is seen as ``[R/32, 32, C]`` and reduced over axis 1. A statistic
     keeps the reduced axes with size 1, so that it broadcasts against the elements.
 
     Attributes:
-        shape: of the tensor; sizes may be symbolic.
+        shape: the shape of the tensor; sizes may be symbolic.
         block: elements along ``dim``; ``(r, c)`` over the last two axes; "row", one block per line along ``dim``; or
             "tensor".
         dim: the axis that blocks run along; ``(r, c)`` and "tensor" do not depend on it.
-        segments: the groups of positions whose statistics are taken apart, or None. No block reaches into two.
+        segments: the groups of positions that have separate statistics, or None. No block crosses two groups.
 
     Raises:
         ValueError: for a 0-d tensor, a ``dim`` out of range, or 2-D blocks of a 1-D tensor.
@@ -78,7 +78,7 @@ class Blocking:
         for size, length, count in zip(self.shape, self._lengths, self.grid, strict=True):
             if length is None:
                 sizes.append(size)
-            elif length == 0:  # one element at least, for a maximum of none is not defined
+            elif length == 0:  # at least one element: the maximum of an empty axis is undefined
                 sizes.append(1 if statically_known_true(size == 0) else size)
             else:
                 sizes.append(count * length)
@@ -97,7 +97,7 @@ class Blocking:
         return sum(2 if length else 1 for length in self._lengths[:axis])
 
     def step(self, axis: int) -> int:
-        """Return the elements along an axis of the tensor that one entry along :meth:`position` stands for."""
+        """Return the number of elements along an axis of the tensor that one entry along :meth:`position` covers."""
         return self._lengths[axis] or 1
 
     @property
@@ -118,7 +118,7 @@ class Blocking:
         return [1 if axis in axes else size for axis, size in enumerate(self.layout)]
 
     def _uneven(self, axis: int) -> bool:
-        """True if an axis may need padding. Symbolic sizes are not compared, which would make a guard."""
+        """True if an axis may need padding. Symbolic sizes are not compared, because that would add a guard."""
         return not statically_known_true(self.padded_shape[axis] == self.shape[axis])
 
     def split(self, x: Tensor) -> Tensor:
@@ -133,13 +133,13 @@ class Blocking:
         return x.reshape(self.layout)
 
     def join(self, values: Tensor) -> Tensor:
-        """Return the inverse of :meth:`split`: the tensor's shape, without the padding (a view that steps over it)."""
+        """Return ``values`` in the tensor's shape, the inverse of :meth:`split`; a strided view skips the padding."""
         padded = self.padded_shape
         x = values.reshape(padded)
         if not any(length is not None and self._uneven(axis) for axis, length in enumerate(self._lengths)):
             return x
-        # as_strided, unlike a slice, makes Inductor write the padded tensor before anything reads this part of it.
-        # Fused with a slice, its loop over n elements in blocks of l is split into n // l blocks, and on the CPU the
+        # as_strided, unlike a slice, makes Inductor write the padded tensor before this part of it is read.
+        # Fused with a slice, the loop over n elements in blocks of l is split into n // l blocks, and on the CPU the
         # last n % l elements are never written (pytorch issue 195582).
         strides = [1]
         for size in reversed(padded[1:]):
@@ -149,12 +149,12 @@ class Blocking:
     def index(self, device: torch.device | str) -> Tensor:
         """Return the row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
 
-        It depends neither on the block nor on the padding, so an element draws the same noise however it is blocked.
-        Indices wrap around beyond 2^32 elements; those of padded positions mean nothing.
+        The index depends neither on blocks nor on padding, so an element draws the same noise under every blocking.
+        Indices wrap around beyond 2^32 elements; those of padding are arbitrary.
         """
         index = torch.zeros((), dtype=torch.int32, device=device)
         for axis, (size, padded) in enumerate(zip(self.shape, self.padded_shape, strict=True)):
-            # Horner's rule keeps every factor within int32, where a stride need not be.
+            # Horner's rule keeps every factor within int32; a stride may exceed it.
             index = index * size + self._spread(torch.arange(padded, dtype=torch.int32, device=device), axis)
         return index
 
@@ -174,13 +174,13 @@ class Blocking:
         mask: Tensor | None = None
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
             if length is not None and self._uneven(axis):
-                here = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
-                mask = here if mask is None else mask * here
+                along = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
+                mask = along if mask is None else mask * along
         return mask
 
     def _spread(self, along: Tensor, axis: int, *, blocks: bool = False) -> Tensor:
-        """Return numbers of the elements (with ``blocks``, of the blocks) along an axis of the padded tensor in a shape
-        that broadcasts in the blocked layout."""
+        """Return ``along``, which has one number per element (with ``blocks``, per block) of an axis of the padded
+        tensor, in a shape that broadcasts in the blocked layout."""
         shape: list[int] = [1] * len(self.layout)
         position, length = self.position(axis), self._lengths[axis]
         if blocks or not length:
@@ -195,19 +195,19 @@ class Groups:
     """Blocks that share a factor on top of their scales.
 
     Attributes:
-        blocking: of the tensor, its blocks along the last axis.
-        granularity: "all", "tensor" (with segments one segment, else like "all"), "row" (one line along the contraction
-            axis; a row of blocks where they are 2-D), the number of elements along the contraction axis, a multiple of
-            the block's, or None: each block is a group.
+        blocking: the blocks of the tensor, along its last axis.
+        granularity: "all"; "tensor" (one segment, or like "all" without segments); "row" (one line along the
+            contraction axis, or one row of 2-D blocks); the number of elements along the contraction axis, a multiple
+            of the block's; or None, if each block is a group.
     """
 
     blocking: Blocking
     granularity: Granularity | None = None
 
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
-        """Return ``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
+        """Return ``x``, a statistic, reduced over each group; the result broadcasts to a statistic.
 
-        ``fill`` stands for the blocks that a last, incomplete group lacks.
+        ``fill`` replaces the missing blocks of a last, incomplete group.
         """
         if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
             return x
@@ -233,7 +233,7 @@ class Groups:
 
     @property
     def _reaches_across(self) -> bool:
-        """True if a group would hold blocks of several segments, were they not told apart."""
+        """True if a group has to be split by segment."""
         segments = self.blocking.segments
         return segments is not None and (self.per_segment or segments.axis == len(self.blocking.shape) - 1)
 
@@ -241,9 +241,9 @@ class Groups:
         segments = self.blocking.segments
         assert segments is not None
         axis, step = self.blocking.position(segments.axis), self.blocking.step(segments.axis)
-        inside = () if self.granularity == "row" else tuple(other for other in range(x.dim()) if other != axis)
-        if inside:
-            x = x.amax(inside, keepdim=True) if op == "amax" else x.sum(inside, keepdim=True)
+        across = () if self.granularity == "row" else tuple(dim for dim in range(x.dim()) if dim != axis)
+        if across:
+            x = x.amax(across, keepdim=True) if op == "amax" else x.sum(across, keepdim=True)
         table = segments.table(x, axis, step, op)
         if self.granularity != "all":
             return segments.spread(table, x, axis, step)

@@ -1,8 +1,8 @@
-"""Declares operators of torch: schema, fake implementation, and what runs on each kind of device, in one call.
+"""Declares a torch operator in one call: schema, fake implementation, and an implementation for each kind of device.
 
-Compilers see an operator's parameters flat: tensors, numbers and texts, which graphs and their caches can hold. Python
-takes what belongs together as one object, whose class says which parameters stand for it (:class:`Structure`). Callers
-flatten it, and implementations get it built again.
+Compilers see flat parameters: tensors, numbers and texts, which graphs and their caches can hold. Python code passes
+related parameters as one object; its class names the flat parameters (:class:`Structure`). Callers flatten the object,
+and implementations receive it rebuilt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Structure(NamedTuple):
     """Parameters that are one object in Python.
 
     Attributes:
-        parameters: their types and names, such as ``"Tensor? key"``.
-        build: returns the object, given their values in order.
+        parameters: the types and names of the flat parameters, such as ``"Tensor? key"``.
+        build: returns the object, given the values of the flat parameters in order.
     """
 
     parameters: tuple[str, ...]
@@ -45,20 +45,20 @@ def operator(
         schema: ``"NAME(type parameter, ...) -> ..."`` with torch's types and with those of ``structures``.
         fake: returns empty results; called like ``runs``.
         flops: a formula for torch's FLOP counter, of the shapes of the flat parameters.
-        structures: further types of parameters. A parameter ``how`` of such a type is flat parameters ``how_key``, ...
-        runs: by torch's dispatch keys, such as ``CPU``; called with the parameters, structures built.
+        structures: more types of parameters. A parameter ``draw`` of such a type is flat parameters ``draw_key``, ...
+        runs: implementations by torch's dispatch keys, such as ``CPU``; called with structures rebuilt.
     """
-    found = re.fullmatch(r"(\w+)\((.*)\)( -> .*)", schema)
-    assert found is not None, schema
-    name, flat, groups = found[1], list[str](), list[_Group]()
-    for parameter in found[2].split(", "):
-        kind, own = parameter.split(" ", 1)
+    match = re.fullmatch(r"(\w+)\((.*)\)( -> .*)", schema)
+    assert match is not None, schema
+    name, flat, groups = match[1], list[str](), list[_Group]()
+    for parameter in match[2].split(", "):
+        kind, prefix = parameter.split(" ", 1)
         structure = (structures or {}).get(kind)
-        parts = [parameter] if structure is None else [_prefixed(part, own) for part in structure.parameters]
+        parts = [parameter] if structure is None else [_prefixed(part, prefix) for part in structure.parameters]
         groups.append(_Group(len(flat), len(flat) + len(parts), None if structure is None else structure.build))
         flat += parts
     _groups[name] = groups
-    _library.define(f"{name}({', '.join(flat)}){found[3]}", tags=tags)
+    _library.define(f"{name}({', '.join(flat)}){match[3]}", tags=tags)
     torch.library.register_fake(f"fp4graph::{name}", of_flat(name, fake), lib=_library)
     for key, run in runs.items():
         _library.impl(name, of_flat(name, run), key)
@@ -69,7 +69,7 @@ def operator(
 
 
 class _Group(NamedTuple):
-    """The flat parameters ``first`` to ``end``, which ``build`` makes one object; None for a parameter of its own."""
+    """The flat parameters ``first`` until ``end``, which ``build`` makes one object; None for a single parameter."""
 
     first: int
     end: int
@@ -82,9 +82,9 @@ def _prefixed(parameter: str, prefix: str) -> str:
 
 
 def of_flat(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which takes the parameters of the declared operator ``name``, as one of the flat parameters.
+    """Return ``function``, an implementation of the declared operator ``name``, as a function of the flat parameters.
 
-    torch leaves out trailing ones that have their default.
+    torch leaves out trailing parameters that have their default.
     """
     groups = _groups[name]
     if all(group.build is None for group in groups):

@@ -1,7 +1,7 @@
 """Sources of random bits: a site's key, the forward's step, and the salts of the part that draws.
 
-A :class:`Draw` is the one form that randomness has between a policy's sites and the kernels. Tensor code takes its bits
-from :meth:`Draw.noise`; kernels are given key, step and salts, and derive the same key by themselves.
+Sites pass randomness to kernels only as a :class:`Draw`. Tensor code takes its bits from :meth:`Draw.noise`; kernels
+receive key, step and salts, and derive the same key.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Draw:
     """A source of random bits.
 
     Attributes:
-        key: int32 ``[2]``, of a site (:func:`fp4graph.numerics.noise.make_key`).
-        step: int32 ``[5]``, of a forward (:func:`fp4graph.numerics.noise.make_step`); None where the key is all that
-            the bits depend on.
-        salts: those of the parts that were taken so far, outermost first.
+        key: the key of a site, int32 ``[2]`` (:func:`fp4graph.numerics.noise.make_key`).
+        step: the step of a forward, int32 ``[5]`` (:func:`fp4graph.numerics.noise.make_step`); None if the bits depend
+            on the key alone.
+        salts: the salts added so far, outermost part first.
     """
 
     key: Tensor
@@ -32,7 +32,7 @@ class Draw:
     salts: tuple[int, ...] = ()
 
     def salted(self, *salts: int) -> Draw:
-        """Return an unrelated source for one part."""
+        """Return a source of unrelated bits for one part."""
         return replace(self, salts=(*self.salts, *salts))
 
     @property
@@ -62,5 +62,5 @@ class Draw:
         return Noise(self.varying, blocking, device)
 
     def bits(self, count: int) -> Tensor:
-        """Return 32 random bits for each index below ``count``, int32: those of :attr:`varying`."""
+        """Return 32 random bits for each index below ``count``, int32, under the key :attr:`varying`."""
         return noise.first_bits(self.key, self.step, self.salts, count)

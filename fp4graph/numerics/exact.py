@@ -1,9 +1,9 @@
 """Operations that give the same bits in every PyTorch build, compiler and processor.
 
-Correctly rounded everywhere, and so safe in a quantizer: +, -, *, / of tensors, comparisons, integer and bit
-operations, conversions, minima, maxima, rounding to integers. Everything else depends on who computes it: on the
-vector library of eager mode (MKL's square root of fp32 is an ulp off on some processors), on the order of a sum, on a
-GEMM's precision. This module has exact forms of what the quantizers need; docs/parity.md lists what has none.
+These are correctly rounded everywhere, and so safe in a quantizer: +, -, *, / of tensors, comparisons, integer and bit
+operations, conversions, minima, maxima, rounding to integers. All other results depend on the vector library of eager
+mode (MKL's square root of fp32 is an ulp off on some processors), on the order of a sum, or on a GEMM's precision. This
+module has exact forms of the operations that quantizers need; docs/parity.md lists those without an exact form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp4graph.numerics.spec import Block, QuantSpec, Selector
 
 #: Significant bits of bf16, and the exponent of its smallest subnormal number.
 _BITS, _SMALLEST = 8, -133
-#: The exponent of the least power of two of a tensor scale that multiplies values of operands on CUDA.
+#: The exponent of the smallest power of two that a tensor scale multiplies operands by on CUDA.
 LEAST_FACTOR = -100
 #: The largest number of elements of a block whose length is not fixed.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
@@ -28,16 +28,16 @@ _MOST = {"row": 1 << 24, "tensor": 1 << 33}
 def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
     """Return whether every value that ``spec`` can give is a bf16 number: an element times a stored scale.
 
-    A product of a number of p and one of q significant bits has at most p + q, and q if p is 1. It is a multiple of
-    the product of what both are multiples of, which must not lie below bf16's smallest subnormal number. Above,
-    bf16 reaches as far as fp32. The quotient by an encode scale is exact where scales are powers of two.
+    A product of numbers with p and q significant bits has at most p + q bits, and q if p is 1. If the factors are
+    multiples of a and b, the product is a multiple of a·b, which must not lie below bf16's smallest subnormal number.
+    bf16 has fp32's largest exponent. The quotient by a power-of-two encode scale is exact.
 
     Args:
         scaled: whether values are multiplied by a power of two of at least 2^:data:`LEAST_FACTOR`.
     """
     element, scale = spec.element, spec.scale.format
     if any(other.max != element.max for other in spec.others):
-        return False  # values stretched to another maximum are no small integers of a power of two
+        return False  # values stretched to another maximum are not small multiples of a power of two
     if spec.others:
         single = (replace(spec, element=each, others=(), selector=None) for each in spec.elements)
         return all(in_bfloat16(each, scaled=scaled) for each in single)
@@ -53,7 +53,7 @@ def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
 def root(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp32 ``x >= 0``, in its shape; NaN below zero.
 
-    The root is taken in float64, where a library may be an ulp off, and rounded to fp32. The error is never seen:
+    The root is taken in float64, where a library may be an ulp off. Rounding it to fp32 removes the error:
 
     Scaling by a power of four moves ``x`` to [1, 4), where it is a multiple of 2^-23 and y = √x lies in [1, 2). Let m
     be the midpoint of two neighbouring fp32 numbers in [1, 2): an odd multiple of 2^-24, so that m² is an odd multiple
@@ -65,7 +65,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int, ...]) -> Tensor:
-    """Return the error of each block, float64, ``axes`` kept with size 1: the same in whatever order it is summed.
+    """Return the error of each block, float64, ``axes`` kept with size 1; the order of its sum does not change it.
 
     Args:
         error: abs(e), float64, from 0 to 1, in the blocked layout.
@@ -83,7 +83,7 @@ def most_elements(block: Block) -> int:
 
 
 def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
-    """Return the sum over ``axes``, float64, axes kept with size 1: the same in whatever order it is taken.
+    """Return the sum over ``axes``, float64, axes kept with size 1; the order of the sum does not change it.
 
     Args:
         shares, most: as in :func:`total_by`.
@@ -92,9 +92,9 @@ def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
 
 
 def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tensor:
-    """Return the sums that ``add`` takes, float64: the same in whatever order it takes them.
+    """Return the sums that ``add`` takes, float64; the order in which it adds does not change them.
 
-    The summands are rounded to multiples of 2^-k, with 2^k the largest for which ``most`` of them have a sum of up to
+    The summands are rounded to multiples of 2^-k, with the largest k for which ``most`` summands add up to at most
     2^53 units. Integers of that size are float64 numbers, so no partial sum is rounded.
 
     Args:

@@ -67,7 +67,7 @@ class ElementFormat:
 
     @property
     def top_mantissa_bits(self) -> int:
-        """The bits below the leading one that tell values of the top binade apart; fewer for an integer format."""
+        """The bits below the leading one that distinguish values of the top binade; fewer for an integer format."""
         return self.mantissa_bits - max(0, self.min_exponent - self.emax)
 
     def magnitudes(self) -> tuple[float, ...]:
@@ -101,7 +101,7 @@ class ScaleFormat:
 
     def __post_init__(self) -> None:
         if (self.mantissa_bits == 0) == self.has_zero:
-            raise ValueError(f"scale format {self.name!r}: formats of powers of two, and only they, have no zero")
+            raise ValueError(f"scale format {self.name!r}: has_zero must be False without mantissa bits, else True")
         if self.min_exponent < -127 or self.max >= 2.0**128:
             raise ValueError(f"scale format {self.name!r}: the range exceeds fp32's, in which scales are computed")
 
@@ -185,12 +185,12 @@ SCALES: dict[str, ScaleFormat] = {scale.name: scale for scale in (E8M0, E4M3, UE
 
 
 def element_format(name: str) -> ElementFormat:
-    """Return the built-in element format called ``name``; if there is none, ValueError names the nearest."""
+    """Return the built-in element format ``name``; raise ValueError, with the nearest name, if it is unknown."""
     return _look_up(name, ELEMENTS, "element")
 
 
 def scale_format(name: str) -> ScaleFormat:
-    """Return the built-in scale format called ``name``; if there is none, ValueError names the nearest."""
+    """Return the built-in scale format ``name``; raise ValueError, with the nearest name, if it is unknown."""
     return _look_up(name, SCALES, "scale")
 
 

@@ -1,11 +1,11 @@
 """Block Hadamard rotation: spreads an outlier over its block, and cancels between the two operands of a GEMM.
 
-H is symmetric and orthonormal, so ``(A·S·H)(B·S·H)ᵀ = A·Bᵀ`` for the same signs S. Signs go first: after H they would
-leave every magnitude as it is.
+H is symmetric and orthonormal, so ``(A·S·H)(B·S·H)ᵀ = A·Bᵀ`` for the same signs S. Signs precede H: after H they would
+change no magnitude.
 
-H = H₂ ⊗ ... ⊗ H₂ / √size. The sums are taken factor by factor, in this order: a pair (a, b) of neighbours becomes
-(a + b, a - b), then pairs at a distance of two, four and so on, and last all are multiplied by 1/√size. So the bits are
-the same on every CPU. On a GPU a product with the matrix is quicker, and sums as its library does.
+H = H₂ ⊗ ... ⊗ H₂ / √size. The factors are applied one after the other: a pair (a, b) of neighbours becomes
+(a + b, a - b), then pairs at a distance of two, four and so on; last, all are multiplied by 1/√size. So every CPU gives
+the same bits. On a GPU a product with the matrix is faster, and the library chooses the order of its sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4graph.numerics.blocking import Blocking
 
 
 class BlockRotation(NamedTuple):
-    """A rotation of an operand: times S and H on blocks of its contraction axis, in fp32.
+    """A rotation of an operand: a product with S and H on blocks of the contraction axis, in fp32.
 
     Attributes:
         block: elements of a block, a power of two that divides the quantizer's.
@@ -33,7 +33,7 @@ class BlockRotation(NamedTuple):
     signs: Tensor | None = None
 
     def padded(self, length: int) -> int:
-        """Return the length of a rotated line of ``length`` elements, which is filled up to whole blocks."""
+        """Return the length of a rotated line of ``length`` elements: it is padded to whole blocks."""
         return (length + self.block - 1) // self.block * self.block
 
 
@@ -89,8 +89,8 @@ def _transformed(blocks: Tensor) -> Tensor:
 def rotate_in_fp32(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     """Return :func:`rotate` of ``x [..., n]`` in fp32.
 
-    On a GPU signs are those of H's rows, which saves a pass over ``x``; where 1/√block is a power of two, a 16-bit
-    ``x`` is multiplied as it is, exactly; and a transposed matrix is multiplied from the left, without a copy.
+    On a GPU the signs multiply the rows of H, which saves a pass over ``x``. If 1/√block is a power of two, a 16-bit
+    ``x`` is multiplied exactly without a cast. A transposed matrix is multiplied from the left, without a copy.
 
     Args:
         signs: ±1, ``[block]``.

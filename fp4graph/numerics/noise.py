@@ -1,6 +1,6 @@
 """Random bits as a pure function of a key and an element's index: no generator, no state.
 
-A counter-based integer hash in int32 arithmetic, which wraps around the same way in eager mode and in compiled code.
+The bits come from a counter-based hash in int32 arithmetic, which wraps around alike in eager and in compiled code.
 It fuses into the loop that rounds (``torch.rand`` does not) and repeats its bits when a forward pass is recomputed.
 
 A *key* is an int32 tensor of two elements. Keys are made from names and counters (:func:`make_key`), combined at run
@@ -24,7 +24,7 @@ from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.declare import operator
 
 _GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
-_BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the salts of per-element bits
+_BLOCKS = 1 << 16  # added to the salts of per-block bits, so that they differ from those of per-element bits
 _Word = TypeVar("_Word", int, Tensor)
 
 
@@ -48,10 +48,9 @@ def make_key(*parts: int | str, device: torch.device | str | None = None) -> Ten
 
 
 def make_step(seed: int, rank: int, count: int, device: torch.device | str | None = None) -> Tensor:
-    """Return what one forward contributes to all keys, int32 ``[5]``: a key of (seed, rank, count), a key of the seed
-    alone, the count.
+    """Return the step of one forward, int32 ``[5]``: a key of (seed, rank, count), a key of the seed alone, the count.
 
-    The second key is for what is drawn once and kept, and is the same on every rank. The count wraps at 2^31.
+    The second key is for bits that are drawn once and kept; it is the same on every rank. The count wraps at 2^31.
     """
     words = [make_key("forward", seed, rank, count), make_key("constant", seed)]
     return torch.cat([*words, torch.tensor([count & 0x7FFFFFFF], dtype=torch.int32)]).to(device)
@@ -63,17 +62,17 @@ def mix(key: Tensor, other: Tensor) -> Tensor:
 
 
 def derive(key: Tensor, salt: int) -> Tensor:
-    """Return the ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
+    """Return the ``salt``-th derived key, int32 ``[2]``, unrelated to ``key`` and to its other derived keys."""
     return absorb(key, None, (salt,))
 
 
 def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tensor:
     """Return ``key`` mixed with the first two words of ``other``, if given, then derived by each salt in turn.
 
-    A new key is the hash of the word's two counters under the former key. On a CPU the whole chain is computed in
-    Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds, and a step without a
-    compiler derives some twenty keys per linear layer. Compilers see one operator there, because Inductor would compile
-    each chain by itself; a single derivation stays in the loop that uses the key.
+    A new key is the hash of the word's two counters under the previous key. On a CPU the whole chain is computed in
+    Python's integers: thirty calls of PyTorch on two numbers take a hundred microseconds, and an uncompiled step
+    derives some twenty keys per linear layer. On a CPU compilers see a chain as one operator, because Inductor would
+    compile each chain separately; a single derivation stays in the loop that uses the key.
     """
     if _readable(key):
         return _absorb(key, other, salts)
@@ -81,8 +80,8 @@ def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tens
         result: Tensor = torch.ops.fp4graph.absorb(key, other, salts)
         return result
     for word in (*(() if other is None else (other[0], other[1])), *salts):
-        # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words,
-        # a chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
+        # as_strided makes Inductor write the new key to memory. If the key were inlined into its users, each of which
+        # reads both words, a chain of d derivations would be traced 2^d times: minutes for a small model.
         key = hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
     return key
 
@@ -101,7 +100,7 @@ def _absorbed(key: Tensor, other: Tensor | None, salts: Sequence[int]) -> list[i
 
 
 def _readable(key: Tensor) -> bool:
-    """True if the key's numbers can be read at once: nothing is tracing, and there is no device to wait for."""
+    """True if the key's numbers can be read at once: the key is on the CPU, and no trace is running."""
     return (
         type(key) is Tensor
         and target.kind(key.device) == "cpu"
@@ -117,8 +116,8 @@ def _counters_of(word: int) -> list[int]:
 def _counters(word: Tensor | int, device: torch.device) -> Tensor:
     """Return the counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32 ``[2]``.
 
-    Those of a Python number are computed here: from the number and torch.arange Inductor would make an index
-    expression, with numbers in it that do not fit Triton's 32 bits.
+    For a Python number they are computed here: from the number and torch.arange Inductor would make an index
+    expression, whose numbers do not fit Triton's 32 bits.
     """
     lanes = torch.arange(2, dtype=torch.int32, device=device)
     if isinstance(word, int):
@@ -133,7 +132,7 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
     F is lowbias32 (Ettinger, "Prospecting for hash functions"), a bijection with avalanche. One round is not enough:
     the set of values over an index range would be nearly the same for two keys, only its order would change.
 
-    Of Python's integers the low 32 bits of the result are the same bits.
+    For Python integers the low 32 bits of the result are the same bits.
     """
     # Key and index are both integers or both tensors.
     return _lowbias32(_lowbias32(index + key[0]) ^ key[1])  # type: ignore[type-var, return-value]
@@ -142,7 +141,7 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
 def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
     """Return 32 random bits for each index below ``count``, int32, under the key that :func:`absorb` returns.
 
-    On a CPU compilers see one operator. Inductor would hash again for every element that the bits are broadcast to.
+    On a CPU compilers see one operator: Inductor would hash again for every element that the bits are broadcast to.
     """
     if _readable(key):
         return _first_bits(key, other, salts, count)
@@ -153,17 +152,15 @@ def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: i
 
 
 def _first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
-    """Compute :func:`first_bits` on a CPU, of few indices in a third of the time that tensors take."""
+    """Compute :func:`first_bits` on a CPU with NumPy: few indices take a third of the time of tensors."""
     bits: Any = hash_bits(_absorbed(key, other, salts), np.arange(count, dtype=np.int32))  # type: ignore[type-var]
     return torch.from_numpy(bits)
 
 
-operator(
-    "absorb(Tensor key, Tensor? other, int[] salts) -> Tensor", lambda key, *rest: torch.empty_like(key), CPU=_absorb
-)
+operator("absorb(Tensor key, Tensor? other, int[] salts) -> Tensor", lambda key, *_: torch.empty_like(key), CPU=_absorb)
 operator(
     "first_bits(Tensor key, Tensor? other, int[] salts, SymInt count) -> Tensor",
-    lambda key, *rest: key.new_empty((rest[-1],)),
+    lambda key, other, salts, count: key.new_empty((count,)),
     CPU=_first_bits,
 )
 
@@ -171,15 +168,15 @@ operator(
 def gaussian(key: Tensor, index: Tensor) -> Tensor:
     """Return a standard normal variate per element of ``index``, fp32: the sum of twelve 16-bit words, in integers.
 
-    The sum less its mean, times 2^-16, is exact, so that it is the same in compiled code (Box-Muller's is not).
+    The sum less its mean, times 2^-16, is exact, so compiled code has the same bits (unlike with Box-Muller).
     Mean 0, variance 1 - 2^-32, excess kurtosis -0.1, nothing beyond ±6: 0.0020 of the mass lies beyond ±3 and 1.7e-5
     beyond ±4, where the normal distribution has 0.0027 and 6.3e-5.
     """
     flat = index.reshape(-1)
     keys = torch.stack([derive(key, salt) for salt in range(6)])
     bits = hash_bits((keys[:, :1], keys[:, 1:]), flat)
-    # Written to memory, like the sum: Inductor computes an unwritten value again for each of its uses, here six hashes
-    # in every element of whatever the variates are added to.
+    # as_strided writes the bits and the sum to memory: Inductor recomputes an unwritten value for each use, here six
+    # hashes for every element that the variates are added to.
     bits = bits.as_strided((6, flat.shape[0]), (flat.shape[0], 1))
     total = ((bits & 0xFFFF) + _shift_right(bits, 16)).sum(0, dtype=torch.int32) - 6 * 0xFFFF
     return (total.to(torch.float32) * 2.0**-16).as_strided(flat.shape, (1,)).reshape(index.shape)
@@ -199,7 +196,7 @@ def _lowbias32(x: _Word) -> _Word:
 
 
 def _shift_right(x: _Word, count: int) -> _Word:
-    """Shift without copying the sign bit, as int32's own shift does."""
+    """Shift right and fill with zeros; int32's own shift copies the sign bit."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 
@@ -207,7 +204,7 @@ def _shift_right(x: _Word, count: int) -> _Word:
 class Noise:
     """The random bits of one tensor's quantization.
 
-    ``key`` is int32 ``[2]``, or None where the caller gave none; asking for bits is then an error.
+    ``key`` is int32 ``[2]``, or None; without a key, asking for bits is a ValueError.
     """
 
     key: Tensor | None

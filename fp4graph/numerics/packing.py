@@ -1,4 +1,4 @@
-"""Real bytes: element codes and scale codes, and back to exactly what :func:`fake_quantize` returns."""
+"""Packs a quantized tensor into the bytes of its codes, and unpacks them to exactly the result of fake_quantize."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Packed:
     """A quantized tensor as it would lie in memory.
 
     Attributes:
-        codes: uint8, the contraction axis last and filled up to whole blocks (and whole bytes). Two 4-bit codes to a
-            byte, the first in the low nibble; wider codes one to a byte. Floats are sign|exponent|mantissa, integers
-            two's complement.
+        codes: uint8, the contraction axis last and padded to whole blocks (and whole bytes). A byte holds two 4-bit
+            codes, the first in the low nibble, or one wider code. Floats are sign|exponent|mantissa, integers two's
+            complement.
         scales: one per block, with as many axes as the tensor, the contraction axis last. uint8 codes for formats of
-            up to 8 bits; bfloat16 for e8m3 (which it contains) and bf16; float32 for fp32. A poisoned block has the
+            up to 8 bits; bfloat16 for bf16 and for e8m3, a subset of it; float32 for fp32. A poisoned block has the
             NaN of the format.
-        spec, shape, dim, dtype: of the tensor.
+        spec, shape, dim, dtype: those of the tensor.
     """
 
     codes: Tensor
@@ -46,7 +46,7 @@ def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = N
     """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`.
 
     Raises:
-        SpecError: blocks choose between elements, which codes and scales alone do not tell apart.
+        SpecError: blocks choose between elements, and codes and scales do not show the choice.
     """
     if isinstance(spec, QuantSpec) and spec.others:
         raise SpecError(
@@ -63,7 +63,7 @@ def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = N
 
 
 def unpack(packed: Packed) -> Tensor:
-    """Return the tensor that ``packed`` stands for: bit for bit ``fake_quantize(x, spec, dim, key)``."""
+    """Return the tensor that ``packed`` represents: bit for bit ``fake_quantize(x, spec, dim, key)``."""
     spec, dim = packed.spec, packed.dim
     blocking = Blocking(packed.shape, spec.block, dim)
     codes = packed.codes
@@ -91,8 +91,8 @@ def empty_bytes(like: Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSp
 
 
 def element_codes(values: Tensor, element: ElementFormat) -> Tensor:
-    """Return the codes, uint8, of values of ``element``; NaN, which only poisoned blocks hold, gets its code or 0."""
-    # Codes of magnitudes count up from zero, so a code is the value's place among them.
+    """Return the codes, uint8, of values of ``element``. NaN, which only poisoned blocks hold, has NaN's code, or 0."""
+    # The code of a magnitude is its index among the ascending magnitudes.
     magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
     code = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
     if element.integer:
@@ -114,7 +114,7 @@ def _decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
 
 
 def scale_storage(number: ScaleFormat) -> torch.dtype:
-    """Return the dtype in which scales of a format are stored: uint8 for codes, else the shortest float for them."""
+    """Return the dtype in which scales of a format are stored: uint8 for codes, else the shortest float that fits."""
     if number.code_bits <= 8 and number.nan_code is not None:
         return torch.uint8
     return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32

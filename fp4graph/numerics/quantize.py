@@ -1,4 +1,4 @@
-"""Quantize and dequantize one tensor: the composition of the numerics."""
+"""Quantizes and dequantizes one tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp4graph.numerics.scaling import amax, block_scale, constant, dequantize, r
 from fp4graph.numerics.spec import QuantSpec
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
-#: Errors of a block that differ by a smaller share are equal: so far apart fp32 ratios may bring what is equal.
+#: Errors of a block that differ by a smaller share count as equal: rounding of fp32 ratios may separate equal errors.
 EQUAL = 2.0**-20
 
 
@@ -42,7 +42,7 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
 def quantize(
     x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None
 ) -> tuple[Blocking, Tensor, Tensor]:
-    """Return the parts of :func:`fake_quantize`: the blocking, element values and scales, fp32, in its layout."""
+    """Return the parts of :func:`fake_quantize`: blocking; element values and scales, fp32, in the blocked layout."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not x.is_floating_point():
@@ -67,20 +67,20 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """
     if not spec.others:
         return _round(u, spec.element, spec, noise)
-    # The scale is common to a block's candidates, so that errors compare as those of the dequantized values do. They
-    # are taken in units of a power of two above the block's largest ratio: sums are exact, and the same in any order.
+    # The candidates of a block share its scale, so errors of ratios compare like errors of dequantized values. In units
+    # of a power of two above the block's largest ratio, their sums are exact and the same in any order.
     axes = noise.blocking.axes
     above = 2 * power_of_two(u.abs().amax(axes, keepdim=True)).clamp(min=_SMALLEST_NORMAL).double()
     chosen = least = None
     for element in spec.elements:
-        own = _stretched(u, element, spec.element)
-        nearest = _stretched(round_nearest(own, element, spec.ties), spec.element, element)
+        stretched = _stretched(u, element, spec.element)
+        nearest = _stretched(round_nearest(stretched, element, spec.ties), spec.element, element)
         errors = (nearest.double() - u.double()).abs() / above
         assert spec.selector is not None
         error = block_error(errors, spec.selector, spec.block, axes)
         rounded = nearest
         if spec.rounding != "nearest":
-            rounded = _stretched(_round(own, element, spec, noise), spec.element, element)
+            rounded = _stretched(_round(stretched, element, spec, noise), spec.element, element)
         if chosen is None or least is None:
             chosen, least = rounded, error
         else:
@@ -91,9 +91,9 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
 
 
 def _stretched(u: Tensor, to: ElementFormat, by: ElementFormat) -> Tensor:
-    """Return ``u``, fp32, in the range of ``to`` instead of ``by``.
+    """Return ``u``, fp32, stretched from the range of ``by`` to that of ``to``.
 
-    Multiplying first and dividing then, both rounded correctly, makes what is a midpoint in exact arithmetic one here.
+    Multiplying first and dividing then, both correctly rounded, maps midpoints to midpoints.
     """
     return u if to.max == by.max else u * to.max / constant(by.max, u)
 

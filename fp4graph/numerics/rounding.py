@@ -1,8 +1,8 @@
 """Rounding of fp32 numbers to the values of an element format.
 
 Within a binade the values of a format are evenly spaced, and the spacing is a power of two taken from the number's
-exponent bits. So ``v = u / step`` is exact, and rounding is that of ``v`` to an integer. Nothing here is computed
-as ``floor(v + 0.5)``, whose addition rounds: it takes 0.49999997 to 1.
+exponent bits. So ``v = u / step`` is exact, and ``u`` is rounded by rounding ``v`` to an integer. ``floor(v + 0.5)`` is
+not used, because its addition rounds: it would round 0.49999997 to 1.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def spacing(u: Tensor, min_exponent: int, mantissa_bits: int) -> tuple[Tensor, T
     """Return the distance ``step`` between neighbouring values around ``u``, and its reciprocal: powers of two.
 
     Args:
-        u: fp32, finite and below 2^(127 - mantissa_bits) in magnitude (NaN gives garbage, to be multiplied by it).
-        min_exponent: of the format's lowest binade, below which ``step`` stays the same.
-        mantissa_bits: of the format.
+        u: fp32, finite and below 2^(127 - mantissa_bits) in magnitude (for NaN the steps are arbitrary numbers).
+        min_exponent: exponent of the format's lowest binade, below which ``step`` is constant.
+        mantissa_bits: mantissa bits of the format.
     """
     exponent = (u.view(torch.int32) & _EXPONENT_MASK).clamp(min=(min_exponent + 127) << 23)
     step = exponent - (mantissa_bits << 23)
@@ -45,7 +45,7 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
     v = u * inverse
     if ties == "even" and element.mantissa_bits:
-        # A binade starts at an even code, so the parity of a code is that of v, and torch.round takes ties to even.
+        # A binade starts at an even code, so a code has the parity of v, and torch.round rounds ties to even.
         return _normal_zero(torch.round(v) * step, element)
     if ties != "up":
         v = v.abs()
@@ -56,8 +56,8 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
         code = (step.view(torch.int32) >> 23) - (element.min_exponent + 127) + lower.to(torch.int32)
         rounded = lower + ((fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1)))
     else:
-        # Up iff fraction >= 1/2. The difference has the right sign even where it is rounded, and staying in floats is
-        # several times faster than a comparison, which compiled code on the CPU keeps as a tensor of bool.
+        # Up iff fraction >= 1/2. The difference has the right sign even if it is rounded. Floats are several times
+        # faster than a comparison, which compiled code on the CPU keeps as a tensor of bool.
         rounded = lower + (1 - (0.5 - fraction).ceil())
     return _with_sign(rounded * step, u, element)
 
@@ -69,7 +69,7 @@ def round_stochastic(u: Tensor, element: ElementFormat, bits: Tensor, random_bit
     NaN and zeros are as in :func:`round_nearest`.
 
     Args:
-        bits: int32, broadcastable to ``u``; 32 random bits each, the top ones are used.
+        bits: int32, broadcastable to ``u``; 32 random bits each, of which the top ones are used.
         random_bits: 24 compares the fraction with r = k·2^-24; b < 24 with the midpoint r = (k + 1/2)·2^-b
             (Fitzgibbon & Felix 2025, "Stochastic rounding with few random bits").
     """
@@ -96,7 +96,7 @@ def uniform(bits: Tensor, random_bits: int = 24) -> Tensor:
 def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """Return the values ``lower <= u <= upper`` of ``element``, fp32, shape of fp32 ``u``; NaN gives NaN.
 
-    They are equal where ``u`` is a value or out of range.
+    Both are equal where ``u`` is a value or out of range.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
@@ -105,8 +105,8 @@ def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
 
 
 def _with_sign(q: Tensor, u: Tensor, element: ElementFormat) -> Tensor:
-    """Return ``q``, which is positive or has the sign of ``u``, with the sign of ``u``; an integer's zero has none."""
-    # The bits are at hand for the exponent; torch.copysign is a slow call in compiled code on the CPU.
+    """Return ``q``, positive or of the sign of ``u``, with the sign of ``u``; an integer format's zero has no sign."""
+    # The exponent needs the bits of u anyway; torch.copysign is a slow call in compiled code on the CPU.
     sign = u.view(torch.int32) & -(1 << 31)
     return _normal_zero((q.view(torch.int32) | sign).view(torch.float32), element)
 

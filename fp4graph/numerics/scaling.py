@@ -30,9 +30,9 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
     With ``decode`` scales S ≈ Z / Qmax, x / S is rounded to the element q, which stands for q · S. With ``encode``
     scales s ≈ Qmax / Z, x · s is rounded to q, which stands for q / s. :class:`ScaleSpec` lists the rounding rules.
 
-    A scale above the format's range saturates. A scale that underflows becomes what ``spec.zero`` says. Underflow means
-    rounding to zero. For E8M0, which has no zero, and for the rules that give powers of two, it means lying below the
-    smallest value once rounded with unbounded exponent. Z = 0 underflows (with ``encode`` it saturates: Qmax/0 is Inf).
+    A scale above the format's range saturates. ``spec.zero`` replaces a scale that underflows, that is, rounds to zero.
+    For E8M0, which has no zero, and for rules that give powers of two, a scale underflows if it lies below the smallest
+    value after rounding with unbounded exponent. Z = 0 underflows (with ``encode`` it saturates: Qmax/0 is Inf).
 
     Args:
         z: fp32, non-negative; NaN and Inf give NaN.
@@ -42,7 +42,7 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
         fp32 of the shape of ``z``.
 
     Raises:
-        ValueError: the rule is ``stochastic`` and there is no noise, or the rule is unknown here.
+        ValueError: the rule is ``stochastic`` and there is no noise, or the rule is unknown.
     """
     shift = exponent_shift(spec, element)
     if shift is not None:
@@ -60,11 +60,11 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """Return ``value`` as fp32 in the shape of ``like``; dividing by it, or it by a tensor, rounds correctly.
+    """Return ``value`` as fp32 in the shape of ``like``; division of it, or by it, rounds correctly.
 
-    Dividing by a number multiplies by its reciprocal on some devices, and dividing a number multiplies by the
-    reciprocal on all. For GPUs Inductor does the first with any tensor that it can prove to be constant, one of
-    torch.full included; a choice, if between equals, it does not see through.
+    x / number multiplies by the reciprocal of the number on some devices; number / x multiplies by the reciprocal of x
+    on all. For GPUs Inductor treats a tensor that it can prove constant, such as one of torch.full, like a number. It
+    does not see that torch.where chooses between two equal tensors.
     """
     number = torch.full((), value, dtype=torch.float32, device=like.device)
     return torch.where(like == like, number, number)
@@ -80,7 +80,7 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
     """
     quotient = (z / constant(divisor, z)).view(torch.int32)
     below = (1 << (23 - bits)) - 1
-    # A mantissa that rounds up past the last one carries into the exponent, which makes it 2.
+    # Rounding up past the largest mantissa carries into the exponent and gives 2.
     rounded = (((quotient & _MANTISSA) + below) & ~below) + _ONE
     exponent = quotient >> 23
     ordinary = (exponent > 0) & (exponent < 255)
@@ -88,23 +88,23 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
 
 
 def ratio(values: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the ratio that is rounded to elements, ``x / S`` or ``x · s``; all tensors in the blocked layout."""
+    """Return the ratio to be rounded to elements, ``x / S`` or ``x · s``; all tensors in the blocked layout."""
     return values / scale if spec.scale.convention == "decode" else values * scale
 
 
 def dequantize(elements: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the values that elements stand for, ``q · S`` or ``q / s``; Inf beyond fp32's range, as in any cast."""
+    """Return the values that elements represent, ``q · S`` or ``q / s``; Inf beyond fp32's range, as in any cast."""
     return elements * scale if spec.scale.convention == "decode" else elements / scale
 
 
 def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
     """Return the number to add to the bits of Z for a rule that gives powers of two, and None for the other rules.
 
-    The exponent of the sum, less Emax, is the scale's. Adding 2^23 - 1 - t carries into the exponent exactly where the
+    The scale's exponent is that of the sum, less Emax. Adding 2^23 - 1 - t carries into the exponent exactly where the
     mantissa exceeds t.
 
     Raises:
-        ValueError: the rule is unknown here.
+        ValueError: the rule is unknown.
     """
     match spec.rounding:
         case "floor":
@@ -117,7 +117,7 @@ def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
             return 1 << (22 - element.top_mantissa_bits)
         case "nearest_even" | "toward_positive" | "stochastic":
             return None
-    raise ValueError(f"no code computes scales by the rule {spec.rounding!r}")
+    raise ValueError(f"scale rounding {spec.rounding!r} has no implementation")
 
 
 def _unbounded(z: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _unbounded(z: Tensor) -> Tensor:
 
 
 def _from_exponent(exponent: Tensor, spec: ScaleSpec) -> Tensor:
-    """Return 2^exponent (int32) brought into the range of ``spec.format``."""
+    """Return 2^exponent, for an int32 exponent, clamped to the range of ``spec.format``."""
     number = spec.format
     lowest, highest = number.min_exponent - number.mantissa_bits, number.top_exponent
     within = exponent.clamp(lowest, highest)
@@ -163,18 +163,18 @@ def _to_format(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
 
 
 def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor | int:
-    """Return the number to add to ``bits`` so that cutting off the ``dropped`` low bits rounds by the spec's rule."""
+    """Return the number to add to ``bits`` so that dropping the ``dropped`` low bits rounds by the spec's rule."""
     below = (1 << dropped) - 1
     if spec.rounding == "toward_positive":
         return below
     if noise is not None:
-        # Up iff rest/2^dropped > k/2^24, in integers: rest > k >> (24 - dropped).
+        # Up iff fraction/2^dropped > k/2^24, in integers: fraction > k >> (24 - dropped).
         return below - (((noise >> 8) & 0xFFFFFF) >> (24 - dropped))
     if dropped == 23:
         if spec.ties == "even":  # the code counts exponents from the lowest; a tie above an odd code goes up
             return below // 2 + ((bits >> 23) - (127 + spec.format.min_exponent) & 1)
-        # A tie lies between a power of two and its double, 1 and 2 in units of the former, and 2 is even. ml_dtypes and
-        # torch do the same; the parity of the code would send every second tie down.
+        # A tie lies between a power of two and its double: 1 and 2 in units of the lower one, and 2 is even. ml_dtypes
+        # and torch do the same; by the parity of the code every second tie would go down.
         return 1 << 22
     return (below >> 1) + ((bits >> dropped) & 1)
 

@@ -1,4 +1,4 @@
-"""Groups of lines of a tensor that are quantized apart: the tokens of each expert in a product of many experts."""
+"""Groups of lines of a tensor that are quantized separately: the tokens of each expert in a grouped product."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Assigns every position along one axis of a tensor to a group; statistics of a group read its positions alone.
+    """Assigns every position along one axis of a tensor to a group; statistics of a group read its positions only.
 
     Attributes:
         axis: the axis, counted from the front.
         count: E, the number of groups.
-        ids: int64, one number for each position along the axis: its group, or E for a position of none, such as
-            padding. None where position e is group e.
-        own: as ``ids``, with E for the zeros that fill up a group, where there are such; else None.
+        ids: int64, the group of each position along the axis, or E for a position outside all groups, such as padding.
+            None if position e is group e.
+        own: like ``ids``, but E also for the zeros that pad a group; None if no group is padded.
     """
 
     axis: int
@@ -30,14 +30,14 @@ class Segments:
 
     @property
     def of_own(self) -> Segments:
-        """The same groups without the zeros that fill them up, which are positions of none."""
+        """The same groups without the zeros that pad them; these are outside all groups."""
         return self if self.own is None else Segments(self.axis, self.count, self.own)
 
     def table(self, x: Tensor, axis: int, step: int, op: Literal["amax", "sum"] = "amax") -> Tensor:
-        """Return ``x`` reduced over the positions of each group, with E (+ 1, where there are ``ids``) along ``axis``.
+        """Return ``x`` reduced over the positions of each group, with E (+ 1, if there are ``ids``) along ``axis``.
 
         Args:
-            axis: of ``x``, standing for :attr:`axis`, with one number for every ``step`` positions.
+            axis: the axis of ``x`` that corresponds to :attr:`axis`, with one entry for every ``step`` positions.
         """
         if self.ids is None:
             return x
@@ -46,19 +46,18 @@ class Segments:
         return x.new_full(shape, -torch.inf if op == "amax" else 0.0).scatter_reduce(axis, index, x, op)
 
     def spread(self, table: Tensor, x: Tensor, axis: int, step: int) -> Tensor:
-        """Return the entries of ``table`` at the positions of their groups, in the shape of ``x``, which it was made
-        from."""
+        """Return the entries of ``table`` at the positions of their groups, in the shape of its source ``x``."""
         return table if self.ids is None else table.gather(axis, self._index(x, axis, step))
 
     def at_positions(self, table: Tensor, rank: int) -> Tensor:
-        """Return ``table``, one number for each group (and one for none), in a shape that broadcasts to a tensor of
-        ``rank`` axes."""
+        """Return ``table``, one number for each group (and one for positions outside all groups), in a shape that
+        broadcasts to a tensor of ``rank`` axes."""
         along = table[: self.count] if self.ids is None else table[self.ids]
         return along.reshape([-1 if axis == self.axis else 1 for axis in range(rank)])
 
     def order_statistics(self, x: Tensor, share: Fraction) -> tuple[Tensor, Tensor]:
         """Return the elements at places c and n - 1 - c of the ascending order of a group's n elements, c = ⌊share·n⌋,
-        at the positions of the group, broadcastable to ``x``; -Inf and Inf at positions of none.
+        at the positions of the group, broadcastable to ``x``; -Inf and Inf at positions outside all groups.
 
         Args:
             x: without NaN.
@@ -67,35 +66,35 @@ class Segments:
         ids = torch.arange(self.count, device=x.device) if ids is None else ids
         shape = [-1 if axis == self.axis else 1 for axis in range(x.dim())]
         flat = x.reshape(-1)
-        # Sorted by value, then by group: two stable sorts, because sizes of groups are known to the device alone.
+        # Sorted by value, then by group: two stable sorts, because only the device knows the sizes of groups.
         by_value = flat.sort(stable=True).indices
         order = by_value[ids.reshape(shape).expand(x.shape).reshape(-1)[by_value].sort(stable=True).indices]
         bound = torch.full((1,), torch.inf, dtype=x.dtype, device=x.device)
-        ascending = torch.cat([flat[order], bound])  # the last one for a tensor of no elements
+        ascending = torch.cat([flat[order], bound])  # so that an empty tensor has an element to read
         lines = ids.new_zeros(self.count + 1).scatter_add(0, ids, torch.ones_like(ids))[: self.count]
         sizes = lines * math.prod(size for axis, size in enumerate(x.shape) if axis != self.axis)
         ends, place = sizes.cumsum(0), sizes * share.numerator // share.denominator
         low = ascending[(ends - sizes + place).clamp(max=ascending.shape[0] - 1)]
         high = ascending[(ends - 1 - place).clamp(min=0)]
-        along = (torch.cat([table, none])[ids].reshape(shape) for table, none in ((low, -bound), (high, bound)))
+        along = (torch.cat([table, outside])[ids].reshape(shape) for table, outside in ((low, -bound), (high, bound)))
         return next(along), next(along)
 
     def largest(self, score: Tensor, axis: int, step: int, share: Fraction) -> Tensor:
-        """Return whether each element of ``score`` is among the ⌈share·n⌉ largest of the n of its group.
+        """Return whether each element of ``score`` is among the ⌈share·n⌉ largest of the n elements of its group.
 
-        Of equal elements the first are. NaN is larger than any number.
+        Among equal elements the first count as larger. NaN is larger than any number.
 
         Args:
-            axis: of ``score``, standing for :attr:`axis`, with one number for every ``step`` positions.
+            axis: the axis of ``score`` that corresponds to :attr:`axis`, with one entry for every ``step`` positions.
         """
         ids = torch.arange(self.count, device=score.device) if self.ids is None else self.ids[::step]
-        groups = ids.reshape([-1 if own == axis else 1 for own in range(score.dim())]).expand(score.shape).reshape(-1)
+        groups = ids.reshape([-1 if dim == axis else 1 for dim in range(score.dim())]).expand(score.shape).reshape(-1)
         by_value = score.reshape(-1).sort(descending=True, stable=True).indices
         order = by_value[groups[by_value].sort(stable=True).indices]
         sizes = ids.new_zeros(self.count + 1).scatter_add(0, groups, torch.ones_like(groups))
-        own, place = groups[order], torch.arange(groups.shape[0], device=score.device)
-        rank, due = place - (sizes.cumsum(0) - sizes)[own], (sizes * share.numerator + share.denominator - 1)
-        chosen = rank < (due // share.denominator)[own]
+        group, place = groups[order], torch.arange(groups.shape[0], device=score.device)
+        rank = place - (sizes.cumsum(0) - sizes)[group]
+        chosen = rank < ((sizes * share.numerator + share.denominator - 1) // share.denominator)[group]
         return torch.empty_like(chosen).scatter(0, order, chosen).reshape(score.shape)
 
     def _index(self, x: Tensor, axis: int, step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors that ``fully_shard`` has spread over processes: gathering them, and sharding others in the same way."""
+"""Gathers tensors that ``fully_shard`` has distributed over processes, and shards other tensors in the same way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, reference: Tensor) -> Tensor:
-    """Return ``x``, which is the same on every process, sharded as ``reference`` is.
+    """Return ``x``, which is equal on every process, sharded as ``reference`` is.
 
     Each process keeps its part; nothing is sent.
     """

@@ -23,7 +23,7 @@ Source = Literal["original", "fprop"]
 Selector = Literal["mse", "mae", "amax"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
-#: Other names of scale-rounding rules, which a :class:`ScaleSpec` replaces by ours.
+#: Other names of scale-rounding rules; a :class:`ScaleSpec` replaces them by ours.
 _SCALE_ALIASES: dict[str, ScaleRounding] = {"rceil": "ceil"}
 #: Rules that make a power of two from the exponent of Z, for formats that hold nothing else.
 POWERS_OF_TWO: tuple[ScaleRounding, ...] = ("floor", "ceil", "amax_ceil", "amax_even")
@@ -34,7 +34,7 @@ _Format = TypeVar("_Format")
 
 
 def _format(name: str, value: object, kind: type[_Format], look_up: Callable[[str], _Format]) -> _Format:
-    """Return the format that ``value`` is or names."""
+    """Return ``value`` if it is a format, or the format that it names."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, str):
@@ -47,13 +47,13 @@ def _format(name: str, value: object, kind: type[_Format], look_up: Callable[[st
 
 def _holds(element: ElementFormat, other: ElementFormat) -> bool:
     """Return whether ``element`` has all values of ``other``, both stretched to one maximum."""
-    own = {value * other.max for value in element.magnitudes()}  # exact: both factors have few significant bits
-    return own.issuperset(value * element.max for value in other.magnitudes())
+    values = {value * other.max for value in element.magnitudes()}  # exact: both factors have few significant bits
+    return values.issuperset(value * element.max for value in other.magnitudes())
 
 
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise SpecError(f"{name} must be one of {', '.join(known)}; got {_shown(value)}")
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise SpecError(f"{name} must be one of {', '.join(choices)}; got {_shown(value)}")
 
 
 def _shown(value: object) -> str:
@@ -75,7 +75,7 @@ class ScaleSpec:
             ``to_one`` (Chmiel et al. 2025).
         ties: where ``nearest_even`` rounds a scale halfway between two powers of two: ``up`` (the default, kept as
             None), as ml_dtypes and torch cast to E8M0, or to the ``even`` code, as gfloat rounds. A format with
-            mantissa bits has ties to even always and takes no ``ties``.
+            mantissa bits always rounds ties to even and takes no ``ties``.
 
     There are two families of rules, with Qmax the largest value of the element format and Emax its exponent::
 
@@ -90,7 +90,7 @@ class ScaleSpec:
         stochastic       a neighbour of Z / Qmax or Qmax / Z   any            either      design-space paper, sec. 3.1
 
     Names in capitals are those of torchao's ``ScaleCalculationMode``. The rules that make powers of two read the
-    exponent of Z and are for formats without mantissa bits (E8M0). The other rules round the ideal scale to its
+    exponent of Z and are for formats without mantissa bits (E8M0). The other rules round the ideal scale to one of its
     neighbours in the format; in ``fp32`` they change nothing.
     """
 
@@ -103,14 +103,14 @@ class ScaleSpec:
     def __post_init__(self) -> None:
         number = _format("scale format", self.format, ScaleFormat, scale_format)
         object.__setattr__(self, "format", number)
-        _one_of("scale convention", self.convention, get_args(Convention))
+        _check_choice("scale convention", self.convention, get_args(Convention))
         rounding: object = self.rounding
         if rounding is None:
             exponents_only = number.mantissa_bits == 0 and self.convention == "decode"
             object.__setattr__(self, "rounding", "floor" if exponents_only else "nearest_even")
-        _one_of("scale rounding", self.rounding, get_args(ScaleRounding))
+        _check_choice("scale rounding", self.rounding, get_args(ScaleRounding))
         object.__setattr__(self, "rounding", _SCALE_ALIASES.get(self.rounding, self.rounding))
-        _one_of("scale zero", self.zero, get_args(Zero))
+        _check_choice("scale zero", self.zero, get_args(Zero))
         if self.ties is not None:
             self._set_ties()
         if self.convention == "encode" and self.rounding not in _EITHER_CONVENTION:
@@ -127,7 +127,7 @@ class ScaleSpec:
 
     def _set_ties(self) -> None:
         """Check that the rule has ties between powers of two, and keep ``up``, the default, as None."""
-        _one_of("scale ties", self.ties, get_args(ScaleTies))
+        _check_choice("scale ties", self.ties, get_args(ScaleTies))
         if self.rounding != "nearest_even" or self.format.mantissa_bits:
             reason = (
                 f"{self.format.name} scales have mantissa bits, and their ties go to even already"
@@ -153,13 +153,13 @@ class QuantSpec:
 
     Each block may choose between several elements, as IF4 chooses between E2M1 and INT4 (Cook et al. 2026, "Adaptive
     Block-Scaled Data Types"). The block's scale is that of the first. The values of the others are stretched to the
-    same maximum, INT4's by 6/7 beside E2M1. A block takes the element whose values, each rounded to nearest, err least
-    by ``selector``: of equal errors the first. Elements that round stochastically choose in the same way, so that the
-    choice does not depend on the draw.
+    same maximum, INT4's by 6/7 beside E2M1. A block takes the element with the least error by ``selector`` after
+    rounding to nearest, and the first of elements with equal errors. Blocks that round stochastically choose in the
+    same way, so that the choice does not depend on the draw.
 
     Attributes:
-        element: the values that an element may have, as a name or an :class:`ElementFormat`; or a list of these, of
-            which each block chooses one. The attribute then holds the first, and ``others`` the rest.
+        element: the values that an element may have, as a name or an :class:`ElementFormat`; or a list of these, from
+            which each block chooses. The attribute then holds the first of the list, and ``others`` the rest.
         block: the elements that share a scale: a number of elements along the contraction axis; ``(r, c)`` for 2-D
             blocks over the last two axes; ``"row"`` for one scale per line along the contraction axis; ``"tensor"``
             for one scale.
@@ -167,14 +167,14 @@ class QuantSpec:
         rounding: how elements are rounded, ``nearest`` or ``stochastic``.
         ties: where ``nearest`` rounds a tie: to the ``even`` code, ``up`` (toward +inf, TetraJet Alg. 1) or ``away``
             from zero.
-        random_bits: the bits of noise per stochastically rounded element, 1 to 24. Fewer than 24 are compared as the
-            midpoint of the interval that they stand for (Fitzgibbon & Felix 2025).
+        random_bits: the bits of noise per stochastically rounded element, 1 to 24. Fewer than 24 bits stand for the
+            midpoint of their interval (Fitzgibbon & Felix 2025).
         source: the tensor that is quantized: the ``original`` operand, or the dequantized operand of ``fprop`` (double
             quantization).
-        from_master: quantize the tensor as it was before autocast's cast, not after.
+        from_master: quantize the tensor from before autocast's cast instead of after it.
         others: the elements that a block may choose in place of ``element``; none by default.
-        selector: the error e by which a block chooses, ``mse`` Σe² (the default), ``mae`` Σabs(e) or ``amax``
-            max abs(e); None where there is one element.
+        selector: the measure of errors e by which a block chooses, ``mse`` Σe² (the default), ``mae`` Σabs(e) or
+            ``amax`` max abs(e); None if there is one element.
     """
 
     element: ElementFormat = field(default="e2m1")  # type: ignore[assignment]  # a name is converted below
@@ -201,9 +201,9 @@ class QuantSpec:
         if not isinstance(scale, ScaleSpec):
             fields = [f"{key}={value!r}" for key, value in scale.items()] if isinstance(scale, dict) else ["'e4m3'"]
             raise SpecError(f"scale must be a ScaleSpec; got {_shown(scale)}. Write ScaleSpec({', '.join(fields)})")
-        _one_of("rounding", self.rounding, get_args(Rounding))
-        _one_of("ties", self.ties, get_args(Ties))
-        _one_of("source", self.source, get_args(Source))
+        _check_choice("rounding", self.rounding, get_args(Rounding))
+        _check_choice("ties", self.ties, get_args(Ties))
+        _check_choice("source", self.source, get_args(Source))
         if type(self.random_bits) is not int or not 1 <= self.random_bits <= 24:
             raise SpecError(f"random_bits is a whole number between 1 and 24; got {_shown(self.random_bits)}")
         if not isinstance(self.from_master, bool):
@@ -211,13 +211,13 @@ class QuantSpec:
 
     def _set_elements(self) -> None:
         """Separate the first element from the others, and check that a block can choose among them."""
-        listed: object = self.element
-        given: tuple[object, ...] = tuple(listed) if isinstance(listed, tuple | list) else (listed,)
-        if not given:
+        element: object = self.element
+        listed: tuple[object, ...] = tuple(element) if isinstance(element, tuple | list) else (element,)
+        if not listed:
             raise SpecError("element is an empty list; name at least one element format")
-        if len(given) > 1 and self.others:
+        if len(listed) > 1 and self.others:
             raise SpecError("others and a list in element both name further elements; write the list alone")
-        first, *others = (_format("element", each, ElementFormat, element_format) for each in (*given, *self.others))
+        first, *others = (_format("element", each, ElementFormat, element_format) for each in (*listed, *self.others))
         if others and type(self.others) is not tuple:
             raise SpecError(f"others must be a tuple of element formats; got {_shown(self.others)}")
         object.__setattr__(self, "element", first)
@@ -242,7 +242,7 @@ class QuantSpec:
                 "several, as in element: [e2m1, int4], or leave selector out"
             )
         else:
-            _one_of("selector", self.selector, get_args(Selector))
+            _check_choice("selector", self.selector, get_args(Selector))
 
     @property
     def elements(self) -> tuple[ElementFormat, ...]:
@@ -266,7 +266,7 @@ class QuantSpec:
     @functools.cached_property
     def _text(self) -> str:
         data = asdict(self)
-        if not self.others:  # texts name compiled code, which a field without a meaning would not tell apart
+        if not self.others:  # a text is part of names of compiled code, and unused fields would change it
             del data["others"], data["selector"]
         if self.scale.ties is None:
             del data["scale"]["ties"]

@@ -34,7 +34,7 @@ def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tens
 
 
 def relative_beta(beta: float, unit: Tensor) -> Tensor:
-    """Return β/unit, shape of ``unit``: the β of X for a β given for X/unit; β where the unit is 0."""
+    """Return β/unit, shape of ``unit``: it converts a β for X/unit to one for X. β where ``unit`` is 0."""
     absolute = torch.full_like(unit, beta)
     return torch.where(unit > 0, absolute / torch.where(unit > 0, unit, 1.0), absolute)
 
@@ -57,8 +57,8 @@ def absmax_gradient(values: Tensor, m: Tensor, groups: Groups) -> Tensor:
 def inside(u: Tensor, limit: float) -> Tensor:
     """Return 1 where abs(u) <= ``limit`` and 0 elsewhere, NaN included; fp32, shape of ``u``, which is fp32.
 
-    Bits are subtracted and nothing is compared: the backward keeps a byte for each element, and the code that Inductor
-    makes for CPUs takes 25 ns to write one boolean, and less than one to write a number.
+    Bits are subtracted instead of compared: the backward keeps a byte for each element, and Inductor's code for CPUs
+    takes 25 ns to write a boolean, and less than 1 ns to write a number.
     """
     (bits,) = struct.unpack("<i", struct.pack("<f", limit))
     outside: Tensor = (bits - (u.view(torch.int32) & _LAST)) >> 31  # -1 or 0
@@ -66,13 +66,13 @@ def inside(u: Tensor, limit: float) -> Tensor:
 
 
 def fraction(u: Tensor, element: ElementFormat) -> Tensor:
-    """Return the place of ``u`` between its neighbours among the values of ``element``, from 0 to 1; 0 at a value."""
+    """Return the position of ``u`` between its neighbouring values of ``element``, from 0 to 1; 0 at a value."""
     lower, upper = bracket(u, element)
     return _part(u, lower, upper)
 
 
 def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Return the same place for positive scales, and 1.0 where the nearest value has an odd code, else 0.0."""
+    """Return the same position for positive scales, and 1.0 where the nearest value has an odd code, else 0.0."""
     if not number.has_zero:
         lower = power_of_two(scale)
         return _part(scale, lower, 2 * lower), torch.zeros_like(scale)
@@ -83,7 +83,7 @@ def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
 
 
 def dge(part: Tensor, k: float) -> Tensor:
-    """Return (1/k)·abs(2t - 1)^(1/k - 1), t the place in the interval: infinite in the middle, 1/k at the ends."""
+    """Return (1/k)·abs(2t - 1)^(1/k - 1), t the position in the interval: infinite in the middle, 1/k at the ends."""
     return (2 * part - 1).abs().pow(1 / k - 1) / k
 
 
@@ -112,7 +112,7 @@ def spline(u: Tensor, knots: Sequence[tuple[float, float]]) -> Tensor:
 
 
 def _soft_weights(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:
-    """Return exp(β(abs(x) - m)), zero at padding; m is the maximum, so that nothing overflows."""
+    """Return exp(β(abs(x) - m)), zero at padding; m is the maximum, so no exponential overflows."""
     weights = torch.exp(beta * (values.abs() - m))
     valid = groups.blocking.valid(values.device)
     return weights if valid is None else weights * valid

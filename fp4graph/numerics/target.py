@@ -1,7 +1,7 @@
-"""Says for which kind of device code is traced, where that may be another than the one the tensors are on.
+"""Returns the kind of device that code is traced for, which may differ from the device of the tensors.
 
-Which operators a program calls depends on the device: kernels on a CPU, tensor code that Inductor fuses on a GPU. What
-asks for the device, asks here. So the program of a GPU can be traced on a machine without one, on tensors of the CPU.
+The device determines the operators of a program: kernels on a CPU, tensor code that Inductor fuses on a GPU. All code
+asks this module for the device. So a GPU's program can be traced without a GPU, on tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _traced: str | None = None
 
 
 def kind(device: torch.device) -> str:
-    """Return the type of the device that code on ``device`` is traced for or runs on: ``cpu``, ``cuda``."""
+    """Return the type of device, ``cpu`` or ``cuda``, that code on ``device`` is traced for or runs on."""
     return _traced or device.type
 
 
 @contextmanager
 def traced_for(device_type: str) -> Iterator[None]:
-    """Trace code on tensors of any device as for ``device_type``, in this context. The code cannot run."""
+    """Trace code as for ``device_type`` in this context, whatever the device of the tensors. The code cannot run."""
     global _traced
-    former, _traced = _traced, device_type
+    previous, _traced = _traced, device_type
     try:
         yield
     finally:
-        _traced = former
+        _traced = previous

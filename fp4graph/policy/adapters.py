@@ -1,7 +1,7 @@
 """Names of adapters (LoRA and the like), and of the layers and models that Hugging Face PEFT wraps around them.
 
-PEFT puts a wrapper in the place of a layer ``qkv``, which becomes ``qkv.base_layer`` beside ``qkv.lora_A.default``, and
-the model into ``base_model.model``.
+PEFT replaces a layer ``qkv`` by a wrapper, which holds the layer as ``qkv.base_layer`` beside ``qkv.lora_A.default``,
+and moves the model to ``base_model.model``.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-#: Parts of a name that only adapters have, also where nothing is wrapped.
+#: Parts of a name that only adapters have, even if nothing is wrapped.
 _ADAPTER = re.compile(r"(lora|dora|hada|lokr|vera|ia3|oft|boft)_\w+")
-#: The same in a glob, where the end of a part may be left to a ``*``.
+#: The same parts in a glob, where ``*`` may stand for the end of a part.
 _NAMED = re.compile(r"(^|[.*?\]])((lora|dora|hada|lokr)([_*?\[]|$)|(vera|ia3|oft|boft)_)")
 _WRAPPED = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-
-
-#: A wrapper's part for trained rows, and what is in it.
+#: The part of a wrapper that holds trained rows, and the modules inside that part.
 _ROWS = re.compile(r"\.token_adapter(\..*)?$")
 
 
 def is_adapter(name: str, modules: Collection[str]) -> bool:
     """Return whether ``name``, of a module or a parameter, belongs to an adapter; ``modules`` are the model's names.
 
-    A wrapper is one itself: the products in its own body are those of adapters that have no layers (LoHa, VeRA).
+    A wrapper counts as an adapter: the products in its forward are those of adapters without layers (LoHa, VeRA).
     """
     parts = name.split(".")
     if any(_ADAPTER.fullmatch(part) for part in parts):
@@ -36,8 +34,8 @@ def is_adapter(name: str, modules: Collection[str]) -> bool:
 
 
 def is_of_adapters(name: str, modules: Collection[str]) -> bool:
-    """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside them, whole
-    (``modules_to_save``) or some rows of it (``trainable_token_indices``)."""
+    """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside the adapters: all of
+    the layer (``modules_to_save``) or some of its rows (``trainable_token_indices``)."""
     copied = "modules_to_save" in name.split(".") or f"{name}.modules_to_save" in modules
     wrapper = _ROWS.sub("", name)
     return copied or f"{wrapper}.token_adapter.base_layer" in modules or is_adapter(name, modules)
@@ -49,13 +47,14 @@ def names_adapters(glob: str) -> bool:
 
 
 def _wraps(name: str, modules: Collection[str]) -> bool:
-    """Return whether ``name``, a module with a ``base_layer``, has an adapter beside it."""
-    beside = (other.removeprefix(f"{name}.").partition(".")[0] for other in modules if other.startswith(f"{name}."))
-    return any(_ADAPTER.fullmatch(part) for part in beside)
+    """Return whether the module ``name`` holds an adapter beside its ``base_layer``."""
+    prefix = f"{name}."
+    children = (module.removeprefix(prefix).partition(".")[0] for module in modules if module.startswith(prefix))
+    return any(_ADAPTER.fullmatch(child) for child in children)
 
 
 def names_before(name: str) -> tuple[str, ...]:
-    """Return ``name``, and the names that the module may have had before PEFT wrapped it or the model."""
-    plain = _WRAPPED.sub("", name).removesuffix(".token_adapter")  # which multiplies with the rows, of a tied head
+    """Return ``name`` and the names that the module may have had before PEFT wrapped it or the model."""
+    plain = _WRAPPED.sub("", name).removesuffix(".token_adapter")  # of a tied head: this part multiplies with the rows
     inside = [plain.removeprefix(prefix) for prefix in ("base_model.model.", "base_model.") if plain.startswith(prefix)]
     return tuple(dict.fromkeys((name, plain, *inside)))

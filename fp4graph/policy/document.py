@@ -1,11 +1,11 @@
-"""YAML as plain data that remembers its lines, so that every error of a policy names one.
+"""Reads YAML into plain data that remembers its lines, so that every error of a policy names a line.
 
-The data is that of ``yaml.safe_load``, aliases and merge keys included, with these exceptions. A key given twice, which
-YAML forbids and PyYAML accepts, is an error, ``<<`` too. Of a list under ``<<``, earlier mappings override later ones,
-as YAML defines it (https://yaml.org/type/merge.html); PyYAML 6.0.4 does the opposite. Every key is text. There are no
-tags. Dates, numbers to the base 60 (``1:20:30``) and numbers with a leading 0, which YAML 1.1 reads as octal, are text.
+The data is that of ``yaml.safe_load``, aliases and merge keys included, with these exceptions. A key (also ``<<``) that
+is given twice is an error, as in YAML; PyYAML accepts it. In a list under ``<<`` earlier mappings override later ones,
+as YAML defines it (https://yaml.org/type/merge.html); PyYAML 6.0.4 does the opposite. Every key is text. Tags are
+errors. Dates, numbers to the base 60 (``1:20:30``) and numbers with a leading 0, octal in YAML 1.1, are text.
 
-A document is bounded before anything of it is expanded, whether it is a file or data.
+Files and data are checked against size limits before aliases and merge keys are expanded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import yaml
 from fp4graph.errors import PolicyError
 from fp4graph.policy.words import dotted
 
-#: The largest document that is read: bytes of a file, mappings and lists inside each other, and values with aliases and
-#: merge keys written out.
+#: Limits of a document: the bytes of a file, the levels of mappings and lists inside each other, and the number of
+#: values with aliases and merge keys expanded.
 MOST_BYTES = 2**20
 DEEPEST = 32
 MOST_VALUES = 100_000
@@ -72,22 +72,22 @@ class Node:
         return parent.keys.get(str(last), parent.get(last).place)
 
     def blame(self, *path: object) -> Place:
-        """Return the place that an error about ``path`` names. A mapping or list begins at the line of its key."""
+        """Return the place that an error about ``path`` names: for a mapping or list, the line of its key."""
         node = self.get(*path)
         return self.where(*path) if path and isinstance(node.value, dict | list) else node.place
 
     def error(self, path: Iterable[object], message: str) -> PolicyError:
-        """Return an error about what is at ``path``."""
+        """Return an error about the value at ``path``."""
         return self.blame(*path).error(message)
 
     def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
-        """Return this mapping with ``items``, and the places of their keys, over its own."""
+        """Return this mapping, overridden by ``items`` and the places of their keys."""
         values = {key: node for key, (_, node) in items.items()}
         places = {key: place for key, (place, _) in items.items()}
         return Node({**self.value, **values}, self.place, {**self.keys, **places})
 
     def without(self, *dropped: str) -> Node:
-        """Return this mapping without some keys."""
+        """Return this mapping without the keys ``dropped``."""
         values = {key: node for key, node in self.value.items() if key not in dropped}
         return Node(values, self.place, {key: place for key, place in self.keys.items() if key not in dropped})
 
@@ -101,7 +101,7 @@ class Node:
 
 
 def parse(text: str, file: str) -> Node:
-    """Return the one document in ``text``."""
+    """Return the only document in ``text``."""
     loader: _Loader | None = None
     try:
         loader = _Loader(text, file)
@@ -111,7 +111,7 @@ def parse(text: str, file: str) -> Node:
         return _Reader(loader, file).read(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        if mark and error.context_mark and mark.index >= len(text.rstrip()):  # never closed: name where it was opened
+        if mark and error.context_mark and mark.index >= len(text.rstrip()):  # unclosed: name the place of its opening
             mark = error.context_mark
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise Place(file, mark.line + 1 if mark else None).error(
@@ -132,7 +132,7 @@ def _hint(text: str, mark: yaml.Mark | None) -> str:
     if "\t" in line:
         return "; indent with spaces, not tabs"
     if line.lstrip().startswith(("*", "&", "%", "@", "`")) or ": *" in line:
-        return "; quote text that begins with a character YAML gives a meaning to, such as '*'"
+        return "; quote text that begins with a special character of YAML, such as '*'"
     return "; check indentation, colons, quotes and brackets around here"
 
 
@@ -142,16 +142,16 @@ _FRACTION = (
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _TAG = "tag:yaml.org,2002:"
-#: What SafeLoader resolves and we do otherwise, or not at all.
-_OTHERWISE = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
+#: Tags that SafeLoader resolves, and that this loader resolves differently or not at all.
+_REPLACED = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
 
 
 class _Loader(yaml.SafeLoader):
     """Composes the nodes of a document within the bounds, without tags."""
 
     yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in known if tag not in _OTHERWISE]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def __init__(self, text: str, file: str) -> None:
@@ -165,7 +165,7 @@ class _Loader(yaml.SafeLoader):
         place = Place(self._file, event.start_mark.line + 1)
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise place.error(f"tag {tag[:80]!r} is not allowed; a policy runs no code, write a plain value")
+            raise place.error(f"tag {tag[:80]!r} is not allowed: a policy runs no code; write a plain value")
         self._values += 1
         self._depth += 1
         _check_size(place, self._depth, self._values)
@@ -186,7 +186,7 @@ class _Reader:
         self._file = file
         self._open: set[int] = set()
         self._done: dict[int, Node] = {}
-        self._size: dict[int, int] = {}  # values of each of our nodes, aliases and merge keys written out
+        self._size: dict[int, int] = {}  # values of each Node, with aliases and merge keys expanded
         self._merged = 0
 
     def read(self, node: yaml.Node) -> Node:
@@ -207,29 +207,29 @@ class _Reader:
             return self._mapping(node, place)
         if isinstance(node, yaml.SequenceNode):
             return Node([self.read(item) for item in node.value], place)
-        _check_scalar(node.value, place)  # before it is made a number
+        _check_scalar(node.value, place)  # before it is parsed as a number
         value = self._loader.construct_object(node)
         _check_scalar(value, place)
         return Node(value, place)
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> Node:
         merged: dict[str, tuple[Place, Node]] = {}
-        given: dict[str, tuple[Place, Node]] = {}
+        written: dict[str, tuple[Place, Node]] = {}
         merge: Place | None = None
         for key, value in node.value:
             if key.tag == f"{_TAG}merge":
                 if merge:
                     raise self._place(key).error(f"key '<<' is given twice, first on line {merge.line}; merge one list")
                 merge = self._place(key)
-                for source in reversed(self._sources(value)):  # the first of a list wins
+                for source in reversed(self._sources(value)):  # the first one in a list wins
                     merged |= {name: (source.where(name), item) for name, item in source.value.items()}
                 continue
             name, where = self._key(key)
-            if name in given:
-                line = given[name][0].line
+            if name in written:
+                line = written[name][0].line
                 raise where.error(f"key {name!r} is given twice, first on line {line}; remove one of them")
-            given[name] = (where, self.read(value))
-        return Node({}, place).replacing(merged | given)
+            written[name] = (where, self.read(value))
+        return Node({}, place).replacing(merged | written)
 
     def _sources(self, node: yaml.Node) -> list[Node]:
         """Return the mappings that a merge key names."""
@@ -262,7 +262,7 @@ def from_data(data: object) -> Node:
 
 
 class _Data:
-    """Converts data to :class:`Node`; in the place of lines, errors name keys and indices."""
+    """Converts data to :class:`Node`; errors name keys and indices instead of lines."""
 
     def __init__(self) -> None:
         self._values = 0
@@ -288,9 +288,9 @@ def _at(path: tuple[str | int, ...]) -> str:
 
 
 def _check_size(place: Place, depth: int, values: int, at: str = "") -> None:
-    """Raise PolicyError where a document is nested too deeply, or has too many values."""
+    """Raise PolicyError if a document is nested too deeply or has too many values."""
     if depth > DEEPEST:
-        raise place.error(f"{at}nested too deeply: a policy has at most {DEEPEST} levels, and holds no block in itself")
+        raise place.error(f"{at}nested too deeply: a policy has at most {DEEPEST} levels, and no block contains itself")
     if values > MOST_VALUES:
         raise place.error(
             f"{at}too large: a policy has at most {MOST_VALUES:,} values, with aliases and merge keys written out; "
@@ -304,12 +304,13 @@ def _check_scalar(value: object, place: Place, at: str = "") -> None:
         if len(value) > LONGEST_TEXT:
             raise place.error(f"{at}a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are read, shorten it")
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise place.error(f"{at}half of a surrogate pair is no character; write the character itself")
+            raise place.error(f"{at}half of a surrogate pair is not a character; write the character itself")
     elif isinstance(value, int):
         if abs(value) >= 10**MOST_DIGITS:
             raise place.error(f"{at}a whole number has at most {MOST_DIGITS} digits; write a smaller one")
     elif value is not None and not isinstance(value, float):
-        raise place.error(f"{at}a policy is mappings, lists, text, numbers, true and false; got {type(value).__name__}")
+        kind = type(value).__name__
+        raise place.error(f"{at}a policy holds mappings, lists, text, numbers, true and false; got {kind}")
 
 
 def _check_key(value: object, place: Place, at: str = "") -> None:
@@ -324,26 +325,27 @@ def _check_key(value: object, place: Place, at: str = "") -> None:
 def merge(parent: Node, child: Node) -> Node:
     """Merge policy ``child`` over ``parent``, for ``extends`` and phases.
 
-    The child's keys win; its techniques replace their namesakes or follow the parent's, and its rules under ``before``
-    go ahead of the parent's. The parent's name is not inherited, and neither is ``extends``, which has been followed.
+    The child's keys win. A technique of the child replaces the parent's of the same name, or follows the parent's. The
+    child's rules under ``before`` precede the parent's. The parent's ``name`` and ``extends`` are not inherited.
     """
-    own = {key: node for key, node in child.value.items() if key != "extends"}
-    if "techniques" in own and "techniques" in parent.value:
-        own["techniques"] = _append(parent.get("techniques"), own["techniques"])
-    if "rules" in own and (ahead := own["rules"].child("before")):
+    written = {key: node for key, node in child.value.items() if key != "extends"}
+    if "techniques" in written and "techniques" in parent.value:
+        written["techniques"] = _append(parent.get("techniques"), written["techniques"])
+    if "rules" in written and (ahead := written["rules"].child("before")):
         after = parent.value["rules"].value if "rules" in parent.value else []
-        own["rules"] = Node([*ahead.value, *after], ahead.place)
+        written["rules"] = Node([*ahead.value, *after], ahead.place)
     inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
-    return Node({**inherited, **own}, child.place, {**parent.keys, **{key: child.where(key) for key in own}})
+    return Node({**inherited, **written}, child.place, {**parent.keys, **{key: child.where(key) for key in written}})
 
 
 def _append(parent: Node, child: Node) -> Node:
-    """Join two lists of techniques; a child's technique takes the place of the parent's namesake."""
+    """Join two lists of techniques; a child's technique replaces the parent's of the same name."""
     by_name: dict[str, Node] = {}
     for node in child.value:
         by_name.setdefault(_technique_name(node), node)
     merged = [by_name.get(_technique_name(node), node) for node in parent.value]
-    return Node([*merged, *(node for node in child.value if all(node is not one for one in merged))], child.place)
+    added = (node for node in child.value if all(node is not present for present in merged))
+    return Node([*merged, *added], child.place)
 
 
 def _technique_name(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Writes parts of a resolved policy as a policy file has them, as short as loads to the same."""
+"""Writes parts of a resolved policy as the shortest data, in a policy file's form, that loads as the same parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fp4graph.policy.rule import Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import GROUPS, Operand
 
-#: Scale formats made with ``max``, and the name of the format that each was made from.
+#: The name of the format from which each scale format with its own ``max`` was made.
 BaseFormats = dict[ScaleFormat, str]
-#: Fields of a scale with one of which a block replaces the rule it inherits, and the ties of that rule.
+#: Fields of a scale; a block that writes one of them replaces the inherited rule, and does not inherit its ``ties``.
 REPLACES_TIES = frozenset({"format", "rounding", "convention"})
 
 
@@ -29,16 +29,16 @@ def default_data(rule: Rule, bases: BaseFormats) -> str | dict[str, Any]:
 
 
 def rule_data(rule: Rule, shared: Collection[Technique], bases: BaseFormats) -> dict[str, Any]:
-    """Return a rule as it is written; ``shared`` are the policy's techniques, which it does not repeat."""
+    """Return a rule as it is written, without the policy's techniques (``shared``)."""
     match = {name: _predicate(value) for name, value in rule.match.predicates.items()}
     data: dict[str, Any] = {"name": rule.name, "match": match}
     if rule.keep is not None:
         data["keep"] = rule.keep
     else:
         data.update(_action(rule, bases))
-    own = [technique_data(each) for each in rule.techniques if each not in shared]
-    if own:
-        data["techniques"] = own
+    techniques = [technique_data(each) for each in rule.techniques if each not in shared]
+    if techniques:
+        data["techniques"] = techniques
     if not rule.required:
         data["required"] = False
     return data
@@ -80,7 +80,7 @@ def _action(rule: Rule, bases: BaseFormats) -> dict[str, Any]:
 
 
 def _changed(spec: Any, base: Any) -> dict[str, Any]:
-    """Return the fields in which a spec differs from ``base``."""
+    """Return the values of the fields in which ``spec`` differs from ``base``."""
     values = {item.name: getattr(spec, item.name) for item in fields(spec)}
     return {name: value for name, value in values.items() if value != getattr(base, name)}
 
@@ -88,7 +88,7 @@ def _changed(spec: Any, base: Any) -> dict[str, Any]:
 def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[str, Any]:
     """Return the fields in which ``spec`` differs from ``base``, as they are written."""
     data = _changed(spec, base)
-    if "element" in data or "others" in data:  # the selector belongs to the list
+    if "element" in data or "others" in data:  # a selector is written with the list that it selects from
         data["element"] = [each.name for each in spec.elements] if spec.others else spec.element.name
         data.pop("selector", None)
         if spec.selector not in (None, "mse"):
@@ -102,12 +102,12 @@ def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[st
 
 
 def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> dict[str, Any]:
-    """Return the fields of ``scale`` to write beside those written for ``base``, which are none for ``ScaleSpec()``."""
+    """Return the fields of ``scale`` to write in addition to those written for ``base`` (none for ``ScaleSpec()``)."""
     data = _changed(scale, base)
-    # A rounding that the base does not write is not inherited: the format's own takes its place.
-    own = _own_rounding(base)
+    # If the base does not write its rounding, a scale that writes none has the default of its own format.
+    written = base.rounding != _default_rounding(base)
     data.pop("rounding", None)
-    if scale.rounding != (base.rounding if base.rounding != own else _own_rounding(scale)):
+    if scale.rounding != (base.rounding if written else _default_rounding(scale)):
         data["rounding"] = scale.rounding
     if "format" in data:
         data["format"] = bases.get(scale.format, scale.format.name)
@@ -120,12 +120,12 @@ def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> 
     return data
 
 
-def _own_rounding(scale: ScaleSpec) -> ScaleRounding:
-    """Return the rounding that ``scale`` has where none is written."""
+def _default_rounding(scale: ScaleSpec) -> ScaleRounding:
+    """Return the rounding of a scale with the format and convention of ``scale`` if none is written."""
     return ScaleSpec(scale.format, convention=scale.convention).rounding
 
 
 def technique_data(technique: Technique) -> str | dict[str, Any]:
-    """Return a technique as it is written: without the options that have their default."""
+    """Return a technique as it is written, without options at their default."""
     options = technique.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {technique.name: options} if options else technique.name

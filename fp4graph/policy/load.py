@@ -1,4 +1,4 @@
-"""Loads the policy that a reference means: a file, a shipped name, data or a policy."""
+"""Loads a policy from a file, a shipped name or data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def shipped_policies(registry: Registry) -> dict[str, Path]:
 
 
 def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
-    """Return the policy that ``ref`` means.
+    """Return the policy that ``ref`` names or holds.
 
     Args:
         ref: a path, the name of a policy that fp4graph or a plugin ships, the content of a policy file as a dict, or
-            a policy, which is returned as it is. Text without a directory and without the suffix ``.yaml`` or ``.yml``
-            is a shipped name before it is a path. ``baseline`` is another name of ``bf16``.
+            a policy, which is returned unchanged. Text without a directory and without the suffix ``.yaml`` or ``.yml``
+            is looked up first as a shipped name, then as a path. ``baseline`` is another name of ``bf16``.
         registry: where techniques, formats and shipped policies are looked up; everything installed by default.
 
     Raises:
@@ -54,7 +54,7 @@ def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
 
 
 def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: Place) -> Path:
-    """Return the file of a path relative to ``directory``, or of a shipped name, that is written at ``place``."""
+    """Return the file of ``ref``, a shipped name or a path relative to ``directory``, which is written at ``place``."""
     path = Path(ref)
     is_name = isinstance(ref, str) and path.name == ref and path.suffix not in (".yaml", ".yml")
     names = shipped_policies(registry)
@@ -63,16 +63,15 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     try:
         if (directory / path).is_file():
             return directory / path
-        what = "is a directory" if (directory / path).is_dir() else "is not a file"
+        problem = "is a directory" if (directory / path).is_dir() else "is not a file"
     except (OSError, ValueError) as error:  # too long, or with a NUL
-        what = f"cannot be a file ({error.strerror if isinstance(error, OSError) else error})"
-    near = nearest(path.stem, names)
-    shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
-    known = f"Shipped policies: {', '.join(names) or 'none'}"
-    called = repr(shortened(str(ref)))
-    shipping = f"no policy {called} is shipped{registry.why_missing(str(ref))}, and it {what}"
-    described = shipping if is_name else f"policy {called} {what}"
-    raise place.error(f"{described}; {shipped}{known}")
+        problem = f"cannot be a file ({error.strerror if isinstance(error, OSError) else error})"
+    close = nearest(path.stem, names)
+    hint = f"did you mean the shipped policy {close[0]!r}? " if close else ""
+    name = repr(shortened(str(ref)))
+    unshipped = f"no policy {name} is shipped{registry.why_missing(str(ref))}, and it {problem}"
+    described = unshipped if is_name else f"policy {name} {problem}"
+    raise place.error(f"{described}; {hint}Shipped policies: {', '.join(names) or 'none'}")
 
 
 def _read(path: Path) -> Node:
@@ -90,7 +89,7 @@ def _read(path: Path) -> Node:
 
 
 def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry: Registry) -> Node:
-    """Return ``document`` merged onto the policy that it extends; ``chain`` holds the files on the way to it."""
+    """Return ``document`` merged onto the policy that it extends; ``chain`` holds the files that led to it."""
     written = validate(PolicySection, document)
     if written.extends is None:
         listed(written, document)
@@ -104,16 +103,16 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
         raise place.error(f"more than {MOST_EXTENDS} policies extend one another; write some of them out")
     parent = _extended(_read(path), path.parent, (*chain, path), registry).without("description")
     merged = merge(parent, document)
-    # A default that is inherited says nothing about rules that are not.
+    # An inherited default does not show that the new rules are meant to quantize nothing.
     if _quantizes(parent) and not _quantizes(merged) and written.default is None:
-        nothing = "'default: keep' to say that nothing is to be quantized"
+        remedy = "'default: keep' to say that nothing is to be quantized"
         if isinstance(document.get("rules").value, dict):
-            why = f"a rule without a match keeps every site, and so none of the rules of {written.extends!r} is asked"
-            raise document.error(("rules",), f"{why}; give it a match, or write {nothing}")
+            cause = f"a rule without a match keeps every site, so no rule of {written.extends!r} is reached"
+            raise document.error(("rules",), f"{cause}; give it a match, or write {remedy}")
         raise document.error(
             ("rules",),
-            f"no rule quantizes, for these rules replace those of {written.extends!r}; write 'rules: {{before: "
-            f"[...]}}' to put them ahead of those, or {nothing}",
+            f"no rule quantizes, because these rules replace those of {written.extends!r}; write 'rules: {{before: "
+            f"[...]}}' to put them ahead of the inherited rules, or {remedy}",
         )
     return merged
 

@@ -34,9 +34,9 @@ class Range(Section):
             return {"min": data, "max": data}
         if isinstance(data, dict) and data.get("exactly") is not None:
             if {"min", "max"} & data.keys():
-                raise ValueError("exactly leaves nothing for min and max to say; give one or the other")
-            others = {key: value for key, value in data.items() if key != "exactly"}
-            return {"min": data["exactly"], "max": data["exactly"], **others}
+                raise ValueError("exactly cannot stand beside min or max; remove one of them")
+            bounds = {key: value for key, value in data.items() if key != "exactly"}
+            return {"min": data["exactly"], "max": data["exactly"], **bounds}
         return data
 
     @classmethod
@@ -53,7 +53,7 @@ class Range(Section):
         return self
 
     def __contains__(self, value: int | None) -> bool:
-        """Return whether ``value`` is known and within the bounds: a symbolic size is in no range."""
+        """Return whether ``value`` is within the bounds; an unknown value, as of a symbolic size, never is."""
         return (
             value is not None
             and (self.min is None or value >= self.min)
@@ -69,18 +69,18 @@ class Range(Section):
 
 
 def _counted(value: Any) -> Any:
-    whole = type(value) is int and value >= 1
-    if not whole and not (isinstance(value, float) and 0 < value < 1):
+    is_count = type(value) is int and value >= 1
+    if not is_count and not (isinstance(value, float) and 0 < value < 1):
         raise wrong("a whole number of blocks, at least 1, or a share of them between 0 and 1")
     return value
 
 
-#: A number of blocks, or a share of a stack's.
+#: A number of blocks, or a share of the blocks of a stack.
 Blocks = Annotated[int | float, BeforeValidator(_counted)]
 
 
 def _blocks(wanted: int | float | None, total: int) -> int:
-    """Return a number of blocks out of ``total``; a share as its decimal digits say it, rounded up."""
+    """Return a number of blocks out of ``total``. A share is read by its decimal digits and rounded up."""
     if wanted is None:
         return total
     return wanted if isinstance(wanted, int) else math.ceil(Fraction(str(wanted)) * total)
@@ -90,23 +90,23 @@ class Match(Section):
     """Predicates on a site, all of which must hold; a predicate that is None holds for every site.
 
     Attributes:
-        op: kinds of operation. None is linear, matmul and grouped (the products of experts) for a rule that quantizes:
-            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory, and a
-            convolution (conv1d, conv2d) becomes a product only for one that says ``op: conv``, since that costs as much
-            memory as its input times the places of its kernel. None is every kind for a rule that keeps.
-        module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
-            text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
-            a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
+        op: kinds of operation. None means linear, matmul and grouped (products of experts) in a rule that quantizes.
+            Fused attention needs ``op: sdpa``, because splitting it into products takes O(N²) memory. A convolution
+            (conv1d, conv2d) needs ``op: conv``, because as a product it takes the memory of its input times the number
+            of positions in its kernel. None means every kind in a rule that keeps.
+        module: globs for the fully qualified name; one match is enough. Case-sensitive; ``*`` matches any text, dots
+            included, so ``*.attn.qkv`` matches in every block and ``head`` only the top-level head. The name that a
+            module had before PEFT wrapped it matches too: ``head`` matches ``base_model.model.head.base_layer``.
         block: whether the site is inside a repeated stack of blocks.
-        first_blocks, last_blocks: the site is inside the first or last so many blocks of its stack, or inside so large
-            a share of them (a fraction below 1, rounded up to whole blocks: ``last_blocks: 0.15`` is 2 of 12 blocks).
-            Both together ask for both; write two rules for either.
+        first_blocks, last_blocks: the site is in the first or last blocks of its stack: this number of blocks, or this
+            share (a fraction below 1, rounded up to whole blocks: ``last_blocks: 0.15`` is 2 of 12 blocks). If both are
+            given, both must hold; write two rules for either.
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
-        role: parts that the site plays: adapter (LoRA and the like), router (of a mixture of experts), head. None is
-            every site but adapters and routers for a rule that quantizes, adapters too where ``module`` names them
-            (``*lora_A*``), and every site for a rule that keeps.
+        role: roles of the site: adapter (LoRA and the like), router (of a mixture of experts), head. None means every
+            site in a rule that keeps. In a rule that quantizes, None excludes routers, and adapters unless ``module``
+            names them (``*lora_A*``).
     """
 
     op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
@@ -137,11 +137,11 @@ class Match(Section):
 
     @property
     def predicates(self) -> dict[str, Any]:
-        """The predicates that are given, by name."""
+        """The predicates that are not None, by name."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
     def fits(self, site: SiteView) -> bool:
-        """Return whether every predicate holds for ``site``, except those on the kind of operation and on the place."""
+        """Return whether the predicates on sizes and producer hold for ``site``."""
         return (
             (self.in_features is None or site.in_features in self.in_features)
             and (self.out_features is None or site.out_features in self.out_features)
@@ -169,28 +169,28 @@ class Match(Section):
         )
 
     def first_of(self, total: int) -> int:
-        """Return how many blocks at the beginning of a stack of ``total`` match: all where none are counted."""
+        """Return how many of the first blocks of a stack of ``total`` match; all if ``first_blocks`` is None."""
         return _blocks(self.first_blocks, total)
 
     def last_of(self, total: int) -> int:
-        """Return how many blocks at the end of a stack of ``total`` match: all where none are counted."""
+        """Return how many of the last blocks of a stack of ``total`` match; all if ``last_blocks`` is None."""
         return _blocks(self.last_blocks, total)
 
     @property
     def names_adapters(self) -> bool:
-        """Return whether ``module`` names adapters alone."""
+        """Return whether all ``module`` globs name adapters."""
         return self.module is not None and all(map(names_adapters, self.module))
 
     @property
     def needs_blocks(self) -> bool:
-        """Return whether a predicate asks for a site inside a repeated stack of blocks."""
+        """Return whether a predicate holds only inside a repeated stack of blocks."""
         return bool(self.block) or self.first_blocks is not None or self.last_blocks is not None
 
     def may_name(self, module: str | None) -> bool:
-        """Return whether no ``module`` glob excludes ``module``."""
+        """Return whether a ``module`` glob matches ``module``, or the rule has no globs."""
         return self.module is None or self.names(module)
 
     def names(self, module: str | None) -> bool:
-        """Return whether one of the ``module`` globs is the name of ``module``."""
+        """Return whether a ``module`` glob matches a name of ``module``, present or from before PEFT wrapped it."""
         names = () if module is None else names_before(module)
         return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in self.module or ())

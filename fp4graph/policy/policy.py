@@ -42,8 +42,8 @@ class Expect:
     """Assertions about the captured graphs of a model: how many sites are quantized, and how many are kept.
 
     Attributes:
-        places: where each is written.
-        policy: where the policy begins that has them.
+        places: the place where each assertion is written, by its name.
+        policy: the place where the policy that has the assertions begins.
     """
 
     quantized: Range | None = None
@@ -52,30 +52,30 @@ class Expect:
     policy: Place = field(default=Place(), compare=False)
 
     def error(self, name: str, message: str) -> PolicyError:
-        """Return an error about one assertion. Where it is inherited, the policy that inherits it is to blame."""
+        """Return an error at one assertion, or at the policy that inherits the assertion."""
         place = self.places.get(name, Place())
         if place.file == self.policy.file:
             return place.error(message)
         return self.policy.error(f"{message} (the expectation is inherited from {place.file}:{place.line})")
 
     def check(self, quantized: int, total: int) -> None:
-        """Raise a PolicyError unless ``quantized`` of ``total`` sites is as expected."""
-        for name, expected, found in (("quantized", self.quantized, quantized), ("kept", self.kept, total - quantized)):
-            if expected is not None and found not in expected:
+        """Raise a PolicyError unless ``quantized`` of ``total`` sites meets the assertions."""
+        for name, expected, count in (("quantized", self.quantized, quantized), ("kept", self.kept, total - quantized)):
+            if expected is not None and count not in expected:
                 raise self.error(
                     name,
-                    f"expected {expected} {name} site(s), found {found} of {total}; "
+                    f"expected {expected} {name} site(s), found {count} of {total}; "
                     "fp4graph.explain shows the rule of each site: correct the rules or the expectation",
                 )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A change of the policy in the course of a training.
+    """A change of the policy during a training.
 
     Attributes:
         at: training forwards before the phase begins (int), or their share of all training forwards (float).
-        policy: the policy in force from then on, until the next phase; it has no phases itself.
+        policy: the policy in force from then until the next phase; it has no phases itself.
     """
 
     at: int | float
@@ -83,12 +83,12 @@ class Phase:
     place: Place = field(default=Place(), compare=False)
 
     def start(self, total_forwards: int | None) -> int:
-        """Return the number of training forwards before the phase begins; raise PolicyError where it is not known."""
+        """Return the number of training forwards before the phase begins; raise PolicyError if it is unknown."""
         if isinstance(self.at, int):
             return self.at
         if total_forwards is None:
             raise self.place.error(
-                f"a phase begins at {self.at:g} of the training, whose length is not known; give it to "
+                f"a phase begins at {self.at:g} of the training, whose length is not known; pass it to "
                 "fp4graph.apply(..., total_forwards=...) or fp4graph.set_total_forwards(model, ...)"
             )
         return round(self.at * total_forwards)
@@ -98,14 +98,14 @@ class Phase:
 class Policy:
     """The rules that say which sites of a model are quantized, and how.
 
-    Equality and hash go by content; the file that a policy was read from is not part of it.
+    Policies with equal content are equal and have equal hashes, whatever files they were read from.
 
     Attributes:
-        rules: the rules in order; the first that matches a site decides.
-        default: the rule for a site that no other matches.
+        rules: the rules in order; the first that matches a site decides about it.
+        default: the rule for the sites that no other rule matches.
         techniques: the techniques declared for the whole policy.
         phases: the later phases of a training, in order.
-        implied: techniques that the specs amount to although none is declared, as ``rounding: stochastic`` does.
+        implied: techniques that the specs imply, as ``rounding: stochastic`` implies ``stochastic_rounding``.
         file: the file that the policy was read from, or None.
     """
 
@@ -118,14 +118,14 @@ class Policy:
     expect: Expect = Expect()
     implied: tuple[Technique, ...] = field(default=(), compare=False)
     file: str | None = field(default=None, compare=False)
-    #: Scale formats made with ``max``, by the name of the format they were made from: how to write them down.
+    #: Pairs of a scale format made with ``max`` and the name of the format that a policy file writes beside ``max``.
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
     def places(self, site: SiteView) -> tuple[int, ...]:
-        """Return the indices of the rules whose predicates on the place hold for ``site``, in order, the last one being
-        that of the default or of the closing rule for its role."""
-        holding = (index for index, rule in enumerate(self.rules) if rule.match.holds_at(site))
-        return (*holding, self._last(site.role)[0])
+        """Return, in order, the indices of the rules whose predicates on the place hold for ``site``, then the index of
+        the default or of the closing rule for its role."""
+        indices = (index for index, rule in enumerate(self.rules) if rule.match.holds_at(site))
+        return (*indices, self._last(site.role)[0])
 
     def _last(self, role: str | None) -> tuple[int, Rule]:
         """Return the default, or the closing rule for ``role``, with its index."""
@@ -134,11 +134,11 @@ class Policy:
         return CLOSING[role]
 
     def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
-        """Return the first rule that matches ``site``, or the default. This is the one lookup from site to rule.
+        """Return the first rule that matches ``site``, or the default. All lookups from site to rule use this method.
 
         Args:
-            site: the site, with all that is known of it; a predicate on something unknown does not hold.
-            places: what :meth:`places` returned for the site's module, where ``site`` does not name it.
+            site: the site; a predicate on a field that is unknown (None) does not hold.
+            places: the result of :meth:`places` for the site's module, needed if ``site`` does not name the module.
         """
         for decision in self._candidates(site, places):
             if decision.rule.match.fits(site):
@@ -147,28 +147,28 @@ class Policy:
         return Decision(kept, DEFAULT_INDEX)
 
     def _candidates(self, site: SiteView, places: Collection[int] | None) -> Iterator[Decision]:
-        """Yield, in order, the rules that may decide about operations of the kind and at the place of ``site``."""
-        held = self.places(site) if places is None else places
-        closed = {index: role for role, (index, _) in CLOSING.items()}
-        # A graph may show a role that the module's name does not, and the places one that the graph does not.
-        role = site.role or next((closed[index] for index in held if index in closed), None)
-        for place in held:
+        """Yield in order the decisions that are possible for the operation kind and the place of ``site``."""
+        indices = self.places(site) if places is None else places
+        roles = {index: role for role, (index, _) in CLOSING.items()}
+        # The graph may show a role that the module's name does not show, and the other way round.
+        role = site.role or next((roles[index] for index in indices if index in roles), None)
+        for place in indices:
             index, rule = (place, self.rules[place]) if place >= 0 else self._last(role)
             if rule.speaks_of(site.op) and rule.admits(role):
                 yield Decision(rule, index)
 
     def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:
-        """Return the possible decisions about a weight before its graph is captured, each with the site it is about.
+        """Return the possible decisions about a weight before its graph is captured, each with its site.
 
-        Only the graph shows what computes the input of the weight's product. So the policy is asked once for every
-        producer that a rule names or some technique distinguishes, and once for any other.
+        Only the graph shows the producer of the product's input. So the policy decides once for every producer that a
+        rule names or a technique distinguishes, and once for all other producers.
         """
         named = {producer for rule in self.rules for producer in rule.match.producer or ()}
         sites = [dataclasses.replace(site, producer=p) for p in (None, *sorted({*named, *DISTINGUISHED_PRODUCERS}))]
-        return tuple((one, self.decide(one)) for one in sites)
+        return tuple((view, self.decide(view)) for view in sites)
 
     def may_quantize(self, site: SiteView, places: Collection[int] | None = None) -> bool:
-        """Return whether a site of the kind and at the place of ``site`` could be quantized, of any sizes and producer.
+        """Return whether some sizes and producer let a site of the kind and place of ``site`` be quantized.
 
         ``places`` is as for :meth:`decide`.
         """
@@ -181,7 +181,7 @@ class Policy:
         """Return the number of phases that have begun after ``count`` training forwards.
 
         Raises:
-            PolicyError: a phase begins before the one above it, or the start of one is not known.
+            PolicyError: a phase does not begin after the previous one, or the start of a phase is unknown.
         """
         starts = [phase.start(total_forwards) for phase in self.phases]
         for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
@@ -192,14 +192,14 @@ class Policy:
         return sum(start <= count for start in starts)
 
     def in_phase(self, index: int) -> Policy:
-        """Return the policy in force after ``index`` phases have begun; 0 is the one before all phases."""
+        """Return the policy in force after ``index`` phases have begun; 0 is the policy before all phases."""
         return self.phases[index - 1].policy if index else self
 
     @property
     def quantizes(self) -> bool:
         """Return whether any site of any model can be quantized before the first phase; False for a baseline.
 
-        No rule behind one that keeps everything decides about a site.
+        Rules after one that matches every site are never reached.
         """
         for rule in self.rules:
             if rule.quantizes or rule.match == Match():
@@ -213,7 +213,7 @@ class Policy:
 
     @property
     def complexity(self) -> float:
-        """Ω: the weights of the techniques in use, however spelled, summed over distinct names.
+        """Ω: the sum of the weights of the techniques in use, declared or implied, one weight per name.
 
         A declared technique counts even if no site can use it, as in the tables of "Elucidating the design space of
         FP4 training".
@@ -237,9 +237,9 @@ class Policy:
     @property
     def _counted(self) -> tuple[Technique, ...]:
         """The techniques that Ω counts: those that any phase uses."""
-        own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
-        later = (technique for phase in self.phases for technique in phase.policy._counted)
-        return tuple(dict.fromkeys((*self.techniques, *own, *self.implied, *later)))
+        of_rules = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
+        of_phases = (technique for phase in self.phases for technique in phase.policy._counted)
+        return tuple(dict.fromkeys((*self.techniques, *of_rules, *self.implied, *of_phases)))
 
     def to_data(self) -> dict[str, Any]:
         """Return the policy as mappings, lists and values that load as an equal policy."""
@@ -261,20 +261,20 @@ class Policy:
         return {key: value for key, value in data.items() if value not in ("", [], {}) or key == "default"}
 
     def _changes(self) -> dict[str, Any]:
-        """Return what a phase may say. Rules are there even if empty: they replace the rules before the phase."""
+        """Return the keys that a phase may have. Empty rules are kept: they replace the rules before the phase."""
         data = self.to_data()
         return {"rules": [], **{key: data[key] for key in ("default", "rules", "techniques") if key in data}}
 
     def to_yaml(self) -> str:
-        """Return the whole policy as text that loads as an equal policy: ``extends`` resolved, defaults left out."""
+        """Return YAML that loads as an equal policy: ``extends`` is resolved, and defaults are left out."""
         return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=120)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that changes behaviour: all but the policy's name, description and file.
 
-        Formats count with all their numbers, since a plugin may change a format under its name. The code of techniques
-        does not count; a cache of compiled code adds it.
+        Formats are hashed with all their numbers, because a plugin may change a format and keep its name. The code of
+        techniques is not hashed; caches of compiled code add it to their key.
         """
         content = self.to_data()
         del content["name"]
@@ -287,19 +287,19 @@ class Policy:
 
 
 def check_modules(policy: Policy, names: Iterable[str]) -> None:
-    """Raise a PolicyError at the first required rule whose ``module`` globs fit none of a model's module ``names``.
+    """Raise a PolicyError at the first required rule whose ``module`` globs match none of a model's module ``names``.
 
-    One glob of a list is enough: with lists a policy fits several families of models.
+    One match per list of globs is enough, so that one policy can fit several families of models.
     """
-    known = [name for name in names if name]
+    modules = [name for name in names if name]
     for rule in policy.rules:
         globs = rule.match.module
-        if rule.required and globs is not None and not any(rule.match.names(name) for name in ("", *known)):
-            near = [match for glob in globs for match in nearest(glob, known, count=3, cutoff=0.5)]
-            more = ", ..." if known[5:] else ""
-            hint = f"the nearest are {', '.join(near)}" if near else f"the model has {', '.join(known[:5])}{more}"
-            hint = hint if known else "the model has no modules but the root, whose name is ''"
+        if rule.required and globs is not None and not any(rule.match.names(name) for name in ("", *modules)):
+            close = [match for glob in globs for match in nearest(glob, modules, count=3, cutoff=0.5)]
+            more = ", ..." if modules[5:] else ""
+            hint = f"the nearest are {', '.join(close)}" if close else f"the model has {', '.join(modules[:5])}{more}"
+            hint = hint if modules else "the model has no modules but the root, whose name is ''"
             raise rule.error(
                 f"no module of the model is called {' or '.join(map(repr, globs))}; {hint}. "
-                "Correct it, or say required: false"
+                "Correct the glob, or set required: false"
             )

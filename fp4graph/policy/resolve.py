@@ -30,13 +30,11 @@ from fp4graph.technique.registry import Registry
 
 
 def resolve(document: Node, name: str, file: str | None, registry: Registry) -> Policy:
-    """Return the policy that ``document`` describes, which has no ``extends``; ``name`` is for one without a name."""
+    """Return the policy of ``document``, whose ``extends`` is merged; ``name`` is used if the document has none."""
     resolver = _Resolver(document, registry)
     written = resolver.written
     if (count := _rules_in_force(document)) > MOST_RULES:
-        raise document.error(
-            ("phases",), f"{count} rules with those in force in every phase; at most {MOST_RULES} are read"
-        )
+        raise document.error(("phases",), f"{count} rules, counted again in every phase; at most {MOST_RULES} are read")
     title = written.name or name
     phases = tuple(_phase(document, registry, title, index, section) for index, section in enumerate(written.phases))
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}
@@ -48,7 +46,7 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
         raise expect.error("quantized", message)
     idle = [each.name for each in policy.techniques if not (policy.ever_quantizes or each.per_model)]
     if idle:
-        message = f"no rule quantizes, and so {', '.join(idle)} has no effect here; remove it, or add rules"
+        message = f"no rule quantizes, so {', '.join(idle)} has no effect here; remove it, or add rules"
         warnings.warn(str(document.where("techniques").error(message)), PolicyWarning, stacklevel=2)
     return policy
 
@@ -58,7 +56,7 @@ def _at(rule: Rule, elsewhere: bool) -> str:
 
 
 def _rules_in_force(document: Node) -> int:
-    """Return the number of rules of the policy and of each of its phases, as far as phases inherit them."""
+    """Return the number of rules of the policy and of its phases; inherited rules count again in each phase."""
     of_policy = len(document.get("rules").value) if "rules" in document.value else 0
     count = of_policy
     for phase in document.get("phases").value if "phases" in document.value else ():
@@ -69,24 +67,26 @@ def _rules_in_force(document: Node) -> int:
 
 
 def listed(written: PolicySection, document: Node) -> tuple[RuleSection, ...]:
-    """Return the rules of a policy that extends none; rules ahead of others are an error there."""
+    """Return the rules of a policy without ``extends``; raise PolicyError for ``before``, which needs ``extends``."""
     if isinstance(written.rules, RulesAheadSection):
         raise document.error(
-            ("rules",), "'before' puts rules ahead of those that 'extends' brings, and there is none; write a list"
+            ("rules",), "'before' puts rules ahead of inherited ones, and this policy extends no other; write a list"
         )
     return written.rules
 
 
 def _phase(document: Node, registry: Registry, name: str, index: int, section: PhaseSection) -> Phase:
-    """Return a phase: the policy with the phase's own keys over it, without expectations and phases."""
+    """Return a phase: the policy overridden by the keys of the phase, without expectations and phases."""
     path: Path = ("phases", index)
     node = document.get(*path)
-    own = {key: item for key, item in node.value.items() if key in ("default", "rules", "techniques")}
+    changes = {key: item for key, item in node.value.items() if key in ("default", "rules", "techniques")}
     late = Exceptions(section.operands, (*path, "operands"))
-    changed = merge(document, Node(own, node.place, node.keys))
+    changed = merge(document, Node(changes, node.place, node.keys))
     policy = _Resolver(changed, registry, late).policy(f"{name}, phase {index + 1}")
     if section.operands and not policy.quantizes:
-        raise document.error(late.path, "nothing is quantized in this phase, and so these do nothing; remove them")
+        raise document.error(
+            late.path, "nothing is quantized in this phase, so these exceptions do nothing; remove them"
+        )
     return Phase(section.at, policy, node.place)
 
 
@@ -113,13 +113,13 @@ class _Resolver:
             )
         if written.default is None and not any(rule.quantizes for rule in rules):
             raise self._document.error(
-                ("rules",), "no rule quantizes; add one, or 'default: keep' to say that this is meant"
+                ("rules",), "no rule quantizes; add one, or 'default: keep' to say that this is intended"
             )
         self._check_names(rules)
         quantizes = any(rule.quantizes for rule in (*rules, default))
         if not quantizes:
             self._techniques.check_together(shared, KEPT)
-        if not self._in_phase:  # in one phase a technique may rest that another phase uses
+        if not self._in_phase:  # a technique without effect in one phase may have an effect in another
             self._techniques.check_effect(shared if quantizes else [])
         return Policy(
             name=written.name or name,
@@ -133,13 +133,13 @@ class _Resolver:
         )
 
     def _check_names(self, rules: Sequence[Rule]) -> None:
-        """Raise PolicyError where two rules have one name. Of an inherited rule and another, the other is to blame."""
+        """Raise PolicyError if two rules have one name, at the rule of the two that is not inherited."""
         first: dict[str, int] = {}
         for index, rule in enumerate(rules):
-            other = rules[first.setdefault(rule.name, index)]
-            if other is not rule:
-                ahead = other.file != rule.file  # under before, where the file that extends puts its own
-                blamed, kept = (first[rule.name], rule) if ahead else (index, other)
+            namesake = rules[first.setdefault(rule.name, index)]
+            if namesake is not rule:
+                ahead = namesake.file != rule.file  # the extending file put its rule ahead, by ``before``
+                blamed, kept = (first[rule.name], rule) if ahead else (index, namesake)
                 raise self._document.error(
                     ("rules", blamed, "name"),
                     f"two rules are called {rule.name!r}{_at(kept, ahead)}; rename one, so that reports tell them "
@@ -163,19 +163,19 @@ class _Resolver:
         if of_adapters and rule.match.role is None and not rule.match.names_adapters:
             raise self._document.error(
                 (*path, "match", "module"),
-                f"{of_adapters[0]!r} names adapters and other globs of the list do not, so that it is unclear whether "
+                f"{of_adapters[0]!r} names adapters and other globs of the list do not, so it is unclear whether "
                 "the rule quantizes the adapters of every layer that it matches; give adapters a rule of their own, or "
                 "say 'role: adapter' for adapters alone",
             )
-        own = self._techniques.declared(section.techniques, (*path, "techniques"))
-        for declared in own:
+        of_rule = self._techniques.declared(section.techniques, (*path, "techniques"))
+        for declared in of_rule:
             if declared.technique.per_model:
                 raise self._document.error(
                     declared.path,
                     f"technique {declared.name!r} acts on the whole model; move it to the policy's techniques",
                 )
         exceptions = Exceptions(section.operands, (*path, "operands"))
-        return self._quantizing(rule, section.quantize, (*path, "quantize"), exceptions, override(shared, own))
+        return self._quantizing(rule, section.quantize, (*path, "quantize"), exceptions, override(shared, of_rule))
 
     def _default(self, shared: Sequence[Declared]) -> Rule:
         section = self.written.default

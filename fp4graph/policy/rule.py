@@ -1,4 +1,4 @@
-"""Rules of a resolved policy, and what they decide."""
+"""Rules of a resolved policy, and their decisions about sites."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class Specs(Mapping[Operand, QuantSpec | None]):
 
 
 KEPT = Specs((None,) * len(Operand))
-#: Producers that some technique distinguishes, whatever the rules say.
+#: Producers that techniques distinguish, whether or not a rule names them.
 DISTINGUISHED_PRODUCERS = ("swiglu",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The sites that match, and what happens to them.
+    """Selects sites, and either quantizes them or keeps them in high precision.
 
     Attributes:
         name: the rule's name in reports.
         match: the predicates on a site.
-        keep: why the sites stay in high precision, or None where they are quantized.
+        keep: the reason why the sites stay in high precision, or None if they are quantized.
         specs: the specs of the six operands; all None for a rule that keeps.
         reuses: the operands in high precision that read the dequantized fprop operand instead of the original.
-        techniques: the policy's and then the rule's own; one of the rule's takes the place of its namesake.
-        required: whether it is an error that the rule matches no site.
+        techniques: the policy's, then the rule's; a rule's technique replaces the policy's technique of its name.
+        required: whether a model in which the rule matches no site is an error.
         file, line: where the rule was read from, or None.
     """
 
@@ -65,14 +65,15 @@ class Rule:
         return self.keep is None
 
     def speaks_of(self, op: str) -> bool:
-        """Return whether the rule decides about operations of kind ``op``; one that keeps and names none, about all."""
+        """Return whether the rule decides about operations of kind ``op``: those it names, else the default kinds for a
+        rule that quantizes and all kinds for a rule that keeps."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op
 
     def admits(self, role: str | None) -> bool:
-        """Return whether the rule may decide sites of a role: only one that names the role quantizes adapters and
-        routers. A rule whose globs name adapters names their role."""
+        """Return whether the rule may decide about sites of ``role``. Only a rule that names their role, or adapters in
+        its globs, quantizes adapters and routers."""
         if self.match.role is not None:
             return role in self.match.role
         if role == "adapter" and self.match.names_adapters:
@@ -84,27 +85,27 @@ class Rule:
         return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
 
 
-#: The default of a policy that names none.
+#: The default of a policy that does not write one.
 DEFAULT = Rule(name="default", keep="no rule matches", required=False)
-#: The roles of sites that only a rule which names the role quantizes.
+#: The roles whose sites are quantized only by a rule that names the role.
 NAMED_ROLES = frozenset({"adapter", "router"})
-#: The position of the default, after the last of the policy's own rules.
+#: The position of the default, which follows all rules of the policy.
 DEFAULT_INDEX = -1
-#: The last rule of every policy for the sites of a role, in the place of the default, and its position.
+#: By role, the position and the rule that take the place of the default for sites of the role.
 CLOSING: Mapping[str, tuple[int, Rule]] = {
     role: (index, Rule(name=f"{role}s", keep=f"{why}; a rule with 'role: {role}' would quantize it", required=False))
     for index, role, why in (
-        (-2, "adapter", "an adapter is little of the work and all that trains"),
-        (-3, "router", "a router's output chooses experts, and an error in it sends tokens elsewhere"),
-        (-4, "head", "the head makes the model's output, and recipes keep it"),
+        (-2, "adapter", "an adapter is a small part of the work and the only part that trains"),
+        (-3, "router", "a router chooses experts, and errors in its output send tokens to other experts"),
+        (-4, "head", "the head computes the model's output, and recipes keep it"),
     )
 }
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default, and below it are
-    the closing rules for roles."""
+    """A policy's decision about one site: the rule and its position in the policy. -1 is the default; lower positions
+    are the closing rules for roles."""
 
     rule: Rule
     index: int
@@ -118,7 +119,7 @@ def plan_specs(
 ) -> OperandSpecs:
     """Return the specs after each of ``techniques``, in order, has planned ``site``.
 
-    ``plan`` calls one technique, for a caller that names the technique in errors.
+    ``plan`` calls one technique; a caller may pass a function that names the technique in errors.
     """
     for technique in techniques:
         specs = plan(technique, site, specs)

@@ -1,7 +1,7 @@
 """The shape of a policy file: its keys and their types.
 
-Blocks that may be given in part (``quantize``, ``scale``, an operand's exceptions) hold only the fields that are
-written; :mod:`fp4graph.policy.specs` merges them.
+Blocks that may be partial (``quantize``, ``scale``, exceptions of an operand) hold only the fields that are written;
+:mod:`fp4graph.policy.specs` merges them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fp4graph.policy.section import Name, Section, Text, Texts, must_be, only_kn
 from fp4graph.technique.operands import ADDRESSES
 
 VERSION = 1
-#: The most rules of a policy, those of every phase counted, and the most phases.
+#: The most rules of a policy, counted again in every phase, and the most phases.
 MOST_RULES = 500
 MOST_PHASES = 100
-#: The most elements of a block that is given by its size. Axes are filled up with zeros to whole blocks.
+#: The most elements of a block of given size. (Axes are padded with zeros to whole blocks.)
 LARGEST_BLOCK = 2**16
 _BLOCKS = "a whole number from 1, a pair of these, row or tensor"
 
 
 class ScaleSection(Section):
-    """The given fields of a :class:`~fp4graph.numerics.spec.ScaleSpec`."""
+    """The written fields of a :class:`~fp4graph.numerics.spec.ScaleSpec`."""
 
     format: Text | None = None
     max: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
@@ -47,7 +47,7 @@ class ScaleSection(Section):
 
 
 class QuantizeSection(Section):
-    """The given fields of a :class:`~fp4graph.numerics.spec.QuantSpec`."""
+    """The written fields of a :class:`~fp4graph.numerics.spec.QuantSpec`."""
 
     element: Texts | None = None
     selector: Selector | None = None
@@ -77,7 +77,7 @@ def _kept_or_quantized(value: Any) -> str:
 
 
 _Keep = Annotated[Literal["keep"], must_be("keep, or a quantize block such as {rounding: stochastic}"), Tag("kept")]
-#: ``keep`` is the original in high precision, ``fprop`` the dequantized fprop operand in high precision.
+#: ``keep`` uses the original operand in high precision, ``fprop`` the dequantized fprop operand.
 _Exact = Annotated[
     Literal["keep", "fprop"], must_be("keep, fprop, or a quantize block such as {rounding: stochastic}"), Tag("kept")
 ]
@@ -85,7 +85,7 @@ OperandException = Annotated[_Exact | Annotated[QuantizeSection, Tag("quantized"
 
 
 class _HasOperands(Section):
-    """A section with operands. An unknown address is reported before its block is validated."""
+    """A section with ``operands``. An unknown address is reported before its block is validated."""
 
     @field_validator("operands", mode="before", check_fields=False)
     @classmethod
@@ -94,7 +94,7 @@ class _HasOperands(Section):
 
 
 class DefaultSection(QuantizeSection, _HasOperands):
-    """A quantize block with exceptions of its own."""
+    """A quantize block with exceptions for operands."""
 
     operands: dict[str, OperandException] = Field(default={})
 
@@ -133,7 +133,7 @@ class RuleSection(_HasOperands):
     def _one_action(self) -> Self:
         if (self.keep is None) == (self.quantize is None):
             have = "neither keep nor quantize" if self.keep is None else "both keep and quantize"
-            raise ValueError(f"a rule says what happens to its sites: this one has {have}; give it one of them")
+            raise ValueError(f"a rule keeps its sites or quantizes them, and this rule has {have}; give it one of them")
         if self.keep is not None and (self.operands or self.techniques):
             raise ValueError("operands and techniques do nothing in a rule that keeps; remove them, or keep")
         return self
@@ -143,7 +143,7 @@ _RuleList = Annotated[tuple[RuleSection, ...], Field(max_length=MOST_RULES)]
 
 
 class RulesAheadSection(Section):
-    """Rules ahead of those of the policy that this one extends, or of the policy that a phase changes."""
+    """Rules ahead of the inherited ones: of the policy that this policy extends, or that a phase changes."""
 
     before: _RuleList
 
@@ -170,8 +170,8 @@ class ExpectSection(Section):
 
 
 class PhaseSection(_HasOperands):
-    """The changes at a point of the training: rules, default and techniques as under ``extends``, and exceptions for
-    the operands of every rule."""
+    """The changes at one point of the training: rules, default and techniques, merged as under ``extends``, and
+    exceptions for the operands of every rule."""
 
     at: int | float
     operands: dict[str, OperandException] = Field(default={})
@@ -189,7 +189,7 @@ class PhaseSection(_HasOperands):
     @model_validator(mode="after")
     def _changes_something(self) -> Self:
         if self.model_fields_set == {"at"}:
-            raise ValueError("a phase says what changes: operands, rules, default or techniques")
+            raise ValueError("a phase changes something: add operands, rules, default or techniques")
         return self
 
 

@@ -11,14 +11,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fp4graph.errors import suggest
 
 _Item = TypeVar("_Item")
-
-
-#: The wrong keys that one error is chosen from: a suggestion for each of thousands would take minutes.
+#: The most wrong keys that get an error message: suggestions for thousands of keys would take minutes.
 _REPORTED = 20
 
 
 class Section(BaseModel, frozen=True, extra="forbid"):
-    """A frozen mapping with known keys, each of them given a value or left out."""
+    """A frozen mapping with fixed keys; a key that is written has a value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -31,15 +29,15 @@ class Section(BaseModel, frozen=True, extra="forbid"):
         return list(cls.model_fields)
 
 
-def only_known(data: Any, known: Collection[str], kind: str) -> Any:
-    """Return ``data`` if each of its keys is ``known`` and has a value; this is checked before anything else."""
+def only_known(data: Any, keys: Collection[str], kind: str) -> Any:
+    """Return ``data`` if each of its keys is one of ``keys`` and has a value; raise ValidationError otherwise."""
     wrong_items = [
         (key, value)
         for key, value in (data.items() if isinstance(data, dict) else ())
-        if key not in known or value is None
+        if key not in keys or value is None
     ]
     errors = [
-        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+        InitErrorDetails(type=_EMPTY if key in keys else _unknown(kind, key, keys), loc=(key,), input=value)
         for key, value in wrong_items[:_REPORTED]
     ]
     if errors:
@@ -50,8 +48,8 @@ def only_known(data: Any, known: Collection[str], kind: str) -> Any:
 _EMPTY = PydanticCustomError("must_be", "must have a value, or be left out")
 
 
-def _unknown(kind: str, key: str, known: Collection[str]) -> PydanticCustomError:
-    context = {"kind": kind, "key": repr(key), "hint": suggest(key, known)}
+def _unknown(kind: str, key: str, keys: Collection[str]) -> PydanticCustomError:
+    context = {"kind": kind, "key": repr(key), "hint": suggest(key, keys)}
     return PydanticCustomError("unknown", "unknown {kind} {key}; {hint}", context)
 
 
@@ -61,7 +59,7 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def must_be(what: str) -> WrapValidator:
-    """Return a validator whose error says ``what`` a value must be, in place of one message for each union member."""
+    """Return a validator whose only error is that a value must be ``what``, whatever the members of a union report."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -77,7 +75,7 @@ def _listed(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
-#: A policy's or a rule's name, which reports show and files may be called by.
+#: The name of a policy or rule, which reports show and file names may contain.
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Size = Annotated[StrictInt, Field(ge=0)]

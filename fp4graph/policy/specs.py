@@ -18,21 +18,21 @@ from fp4graph.policy.words import dotted
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.technique.registry import Registry
 
-#: The fields that blocks give, each with the place where it is written.
-_Given = dict[str, tuple[Any, Path]]
+#: The fields that blocks write, each with its path.
+_Written = dict[str, tuple[Any, Path]]
 
 
 @dataclass(frozen=True)
 class Exceptions:
-    """Exceptions for operands, by address, and where they are written."""
+    """Exceptions for operands, by address, and the path where they are written."""
 
-    given: Mapping[str, OperandException]
+    by_address: Mapping[str, OperandException]
     path: Path
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One quantize block and where it is written; ``section`` None says ``keep``, or ``fprop`` where it ``reuses``."""
+    """One quantize block and its path; ``section`` None stands for ``keep``, or for ``fprop`` if it ``reuses``."""
 
     section: QuantizeSection | None
     path: Path
@@ -40,7 +40,7 @@ class _Layer:
 
 
 class SpecResolver:
-    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's.
+    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, applied after every rule's.
 
     ``base_formats`` maps each scale format made with ``max`` to the name of the format that it was made from.
     """
@@ -54,24 +54,24 @@ class SpecResolver:
     def resolve(self, base: QuantizeSection, path: Path, exceptions: Exceptions) -> tuple[Specs, frozenset[Operand]]:
         """Return the six specs, and the operands in high precision that read fprop's dequantized operand.
 
-        Groups act in the order in which they are written, then single operands: the most particular last.
+        Exceptions for groups of operands apply in the order in which they are written, then those for single operands.
         """
         layers = {operand: [_Layer(base, path)] for operand in Operand}
         for address, exception, where in self._ordered(exceptions):
             section = exception if isinstance(exception, QuantizeSection) else None
             for operand in ADDRESSES[address]:
                 if section is None or layers[operand][-1].section is None:
-                    del layers[operand][1:]  # keep forgets the exceptions so far; what follows it starts from the base
+                    del layers[operand][1:]  # keep drops earlier exceptions; later ones start from the base
                 layers[operand].append(_Layer(section, where, exception == "fprop"))
                 if exception == "fprop" and operand.fprop is None:
                     raise self._document.error(
                         where,
-                        f"fprop has no meaning for {operand}: fprop multiplies no such tensor. Only dgrad.weight and "
-                        "wgrad.input may say it; write keep for the others",
+                        f"fprop has no meaning for {operand}, a tensor that fprop does not multiply. Only dgrad.weight "
+                        "and wgrad.input can have fprop; write keep for the others",
                     )
         specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
         if not any(specs.values()):
-            last = self._late if self._late and self._late.given else exceptions
+            last = self._late if self._late and self._late.by_address else exceptions
             raise self._document.error(
                 last.path, "all six operands are kept; write keep: with a reason instead of quantize"
             )
@@ -79,54 +79,55 @@ class SpecResolver:
 
     def _ordered(self, exceptions: Exceptions) -> Iterator[tuple[str, OperandException, Path]]:
         for each in (exceptions, *([self._late] if self._late else [])):
-            for address in sorted(each.given, key=lambda address: address not in GROUPS):  # stable: groups keep order
-                yield address, each.given[address], (*each.path, address)
+            # The sort is stable: groups keep their order.
+            for address in sorted(each.by_address, key=lambda address: address not in GROUPS):
+                yield address, each.by_address[address], (*each.path, address)
 
     def _spec(self, operand: Operand, layers: list[_Layer]) -> QuantSpec | None:
         if layers[-1].section is None:
             return None
-        given: _Given = {}
-        scale: _Given = {}
+        written: _Written = {}
+        scale: _Written = {}
         for layer in layers:
             if layer.section is None:
                 continue
             if layer.section.element is not None:
-                given.pop("selector", None)  # belonged to the elements that are replaced
-            given.update(_fields(layer.section, layer.path, without=("scale", "operands")))
+                written.pop("selector", None)  # belonged to the elements that are replaced
+            written.update(_fields(layer.section, layer.path, without=("scale", "operands")))
             if layer.section.scale is not None:
                 if layer.section.scale.format is not None:
                     scale.pop("max", None)  # belonged to the format that is replaced
                 if layer.section.scale.model_fields_set & REPLACES_TIES:
                     scale.pop("ties", None)  # belonged to the rule that is replaced
                 scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
-        if "element" in given:
-            names, path = given["element"]
-            given["element"] = (tuple(self._format(name, path, "element") for name in names), path)
+        if "element" in written:
+            names, path = written["element"]
+            written["element"] = (tuple(self._format(name, path, "element") for name in names), path)
         scale_spec = self._scale(scale, layers[-1].path)
-        source, source_path = given.get("source", ("original", ()))
+        source, source_path = written.get("source", ("original", ()))
         if source == "fprop" and operand.fprop is None:
             raise self._document.error(
                 source_path,
-                f"source: fprop has no meaning for {operand}: fprop quantizes no such tensor before it. "
-                "Only dgrad.weight and wgrad.input may say it",
+                f"source: fprop has no meaning for {operand}, a tensor that fprop does not quantize. "
+                "Only dgrad.weight and wgrad.input can have it; remove it",
             )
         try:
-            return QuantSpec(scale=scale_spec, **{name: value for name, (value, _) in given.items()})
+            return QuantSpec(scale=scale_spec, **{name: value for name, (value, _) in written.items()})
         except (TypeError, ValueError) as error:
             raise self._document.error(layers[-1].path, f"{dotted(layers[-1].path)}: {error}") from None
 
-    def _scale(self, given: _Given, fallback: Path) -> ScaleSpec:
-        values = {name: value for name, (value, _) in given.items() if name not in ("format", "max")}
-        name, path = given.get("format", ("e8m0", fallback))
+    def _scale(self, written: _Written, fallback: Path) -> ScaleSpec:
+        values = {name: value for name, (value, _) in written.items() if name not in ("format", "max")}
+        name, path = written.get("format", ("e8m0", fallback))
         number_format = self._format(name, path, "scale")
-        if "max" in given:
-            largest, path = given["max"]
+        if "max" in written:
+            largest, path = written["max"]
             number_format = self._with_max(number_format, largest, path)
         try:
             return ScaleSpec(format=number_format, **values)
         except ValueError as error:
-            written = [given[name] for name in ("ties", "rounding", "convention") if name in given]
-            _, path = written[0] if written else ("", fallback)
+            causes = [written[name] for name in ("ties", "rounding", "convention") if name in written]
+            _, path = causes[0] if causes else ("", fallback)
             raise self._document.error(path, f"{dotted(path[:-1])}: {error}") from None
 
     def _with_max(self, number_format: ScaleFormat, largest: float, path: Path) -> ScaleFormat:
@@ -143,25 +144,25 @@ class SpecResolver:
     def _format(self, name: str, path: Path, kind: str) -> Any:
         elements: Mapping[str, ElementFormat | ScaleFormat] = self._registry.elements
         tables = {"element": elements, "scale": self._registry.scales}
-        table, other = tables[kind], "scale" if kind == "element" else "element"
+        table, other_kind = tables[kind], "scale" if kind == "element" else "element"
         if name in table:
             refuse_contested(self._document, self._registry, name, path)
             return table[name]
-        if name in tables[other]:
-            known = ", ".join(sorted(table))
-            raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
+        if name in tables[other_kind]:
+            names = ", ".join(sorted(table))
+            raise self._document.error(path, f"{name!r} is a format of {other_kind}s, not of {kind}s; known: {names}")
         cause = self._registry.why_missing(name)
         raise self._document.error(path, f"unknown {kind} format {name!r}{cause}; {suggest(name.lower(), table)}")
 
 
-def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Given:
-    """Return the fields that a block gives, each with its path."""
+def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Written:
+    """Return the fields that a block writes, each with its path."""
     return {name: (getattr(section, name), (*path, name)) for name in section.model_fields_set if name not in without}
 
 
 def _below(number_format: ScaleFormat, largest: float) -> str:
     try:
         below = max((value for value in number_format.values() if 0 < value <= largest), default=None)
-    except ValueError:  # too many to list: such a format takes no other max
+    except ValueError:  # too many values to list: such a format has no other max
         return "; leave max out"
     return f"; the nearest below is {below:g}" if below is not None else ""

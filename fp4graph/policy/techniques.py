@@ -23,13 +23,13 @@ from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
 _T = TypeVar("_T")
-#: The largest complexity of a technique. Any number would do whose sums stay finite.
+#: The largest complexity of a technique, so that sums stay finite.
 MOST_COMPLEX = 1000
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A technique, and where it is declared."""
+    """A technique and the path of its declaration."""
 
     technique: Technique
     path: Path
@@ -40,10 +40,10 @@ class Declared:
 
 
 def override(techniques: Sequence[Declared], by: Sequence[Declared]) -> list[Declared]:
-    """Return ``techniques`` with namesakes from ``by`` in their place, and the rest of ``by`` after them."""
+    """Return ``techniques``, replaced by those of the same name in ``by``, then the remaining techniques of ``by``."""
     replacing = {declared.name: declared for declared in by}
-    first = [replacing.pop(declared.name, declared) for declared in techniques]
-    return [*first, *replacing.values()]
+    replaced = [replacing.pop(declared.name, declared) for declared in techniques]
+    return [*replaced, *replacing.values()]
 
 
 class TechniqueResolver:
@@ -52,17 +52,17 @@ class TechniqueResolver:
     def __init__(self, document: Node, registry: Registry) -> None:
         self._document = document
         self._registry = registry
-        self._inert: dict[Path, list[str | None]] = {}  # why a technique has no effect, for each rule
+        self._inert: dict[Path, list[str | None]] = {}  # by technique: for each rule, why it has no effect, or None
         self._kept: dict[Path, set[str]] = {}  # operands named in options that no rule quantizes
 
     def declared(self, entries: Iterable[TechniqueEntry], path: Path) -> list[Declared]:
         """Return the techniques of the list at ``path``."""
         declared: list[Declared] = []
         for index, entry in enumerate(entries):
-            here = (*path, index)
-            if any(other.name == entry.name for other in declared):
-                raise self._document.error(here, f"technique {entry.name!r} is listed twice; keep one of them")
-            declared.append(Declared(self._technique(entry, here), here))
+            at = (*path, index)
+            if any(earlier.name == entry.name for earlier in declared):
+                raise self._document.error(at, f"technique {entry.name!r} is listed twice; keep one of them")
+            declared.append(Declared(self._technique(entry, at), at))
         return declared
 
     def _technique(self, entry: TechniqueEntry, path: Path) -> Technique:
@@ -90,7 +90,7 @@ class TechniqueResolver:
         return self._weighed(technique)
 
     def _weighed(self, technique: Technique) -> Technique:
-        """Return ``technique``, whose complexity is checked to be a number that Ω can add."""
+        """Return ``technique`` after a check that Ω can add its complexity."""
         try:
             weight: Any = technique.complexity
             is_number = issubclass(type(weight), Real) and not isinstance(weight, bool)
@@ -104,17 +104,17 @@ class TechniqueResolver:
         return technique
 
     def implied(self, specs: Specs) -> list[Technique]:
-        """Return the techniques that ``specs`` amount to, whether or not they are declared."""
-        found = (
+        """Return the techniques that ``specs`` imply, declared or not."""
+        implied = (
             self._implied_by(technique, spec)
             for technique in self._registry.techniques.values()
             for spec in dict.fromkeys(specs.six)
             if spec is not None
         )
-        return [technique for technique in found if technique is not None]
+        return [technique for technique in implied if technique is not None]
 
     def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
-        """Ask one technique. A failure only warns: every technique is asked, also those that the policy never names."""
+        """Return the technique that ``spec`` implies, or None. A failure only warns, since all techniques are asked."""
         try:
             implied = technique.implied_by(spec)
             return None if implied is None else self._weighed(implied)
@@ -125,32 +125,32 @@ class TechniqueResolver:
             return None
 
     def check_together(self, techniques: Sequence[Declared], specs: Specs) -> None:
-        """Raise PolicyError where techniques that meet at one site conflict, or one lacks another that it requires.
+        """Raise PolicyError if techniques at one site conflict, or if one that a technique requires is missing.
 
-        Techniques that the specs amount to count as well.
+        Techniques that the specs imply count as well.
         """
         named = {declared.name for declared in techniques}
         implied = {technique.name: technique for technique in self.implied(specs) if technique.name not in named}
         present = {**{declared.name: declared.technique for declared in techniques}, **implied}
         for index, declared in enumerate(techniques):
-            mine = declared.technique
-            rivals = {*(other.name for other in techniques[:index]), *implied}
+            technique = declared.technique
+            rivals = {*(earlier.name for earlier in techniques[:index]), *implied}
             for rival in sorted(rivals):
-                if rival in mine.conflicts or mine.name in present[rival].conflicts:
-                    spelled = " (what the specs amount to)" if rival in implied else ""
+                if rival in technique.conflicts or technique.name in present[rival].conflicts:
+                    origin = " (implied by the specs)" if rival in implied else ""
                     raise self._document.error(
                         declared.path,
-                        f"techniques {mine.name!r} and {rival!r}{spelled} cannot share a site; remove one of them",
+                        f"techniques {technique.name!r} and {rival!r}{origin} cannot share a site; remove one of them",
                     )
-            missing = sorted(mine.requires - present.keys())
+            missing = sorted(technique.requires - present.keys())
             if missing:
                 raise self._document.error(
                     declared.path,
-                    f"technique {mine.name!r} requires {' and '.join(map(repr, missing))}; add it to techniques",
+                    f"technique {technique.name!r} requires {' and '.join(map(repr, missing))}; add it to techniques",
                 )
 
     def check_fit(self, techniques: Sequence[Declared], specs: Specs, match: Match) -> None:
-        """Plan sites of which only the rule is known, so that a technique's refusal comes at load and names its line.
+        """Plan sites known only by their rule, so that a technique refuses when the policy loads, with its line.
 
         The pass also records which techniques have no effect under the rule, for :meth:`check_effect`.
         """
@@ -174,7 +174,7 @@ class TechniqueResolver:
                 self._kept[declared.path] = kept & self._kept.get(declared.path, kept)
 
     def _probe(self, site: SiteView, techniques: Sequence[Declared], specs: Specs, acting: set[str]) -> OperandSpecs:
-        """Return the specs planned for one site; the techniques that do something there join ``acting``."""
+        """Return the specs planned for one site, and add the techniques that act there to ``acting``."""
         by_name = {declared.name: declared.technique for declared in techniques}
         declarations = {declared.name: declared for declared in techniques}
 
@@ -194,9 +194,9 @@ class TechniqueResolver:
         return planned
 
     def check_effect(self, shared: Iterable[Declared]) -> None:
-        """Warn about techniques without effect under any rule, of which ``shared`` belong to the whole policy.
+        """Warn about techniques without effect under any rule; ``shared`` are those of the whole policy.
 
-        Ω counts them all the same, as the papers do.
+        Ω counts them nevertheless, as the papers do.
 
         Raises:
             PolicyError: an option names an operand that no rule quantizes.
@@ -204,7 +204,7 @@ class TechniqueResolver:
         for path, kept in self._kept.items():
             if kept:
                 raise self._document.error(
-                    path, f"operand {sorted(kept)[0]!r} stays in high precision, where it has nothing to act on"
+                    path, f"no rule quantizes operand {sorted(kept)[0]!r}, which the technique names; remove it there"
                 )
         for declared in shared:
             self._inert.setdefault(declared.path, [])
@@ -212,12 +212,12 @@ class TechniqueResolver:
             if all(reasons):
                 entry = self._document.get(*path).plain()
                 name = entry if isinstance(entry, str) else next(iter(entry))
-                why = reasons[0] if reasons else "no rule that it belongs to quantizes"
+                why = reasons[0] if reasons else "no rule quantizes its sites"
                 warning = self._document.error(path, f"technique {name!r} has no effect here: {why}; remove it")
                 warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
     def _call(self, declared: Declared, stage: str, method: Callable[[], _T]) -> _T:
-        """Call one method of a technique; its refusal is an error with the technique's line."""
+        """Call one method of a technique; raise its ValueError as a PolicyError with the technique's line."""
         try:
             return method()
         except ValueError as error:
@@ -230,21 +230,21 @@ class TechniqueResolver:
 
 
 def _probed(match: Match) -> tuple[str, ...]:
-    """Return the kinds of site that a rule is tried on at load. What fits no experts is refused where a model has any:
-    a policy for linear layers may name grouped too."""
+    """Return the kinds of site that a rule is tried on at load. Beside other kinds ``grouped`` is left out: a technique
+    that does not fit experts is refused once a model has experts."""
     ops: tuple[str, ...] = match.op or ("linear", "matmul")
     return tuple(op for op in ops if op != "grouped") or ops
 
 
 def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
-    """Raise ValueError where a technique rounds to, or differentiates, an element format that blocks choose."""
+    """Raise ValueError if a technique rounds to, or differentiates, an element format that blocks choose."""
     if not any(overrides(technique, stage) for stage in ("round", "element_surrogate")):
         return
     for operand in sorted(technique.acts_on(site)):
         spec = planned[operand]
         if spec is not None and spec.others:
             raise ValueError(
-                f"it is for one element format, and the blocks of {operand} choose between "
+                f"it needs a single element format, and the blocks of {operand} choose between "
                 f"{' and '.join(each.name for each in spec.elements)}; name one element there"
             )
 
@@ -253,8 +253,8 @@ def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
     operands = technique.acts_on(site)
-    # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
-    # does not have.
+    # A technique that names no operands and has hooks around the optimizer acts on weights. A product of activations
+    # has none.
     steps_weight = technique.steps_weight and not operands and site.multiplies_weight
     gemms = {operand.gemm for operand in quantized}
     return bool(operands & quantized or technique.pairs(site) & gemms) or steps_weight or technique.per_model

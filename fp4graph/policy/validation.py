@@ -1,4 +1,4 @@
-"""Validates nodes against pydantic models; an error is in plain words and names its line."""
+"""Validates nodes against pydantic models; errors are in plain words and name a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp4graph.technique.registry import Registry
 Path = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
 
-#: pydantic's error types whose own words are too technical for a policy's author.
+#: Plain messages for pydantic's error types whose messages are too technical for a policy's author.
 _WORDS = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a mapping"),
     **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
@@ -44,30 +44,30 @@ def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key"
     except ValidationError as error:
         details = error.errors(include_url=False)
     located = [(_steps(node, detail), detail) for detail in details]
-    # A union reports on each of its members. The deepest report is about the member that was meant.
+    # A union reports an error for each of its members. The deepest one is about the intended member.
     above = {steps[:depth] for steps, _ in located for depth in range(len(steps))}
     deepest = [(steps, detail) for steps, detail in located if steps not in above]
     steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
-    here = [detail for s, detail in deepest if s == steps]
-    missing = [str(detail["loc"][-1]) for detail in here if detail["type"] == "missing"]
-    if len(missing) > 1 and len(missing) == len(here):
-        *others, last = missing
-        needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(others)} and {last}; add them"
+    chosen = [detail for s, detail in deepest if s == steps]
+    missing = [str(detail["loc"][-1]) for detail in chosen if detail["type"] == "missing"]
+    if len(missing) > 1 and len(missing) == len(chosen):
+        *first, last = missing
+        needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(first)} and {last}; add them"
         raise node.blame(*steps).error(needs) from None
-    messages = dict.fromkeys(_sentence(detail, [*path, *steps], model, what) for detail in here)
-    on_key = any(detail["type"] in ("unknown", "extra_forbidden") for detail in here)
+    messages = dict.fromkeys(_sentence(detail, [*path, *steps], model, what) for detail in chosen)
+    on_key = any(detail["type"] in ("unknown", "extra_forbidden") for detail in chosen)
     place = node.where(*steps) if on_key else node.blame(*steps)
     raise place.error(" or ".join(messages)) from None
 
 
 def refuse_contested(document: Node, registry: Registry, name: str, path: Path) -> None:
-    """Raise PolicyError where two plugins offer the technique or format ``name``, which is written at ``path``."""
+    """Raise PolicyError if two plugins offer the technique or format ``name``, which is written at ``path``."""
     if name in registry.contested:
         raise document.error(path, f"{registry.contested[name]}; uninstall or rename one of the two")
 
 
 def _steps(node: Node, detail: ErrorDetails) -> Path:
-    """Return the part of pydantic's location that exists in ``node``: without the tags of unions."""
+    """Return the parts of pydantic's location that exist in ``node``; tags of unions do not."""
     steps: list[str | int] = []
     for part in detail["loc"]:
         child = node.child(part)
@@ -114,5 +114,5 @@ def _shown(value: Any) -> str:
 
 
 def keys(model: type[BaseModel]) -> list[str]:
-    """Return the fields of ``model`` as they are written: by alias where they have one."""
+    """Return the names of ``model``'s fields as policies write them: the alias, if a field has one."""
     return [field.alias or name for name, field in model.model_fields.items()]

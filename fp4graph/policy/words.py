@@ -1,4 +1,4 @@
-"""Puts specs and places in a policy into words, for tables and messages."""
+"""Describes specs and places of a policy in words, for tables and messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp4graph.technique.operands import Operand
 
 
 def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
-    """Return one operand's spec column by column; None for high precision."""
+    """Return the columns of a table for one operand's spec; None for high precision."""
     if spec is None:
         return None
     scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
@@ -41,7 +41,7 @@ def describe(spec: QuantSpec | None) -> str:
 
 
 def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
-    """Return specs in words, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
+    """Return specs in words, with equal specs grouped: ``Q1 Q2: ...; Q3 Q5: ...``."""
     groups: dict[str, list[str]] = {}
     for number, operand in enumerate(Operand, 1):
         if operand in operands:
@@ -54,7 +54,7 @@ def _block(spec: QuantSpec) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return ``text``, its end cut off beyond 80 characters."""
+    """Return ``text``, cut to 80 characters."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -1,4 +1,4 @@
-"""Which techniques act around an optimizer's step, and what cannot act together."""
+"""Selects the techniques that act around an optimizer's step, and refuses combinations that cannot act together."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ def techniques(plan: PhasePlan) -> list[Technique]:
 
 
 def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that a technique of one model could not act through."""
+    """Refuse an optimizer through which a technique of one model cannot act."""
     acting, held = techniques(plan), groups_by_parameter(optimizer)
     for technique in acting:
-        due = [w for w in plan.weights if concerns(technique, w) and w.parameter.requires_grad]
-        if due and not any(id(weight.parameter) in held for weight in due):
+        weights = [w for w in plan.weights if concerns(technique, w) and w.parameter.requires_grad]
+        if weights and not any(id(weight.parameter) in held for weight in weights):
             raise Error(
-                f"technique {technique.name} acts on {due[0].name}, which this optimizer does not hold; pass it "
-                "model.parameters() of the applied model"
+                f"technique {technique.name} acts on {weights[0].name}, which this optimizer does not hold; pass the "
+                "optimizer model.parameters() of the applied model"
             )
-    # torch marks a step that runs hooks. Wrappers that skip Optimizer.__init__, as timm's Lookahead, run none until
-    # they load a state, and then still none around saving.
+    # torch marks a step that runs hooks. Wrappers that skip Optimizer.__init__, as timm's Lookahead, run no step hooks
+    # until they load a state, and never run hooks around saving.
     hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
     if acting and not hooked:
         raise Error(
-            f"{type(optimizer).__name__} runs no hooks around its step(), through which technique "
-            f"{', '.join(t.name for t in acting)} would act; if it wraps an optimizer, prepare that one"
+            f"{type(optimizer).__name__} runs no hooks around its step(), and technique "
+            f"{', '.join(t.name for t in acting)} needs them; if it wraps an optimizer, prepare the wrapped one"
         )
 
 
 def check_options(plans: Sequence[PhasePlan]) -> None:
     """Refuse a technique that acts on the whole optimizer with several sets of options: each would act on all of it."""
-    found: dict[str, Technique] = {}
+    firsts: dict[str, Technique] = {}
     for plan in plans:
         for technique in techniques(plan):
-            former = found.setdefault(technique.name, technique)
-            if former != technique and acts_at(technique, (BEFORE[1], AFTER[1])):
+            first = firsts.setdefault(technique.name, technique)
+            if first != technique and acts_at(technique, (BEFORE[1], AFTER[1])):
                 raise Error(
                     f"technique {technique.name} acts on the whole optimizer, and rules or models give it different "
-                    f"options: {former!r} and {technique!r}; give it the same options everywhere"
+                    f"options: {first!r} and {technique!r}; give it the same options everywhere"
                 )
 
 
 def check_uses(plans: Sequence[PhasePlan]) -> None:
-    """Refuse a parameter whose uses have different techniques or weight quantizers: it is acted on once.
+    """Refuse a parameter whose uses have different techniques or weight quantizers: techniques act on it once.
 
-    Uses in high precision do not count, nor uses that may turn out to be so when their product is captured.
+    Uses in high precision do not count, and neither do uses whose capture may show that they are.
     """
     firsts: dict[int, Weight] = {}
     for weight in (weight for plan in plans for weight in plan.weights):
@@ -82,16 +82,16 @@ def check_uses(plans: Sequence[PhasePlan]) -> None:
 
 def _difference(first: Weight, a: PlannedWeight, second: Weight, b: PlannedWeight) -> str | None:
     """Return why two uses of one parameter, decided as ``a`` and ``b``, cannot be acted on together, or None."""
-    former, own = _per_weight(a), _per_weight(b)
-    if name := next((name for name in {**former, **own} if (name in former) != (name in own)), None):
-        what = f"only {first.name if name in former else second.name} has technique {name}"
-    elif name := next((name for name in own if own[name] != former[name]), None):
-        what = f"{second.name} has technique {name} with other options"
-    elif own and _quantizer(first, a) != _quantizer(second, b):
-        what = f"{second.name} has another quantizer, and technique {', '.join(own)} acts on the parameter once"
+    of_first, of_second = _per_weight(a), _per_weight(b)
+    if name := next((name for name in {**of_first, **of_second} if (name in of_first) != (name in of_second)), None):
+        reason = f"only {first.name if name in of_first else second.name} has technique {name}"
+    elif name := next((name for name in of_second if of_second[name] != of_first[name]), None):
+        reason = f"{second.name} has technique {name} with other options"
+    elif of_second and _quantizer(first, a) != _quantizer(second, b):
+        reason = f"{second.name} has another quantizer, and technique {', '.join(of_second)} acts on the parameter once"
     else:
         return None
-    return f"{first.name}{_declared(a)} and {second.name}{_declared(b)} are one parameter, but {what}"
+    return f"{first.name}{_declared(a)} and {second.name}{_declared(b)} are one parameter, but {reason}"
 
 
 def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
@@ -101,7 +101,7 @@ def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
 
 
 def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
-    """Return what :meth:`Weight.quantize` depends on besides noise and state; equal for equal quantizers."""
+    """Return a value that is equal for equal quantizers: all that :meth:`Weight.quantize` reads but noise and state."""
     program = planned.plan.program
     return program and (program.fprop.right, program.fprop.transforms, program.apart, weight.stored_transposed)
 
@@ -113,7 +113,7 @@ def _declared(planned: PlannedWeight) -> str:
 
 
 def in_order(plans: Sequence[PhasePlan]) -> list[Technique]:
-    """Merge the models' acting techniques into one order that keeps each model's; equal techniques are one."""
+    """Merge the models' acting techniques into one order that keeps each model's order; merge equal techniques."""
     pending, merged = [techniques(plan) for plan in plans], list[Technique]()
     while any(pending):
         heads = [order[0] for order in pending if order]
@@ -129,9 +129,9 @@ def in_order(plans: Sequence[PhasePlan]) -> list[Technique]:
 
 
 def concerns(technique: Technique, weight: Weight) -> bool:
-    """Return whether ``technique`` acts on ``weight`` at a step, or may act as long as no graph has shown its product.
+    """Return whether ``technique`` acts on ``weight`` at a step, or may act if the weight's graph is not captured yet.
 
-    A technique does not act where none of the operands that it names is quantized.
+    A technique does not act on a weight if all operands that it names stay in high precision.
     """
     return any(technique in planned.rule.techniques and _acts(technique, planned) for planned in weight.choices)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill cannot ruin, and from which training goes on as if it had never stopped.
+"""Checkpoints from which training goes on as if it had never stopped; a killed save leaves the old one intact.
 
 >>> if Path("run.pt").exists():
 ...     progress = checkpoint.load("run.pt", model, optimizer, scaler=scaler, scheduler=scheduler)
@@ -8,8 +8,8 @@ A checkpoint is one file of tensors and plain data, read without running code, w
 model with the state of its techniques, the optimizer, the loss scaler, the scheduler, the states of the random number
 generators (torch's, NumPy's and Python's), the caller's ``progress``, and the policy.
 
-With several processes every one calls :func:`save` and :func:`load`; rank 0 writes the file. Random states, and
-technique state that differs from rank to rank, are kept for each rank. Sharded tensors are gathered before they are
+With several processes, all call :func:`save` and :func:`load`, and rank 0 writes the file. Random states, and
+technique state that differs between ranks, are kept for each rank. Sharded tensors are gathered before they are
 written, so that a run may go on with another number of processes, under ``fully_shard`` or without it.
 """
 
@@ -36,14 +36,14 @@ from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.training import sealed, validation
 from fp4graph.training.origin import Mismatch, applied_part, check_policy, written_under
-from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank, together
+from fp4graph.training.ranks import differing_buffers, gathered, gathered_whole, placed, rank, together
 from fp4graph.training.validation import unequal
 
 __all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
 
-#: Marks of our files, and of this layout.
+#: The mark of our files, and the version of this layout.
 FORMAT, VERSION = "fp4graph.checkpoint", 4
-#: Former layouts that are read: 2 has the count of forwards among the model's entries, neither has a digest.
+#: Older layouts that can be read, both without a digest: 2 has the count of forwards among the model's entries.
 UNDIGESTED = 2, 3
 #: Types that ``torch.load`` reads without running code.
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
@@ -66,16 +66,16 @@ def save(
     scheduler: Stateful | None = None,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint; the former one at ``path`` stays until the new one is complete.
+    """Write a checkpoint; the old one at ``path`` stays until the new one is complete.
 
     Args:
-        path: of the file, in a folder that exists.
+        path: the path of the file, in a folder that exists.
         model: applied or plain, under DDP or ``fully_shard`` too.
         optimizer, scaler, scheduler: saved if given.
         progress: numbers, strings, tensors, and lists and dicts of them.
 
     Raises:
-        Error: something is neither a tensor nor plain data, or the file cannot be written.
+        Error: a value is neither a tensor nor plain data, or the file cannot be written.
     """
     path = Path(path)
     module = unwrapped(model)
@@ -90,7 +90,7 @@ def save(
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "progress": dict(progress or {}),
-        "ranks": gathered({"rng": _rng_state(), "buffers": own_buffers(module)}),
+        "ranks": gathered({"rng": _rng_state(), "buffers": differing_buffers(module)}),
     }
     with together():
         if rank() == 0:
@@ -102,13 +102,13 @@ def save(
                 raise _unwritten(path, error.strerror or str(error)) from error
             except RuntimeError as error:  # from torch.save's zip file, which does not pass on the system's error
                 first = "".join(str(error).splitlines()[:1])
-                raise _unwritten(path, f"the disk is full, or may be ({first})") from error
+                raise _unwritten(path, f"the disk may be full ({first})") from error
 
 
 def _unwritten(path: str | PathLike[str], reason: str) -> Error:
     return Error(
-        f"cannot write checkpoint {path}: {reason}. What was there before is untouched; make room,"
-        " or name another place"
+        f"cannot write checkpoint {path}: {reason}. The old content is unchanged; free disk space or choose another "
+        "path"
     )
 
 
@@ -123,22 +123,22 @@ def load(
 ) -> dict[str, Any]:
     """Restore everything as it was at :func:`save`. A file that is damaged or does not fit changes nothing.
 
-    Without an optimizer this reads the model alone, and leaves the random number generators as they are.
+    Without an optimizer, only the model is loaded, and the random number generators stay as they are.
 
     Args:
-        path: of the file. model, optimizer, scaler, scheduler: made as for the run that wrote it.
+        path: the path of the file. model, optimizer, scaler, scheduler: constructed as in the run that wrote it.
         same_policy: False accepts a model under another policy, or under none. Entries that the model does not have
-            are left out; entries that the file lacks begin anew.
+            are left out; entries that the file lacks start anew.
 
     Returns:
         The ``progress`` that was saved.
 
     Raises:
-        Mismatch: the file is of another policy, noise seed or model, or lacks what is to be loaded.
-        Error: there is no file, or it is cut off, damaged, changed, or something else wrote it.
+        Mismatch: the file is of another policy, noise seed or model, or lacks a part that is to be loaded.
+        Error: there is no file, or it is truncated, damaged, changed, or not by :func:`save`.
     """
     module = unwrapped(model)
-    with together():  # nothing is changed until every rank has found its part to be whole
+    with together():  # all ranks check their parts before any rank changes anything
         content = _read(path)
         file, ranks = str(path), content["ranks"]
         wanted = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
@@ -149,8 +149,8 @@ def load(
             if scaler is not None and scaler.is_enabled() != bool(content["scaler"]):
                 there, here = ("enabled", "disabled") if content["scaler"] else ("disabled", "enabled")
                 raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
-        own = ranks[rank()] if rank() < len(ranks) else None
-        entries, forwards = _entries(content, own)
+        of_rank = ranks[rank()] if rank() < len(ranks) else None
+        entries, forwards = _entries(content, of_rank)
         entries = _fitting(file, entries, module, same_policy)
         parts: list[tuple[Any, Any]] = []
         if scheduler is not None:
@@ -162,30 +162,30 @@ def load(
         if optimizer is not None:
             validation.check_optimizer(file, content["optimizer"], optimizer)
             parts.append((optimizer, _placed_state(content["optimizer"], optimizer)))
-            if own is not None:
-                validation.check_rng(file, f"ranks[{rank()}].rng", own["rng"])
+            if of_rank is not None:
+                validation.check_rng(file, f"ranks[{rank()}].rng", of_rank["rng"])
     _load_parts(file, parts)
     module.load_state_dict(entries)
     if forwards is not None and (runtime := applied_part(module)) is not None:
         runtime.count_from(forwards)
-    if optimizer is not None and own is not None:
-        _set_rng_state(own["rng"])
+    if optimizer is not None and of_rank is not None:
+        _set_rng_state(of_rank["rng"])
     progress: dict[str, Any] = content["progress"]
     return progress
 
 
 def _load_parts(file: str, parts: Sequence[tuple[Any, Any]]) -> None:
-    """Load each state into its object; where one refuses it, the objects before get back what they had."""
-    former: list[tuple[Any, Any]] = []
+    """Load each state into its object; if an object refuses its state, restore the states of all."""
+    previous: list[tuple[Any, Any]] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # about the policy, which was looked at before
+        warnings.simplefilter("ignore", PolicyWarning)  # about the policy, which load has checked
         for part, saved in parts:
-            now = part.state_dict()
-            former.append((part, now if isinstance(part, torch.optim.Optimizer) else copy.deepcopy(now)))
+            current = part.state_dict()
+            previous.append((part, current if isinstance(part, torch.optim.Optimizer) else copy.deepcopy(current)))
             try:
                 part.load_state_dict(saved)
-            except Exception as error:  # a class of the user's own
-                for loaded, before in former:
+            except Exception as error:  # the user's class may raise anything
+                for loaded, before in previous:
                     loaded.load_state_dict(before)
                 name = type(part).__name__
                 raise Mismatch(f"checkpoint {file} is of another {name}: {type(error).__name__}: {error}") from error
@@ -193,28 +193,28 @@ def _load_parts(file: str, parts: Sequence[tuple[Any, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """A checkpoint without its tensors: the policy's text (None for a plain model), and the progress."""
+    """The parts of a checkpoint without tensors: the policy's text (None for a plain model), and the progress."""
 
     policy: str | None
     progress: dict[str, Any]
 
 
 def read_summary(path: str | PathLike[str]) -> Summary:
-    """Read the policy and the progress of a checkpoint; no model is needed. The errors are those of :func:`load`."""
+    """Read the policy and the progress of a checkpoint without a model. The errors are those of :func:`load`."""
     content = _read(path)
     return Summary(content["policy"] and content["policy"]["text"], content["progress"])
 
 
 def _unfolded(value: Any, where: str) -> Any:
-    """Return :func:`_plain` of one part of a checkpoint."""
+    """Return :func:`_plain` of one part of a checkpoint; raise Error if the part contains itself."""
     try:
         return _plain(value, where)
     except RecursionError:
-        raise Error(f"{where} contains itself, or is nested too deeply; leave that out") from None
+        raise Error(f"{where} contains itself, or is nested too deeply; leave it out") from None
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return ``value`` in types that are read back without running code."""
+    """Return ``value`` in types that can be read back without running code."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, np.generic):
@@ -235,26 +235,26 @@ def _plain(value: Any, where: str) -> Any:
 def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state dict with moments and the like sharded as their parameters are.
 
-    torch.distributed.checkpoint is of no use here: it makes room for the state by a step of the optimizer, in which
-    techniques would act.
+    torch.distributed.checkpoint cannot do this: it allocates the state by a step of the optimizer, in which techniques
+    would act.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     state = {
         index: {name: placed(value, parameter) for name, value in saved["state"][index].items()}
-        for index, parameter in zip(indices, parameters, strict=False)  # load_state_dict says what does not fit
+        for index, parameter in zip(indices, parameters, strict=False)  # load_state_dict reports what does not fit
         if index in saved["state"]
     }
     return {**saved, "state": state}
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking a device for its state starts it
+    name, keys, *position = np.random.get_state()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # reading a device's state initializes it
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if in_use else [],
-        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *position],
         "python": random.getstate(),
     }
 
@@ -269,10 +269,10 @@ def _set_rng_state(saved: Mapping[str, Any]) -> None:
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the content of a checkpoint that is whole."""
+    """Return the content of a checkpoint, checked to be complete."""
     path = Path(path)
     if not path.exists():
-        leftover = " (a save that was cut off left a .tmp beside it, which is no checkpoint)"
+        leftover = " (the .tmp file beside it is left over from an interrupted save, and not a checkpoint)"
         raise Error(f"there is no checkpoint {path}{leftover if path.with_name(path.name + '.tmp').exists() else ''}")
     content, digested = sealed.read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -285,33 +285,33 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         raise Error(f"{path} has version {version!r} of the layout; this fp4graph reads 2 to {VERSION}")
     if not digested and version == VERSION:
         raise Error(
-            f"{path} has lost the digest of its content: it is damaged, or something else wrote it again. Take a copy "
+            f"{path} has lost the digest of its content: it is damaged, or another program wrote it again. Use a copy "
             "or an earlier file"
         )
     validation.check_parts(str(path), content)
     if not digested:
         warnings.warn(
-            f"checkpoint {path} has version {version} of the layout, without a digest: whether its values are those "
-            "that were written cannot be checked; save it again",
+            f"checkpoint {path} has version {version} of the layout, which has no digest, so changed values cannot be "
+            "detected; save it again",
             stacklevel=3,
         )
     return content
 
 
-def _entries(content: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
-    """Return the model's entries, with those in which this rank differs, and the count of forwards."""
-    entries = {**content["model"], **(own["buffers"] if own is not None else {})}
+def _entries(content: Mapping[str, Any], of_rank: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
+    """Return the model's entries, overridden by those of this rank, and the count of forwards."""
+    entries = {**content["model"], **(of_rank["buffers"] if of_rank is not None else {})}
     entries, forwards = state.from_former(entries)
     return entries, (content["policy"] or {}).get("forwards", forwards)
 
 
 def _fitting(file: str, saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
-    """Return the entries to load into ``module``, sharded as its own are.
+    """Return the entries to load into ``module``, sharded as the module's entries are.
 
-    They are checked here, because ``load_state_dict`` writes first and complains afterwards.
+    The entries are checked here, because ``load_state_dict`` writes before it raises.
     """
     here = module.state_dict()
-    if not same_policy:  # of our state, what fits
+    if not same_policy:  # drop entries of techniques that do not fit
         fits = {key for key in saved if isinstance(here.get(key), Tensor) and not unequal(key, saved[key], here[key])}
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or key in fits}
     validation.check_entries(file, saved, here, same_policy)

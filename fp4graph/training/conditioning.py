@@ -1,9 +1,8 @@
-"""The conditioning of gradients by their own history, and the reset of moments, that make StableSPAM stable.
+"""StableSPAM's conditioning of gradients by their history and its reset of moments, for any optimizer of Adam's kind.
 
-All of it happens before the update and serves any optimizer of Adam's kind. :func:`new_statistics` makes the state of
-one parameter, :func:`condition` (or :func:`condition_foreach`, for many at once) clips and rescales a gradient,
-:func:`cosine` schedules the momenta, and :func:`reset_moments` starts Adam's moments afresh. The equations are those of
-:class:`fp4graph.optim.StableSPAM`.
+All functions run before the update. :func:`new_statistics` makes the state of one parameter, :func:`condition` (or
+:func:`condition_foreach`, for many at once) clips and rescales a gradient, :func:`cosine` schedules the momenta, and
+:func:`reset_moments` starts Adam's moments afresh. The equations are those of :class:`fp4graph.optim.StableSPAM`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fp4graph.numerics.sharding import whole
 #: Names of the statistics of one parameter's gradient, in the order of :func:`_conditioned`: m_max, m_norm and v_norm
 #: before bias correction, and n, the number of gradients that they average.
 STATISTICS = ("max_avg", "norm_avg", "norm_avg_sq", "conditioned")
-#: Initial values of the state of optimizers of Adam's kind, here and in torch and timm, by the entry's name there.
+#: Initial values of the state of optimizers of Adam's kind, of fp4graph, torch and timm, by the entry's name.
 START: dict[str, float] = {
     "step": 0,
     "exp_avg": 0,
@@ -56,7 +55,7 @@ def cosine(step: int, total_steps: int | None, eta_min: float) -> float:
 
 
 def new_statistics(grad: Tensor) -> dict[str, Tensor]:
-    """Return zeros for the statistics of gradients like ``grad``: 0-d, on its device, fp32 (fp64 if it is)."""
+    """Return zeros for the statistics of gradients like ``grad``: 0-d, on its device, fp32 (fp64 for fp64)."""
     return {name: torch.zeros((), dtype=precision(grad), device=grad.device) for name in STATISTICS}
 
 
@@ -66,8 +65,8 @@ def condition(
     """Apply AdaClip, then AdaGN: return the gradient that Adam sees, a new tensor.
 
     Args:
-        grad: of one parameter, any shape; not written to.
-        state: holds at least :func:`new_statistics`, which are updated in place.
+        grad: the gradient of one parameter, of any shape; not written to.
+        state: holds at least the :func:`new_statistics`, which are updated in place.
         gamma1: γ1·c. gamma2, theta, eps: γ2, θ and eps.
     """
     dtype = precision(grad)
@@ -75,7 +74,7 @@ def condition(
     peak = whole(torch.linalg.vector_norm(grad, torch.inf, dtype=dtype))
     threshold = _threshold(peak, old, theta)
     spikes = grad.abs() > threshold.to(grad.dtype)
-    # Casts change nothing unless ``grad`` is 0-d itself, which a 0-d fp32 factor would promote.
+    # The casts matter only if ``grad`` is 0-d: a 0-d fp32 factor would promote it.
     clipped = torch.where(spikes, (grad * (threshold / peak)).to(grad.dtype), grad)
     norm = whole(torch.linalg.vector_norm(clipped, dtype=dtype))
     new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
@@ -93,13 +92,13 @@ def condition_foreach(
     theta: float,
     eps: float,
 ) -> list[Tensor]:
-    """Apply :func:`condition` to many gradients of one device and dtype; nothing waits for an accelerator."""
+    """Apply :func:`condition` to many gradients of one device and dtype, without waiting for an accelerator."""
     if not grads:
         return []
     cpu, dtype = on_cpu(grads[0]), precision(grads[0])
     kept = [[state[name] for state in states] for name in STATISTICS]
     old = tuple(torch.stack(values) for values in kept)
-    if cpu:  # many times faster there than the norm
+    if cpu:  # many times faster on a CPU than the norm
         low, high = (torch.stack(values).to(dtype) for values in zip(*map(torch.aminmax, grads), strict=True))
         peak = torch.maximum(-low, high)
     else:
@@ -125,7 +124,7 @@ def condition_foreach(
 
 
 def reset_moments(state: MutableMapping[str, Any]) -> None:
-    """MoRet: set moments, their step, and the copies of them that techniques hold to their initial values.
+    """Apply MoRet: set moments, their step, and the copies that techniques hold, to their initial values.
 
     ``state`` is a parameter's entry in ``optimizer.state``, or a parameter group, of any optimizer of Adam's kind.
     """
@@ -140,7 +139,7 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
 
 
 def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield ``tensors`` by device, dtype and whether they are contiguous, not too many elements at once."""
+    """Yield ``tensors`` in batches of limited size, of one device and dtype, all contiguous or none."""
     groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for x in tensors:
         groups.setdefault((x.device, x.dtype, x.is_contiguous()), []).append(x)
@@ -163,19 +162,19 @@ def on_cpu(x: Tensor) -> bool:
 
 
 def precision(x: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: fp64 where ``x`` is, else fp32."""
+    """Return the dtype to compute in: fp64 if ``x`` is fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _clip(grad: Tensor, bound: float, share: float) -> Tensor:
-    """Return ``where(abs(grad) > bound, grad * share, grad)``, bit for bit, without the boolean, slow on a CPU."""
+    """Return ``where(abs(grad) > bound, grad * share, grad)``, bit for bit; a boolean mask would be slow on a CPU."""
     spikes = nn.functional.hardshrink(grad, bound)
-    rest = grad - spikes
-    return rest.add_(spikes.mul_(share))
+    unclipped = grad - spikes
+    return unclipped.add_(spikes.mul_(share))
 
 
 def _bias_correction(decay: float, count: Tensor) -> Tensor:
-    """Return 1 - decay^count, computed so that fp32 keeps its digits where decay is near 1."""
+    """Return 1 - decay^count, accurate in fp32 also for a decay near 1."""
     return -torch.expm1(count * (math.log(decay) if decay > 0 else -math.inf))
 
 

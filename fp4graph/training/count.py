@@ -1,8 +1,8 @@
-"""Carries the count of a model's forwards, and what its noise comes from, in the state dict of its optimizer.
+"""Carries the count of a model's forwards, its noise seed and its policy in the state dict of its optimizer.
 
-A model's own state dict holds tensors of the model and of its techniques, so that it loads into a plain model and into
-averages of weights. The count belongs to the training, as the optimizer's moments do. It stands in every parameter
-group of the state dict, as integers, which every way of saving an optimizer keeps.
+A model's state dict holds only tensors of the model and of its techniques, so that it loads into a plain model and into
+averages of weights. The count belongs to the training, as the optimizer's moments do. Every parameter group of the
+state dict holds it as integers, which every way of saving an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PREFIX = "fp4graph."
 
 
 class ForwardCounts:
-    """The counts of the models that one optimizer trains: written when its state is saved, restored when it is loaded.
+    """Writes the counts of an optimizer's models when its state is saved, and restores them when a state is loaded.
 
-    An optimizer that loaded its state before it was prepared holds the counts in its groups: :meth:`of` restores them.
+    An optimizer that loaded its state before it was prepared has the counts in its groups; :meth:`of` restores them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._loaded: dict[str, Any] = {}  # until the model that they are of is prepared
+        self._loaded: dict[str, Any] = {}  # entries of models that are not prepared yet
         optimizer.register_state_dict_pre_hook(self._write)
         optimizer.register_state_dict_post_hook(self._written)
         optimizer.register_load_state_dict_pre_hook(self._loading)
@@ -39,25 +39,25 @@ class ForwardCounts:
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         """Let ``optimizer`` carry the count of the model of ``runtime``."""
-        while not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper, which asks another for its state
+        while not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper of another optimizer
             inner = getattr(optimizer, "optimizer", getattr(optimizer, "_base_optimizer", None))
             if inner is None:
                 warnings.warn(
-                    f"{type(optimizer).__name__} runs no hooks when its state is saved, so the count of forwards does "
-                    "not travel with it, and a resumed training repeats noise and phases; "
-                    "fp4graph.training.checkpoint keeps the count",
+                    f"{type(optimizer).__name__} runs no hooks when its state is saved, so the state lacks the count "
+                    "of forwards, and a resumed training repeats noise and phases; save with "
+                    "fp4graph.training.checkpoint, which keeps the count",
                     PolicyWarning,
                     stacklevel=3,
                 )
                 return
             optimizer = inner
-        own: ForwardCounts | None = optimizer.__dict__.get("_fp4graph_counts")
-        if own is None:
-            optimizer.__dict__["_fp4graph_counts"] = own = ForwardCounts(optimizer)
-        if all(root() is not runtime.root for root in own._roots):
-            own._roots.append(weakref.ref(runtime.root))
-        own._loaded |= _pop(optimizer.param_groups)
-        own._restore()
+        counts: ForwardCounts | None = optimizer.__dict__.get("_fp4graph_counts")
+        if counts is None:
+            optimizer.__dict__["_fp4graph_counts"] = counts = ForwardCounts(optimizer)
+        if all(root() is not runtime.root for root in counts._roots):
+            counts._roots.append(weakref.ref(runtime.root))
+        counts._loaded |= _pop(optimizer.param_groups)
+        counts._restore()
 
     def _write(self, optimizer: torch.optim.Optimizer) -> None:
         for number, runtime in self._runtimes():
@@ -75,19 +75,19 @@ class ForwardCounts:
     def _restore(self) -> None:
         for number, runtime in self._runtimes():
             names = ("forwards", "seed", "policy")
-            there = {name: self._loaded.pop(f"{PREFIX}{name}{number}", None) for name in names}
-            if there["forwards"] is None:
+            saved = {name: self._loaded.pop(f"{PREFIX}{name}{number}", None) for name in names}
+            if saved["forwards"] is None:
                 continue
-            here = _facts(runtime)
-            if changed := [name for name in ("seed", "policy") if there[name] not in (None, here[name])]:
+            current = _facts(runtime)
+            if changed := [name for name in ("seed", "policy") if saved[name] not in (None, current[name])]:
                 warnings.warn(
                     f"the optimizer's state was saved under another {' and another '.join(changed)} of fp4graph.apply "
-                    f"(this model has policy {runtime.policy.name!r} and seed {here['seed']}), so training does not go "
-                    "on as it was",
+                    f"(this model has policy {runtime.policy.name!r} and seed {current['seed']}), so the training will "
+                    "not continue as before; apply the saved policy and seed if it should",
                     PolicyWarning,
                     stacklevel=4,
                 )
-            runtime.count_from(int(there["forwards"]))
+            runtime.count_from(int(saved["forwards"]))
 
     def _runtimes(self) -> Iterable[tuple[str, Runtime]]:
         for number, reference in enumerate(self._roots):
@@ -103,9 +103,9 @@ def _facts(runtime: Runtime) -> dict[str, int]:
 
 
 def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Take our entries out of parameter groups, and return them."""
-    found: dict[str, Any] = {}
+    """Remove our entries from parameter groups, and return them."""
+    entries: dict[str, Any] = {}
     for group in groups:
         for key in [key for key in group if key.startswith(PREFIX)]:
-            found[key] = group.pop(key)
-    return found
+            entries[key] = group.pop(key)
+    return entries

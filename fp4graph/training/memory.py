@@ -17,8 +17,8 @@ _PREFIX = "fp4graph."
 class Memory:
     """Tensors that techniques keep for parameters, mirrored into the optimizer's state.
 
-    They are not in that state alone: Adam takes a parameter with any state for one whose moments exist, so nothing can
-    be put there before its first step.
+    The optimizer's state alone cannot hold them: Adam assumes that a parameter with any state has moments, so nothing
+    can be put there before the parameter's first step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -34,14 +34,14 @@ class Memory:
                     )
 
     def of(self, parameter: Tensor, technique: str) -> dict[str, Tensor]:
-        """Return the entries of a technique for ``parameter``, by name: to be read, written and deleted from."""
+        """Return the entries of a technique for ``parameter``, by name, as a dict that the technique may change."""
         return self._entries.setdefault(parameter, {}).setdefault(technique, {})
 
     def mirror(self, *, stepping: bool = False) -> None:
         """Write the entries into the optimizer's state.
 
-        Inside a step (``stepping``) parameters of which the optimizer keeps nothing itself are left out: the optimizer
-        would take them for parameters whose moments exist.
+        Inside a step (``stepping``), parameters without state of the optimizer are left out: the optimizer would assume
+        that their moments exist.
         """
         for parameter in self._entries:
             flat = dict(self._flat(parameter))
@@ -53,14 +53,14 @@ class Memory:
             state.update(flat)
 
     def forget(self, which: Callable[[Tensor, str], bool]) -> None:
-        """Drop the entries of a technique for a parameter where ``which(parameter, technique's name)``."""
+        """Drop the entries for which ``which(parameter, name of the technique)`` is true."""
         for parameter, entries in self._entries.items():
             for name in [name for name in entries if which(parameter, name)]:
                 del entries[name]
         self.mirror()
 
     def reload(self, saved: dict[str, Any]) -> None:
-        """Take the entries from ``saved`` after ``load_state_dict(saved)``; torch would cast them to the parameter."""
+        """Take the entries from ``saved`` after ``load_state_dict(saved)``, which may have changed their dtype."""
         self._entries.clear()
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
@@ -88,6 +88,6 @@ def is_ours(name: object) -> bool:
 
 
 def _brought(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy on the parameter's device; a counter's copy is on the CPU, where reading it waits for nothing."""
+    """Return a copy on the parameter's device, or on the CPU for a counter, so that reading it waits for nothing."""
     counter = value.dim() == 0 and not value.is_floating_point()
     return value.to("cpu" if counter else parameter.device, copy=True)

@@ -34,19 +34,19 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
 def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     """Attach the policy's optimizer-side techniques to ``optimizer`` and return it.
 
-    The optimizer's state dict carries the model's count of forwards too, from which noise and phases go on after a
-    resumption; so the line belongs into every training script that saves checkpoints. Preparing an
-    optimizer again, after applying another policy, replaces the model's hooks. Where one optimizer trains several
-    applied models, prepare it with each of them; where several optimizers share a model's parameters, prepare each.
+    The optimizer's state dict then also carries the model's count of forwards, from which noise and phases continue
+    after a resumption. So call this function in every training script that saves checkpoints. Preparing an optimizer
+    again, after applying another policy, replaces the model's hooks. If one optimizer trains several applied models,
+    prepare it with each of them; if several optimizers share a model's parameters, prepare each.
     Load an optimizer's checkpoint after preparing it.
 
-    Every phase of the policy is checked, so that none is refused in the middle of a training.
+    Every phase of the policy is checked, so that no phase is refused in the middle of a training.
 
     Raises:
-        Error: the model is not applied. The optimizer holds none of the weights that a technique acts on, runs no
-            hooks, or has already loaded a checkpoint, in which torch rounded the techniques' entries to the parameters'
-            dtype. Two uses of one parameter have different techniques or quantizers. A technique that acts on the whole
-            optimizer has several sets of options. Several models order their techniques differently.
+        Error: the model is not applied; or the optimizer holds none of the weights that a technique acts on, runs no
+            hooks, or has already loaded a checkpoint, whose entries of techniques torch has rounded to the parameters'
+            dtype; or two uses of one parameter have different techniques or quantizers; or a technique that acts on the
+            whole optimizer has several sets of options; or several models order their techniques differently.
     """
     takes = "prepare_optimizer(model, optimizer) takes"
     if isinstance(optimizer, nn.Module):
@@ -55,26 +55,26 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise Error(f"{takes} an optimizer such as torch.optim.AdamW(model.parameters()); got {optimizer!r}")
     runtime.plan.before_training()
-    former: _Hooks | None = optimizer.__dict__.get("_fp4graph")
-    others = [] if former is None else [r for r in former.runtimes if _is_live(r) and r.root is not runtime.root]
+    previous: _Hooks | None = optimizer.__dict__.get("_fp4graph")
+    others = [] if previous is None else [r for r in previous.runtimes if _is_live(r) and r.root is not runtime.root]
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):
-        following = runtime.plan if phase == runtime.phase else runtime.plan_of(phase)
-        plans = [*(other.plan for other in others), following]
-        acting.check_fit(following, optimizer)
+        plan = runtime.plan if phase == runtime.phase else runtime.plan_of(phase)
+        plans = [*(other.plan for other in others), plan]
+        acting.check_fit(plan, optimizer)
         acting.check_options(plans)
         acting.check_uses(plans)
         acting.in_order(plans)
 
     replaced: set[str] = set()
-    if former is not None:
-        former.remove()
-        replaced = {t.name for r in former.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
+    if previous is not None:
+        previous.remove()
+        replaced = {t.name for r in previous.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
         del optimizer.__dict__["_fp4graph"]
-    memory = Memory(optimizer) if former is None else former.memory
+    memory = Memory(optimizer) if previous is None else previous.memory
     hooks = _Hooks([*others, runtime], optimizer, memory)
     remaining = {technique.name for technique in hooks.techniques}
-    own = {id(parameter) for parameter in runtime.root.parameters()}
-    memory.forget(lambda parameter, name: name not in remaining and (id(parameter) in own or name in replaced))
+    ids = {id(parameter) for parameter in runtime.root.parameters()}
+    memory.forget(lambda parameter, name: name not in remaining and (id(parameter) in ids or name in replaced))
     if hooks.techniques:
         hooks.attach()
         optimizer.__dict__["_fp4graph"] = hooks
@@ -92,24 +92,24 @@ def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     Source: Micikevicius et al. 2018.
     """
     runtime = require_runtime(model, "grad_scaler")
-    asked = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
-    options = asked[0] if asked else {}
-    return torch.amp.GradScaler(runtime.device.type, enabled=bool(asked), **options)  # type: ignore[arg-type]
+    scalers = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
+    options = scalers[0] if scalers else {}
+    return torch.amp.GradScaler(runtime.device.type, enabled=bool(scalers), **options)  # type: ignore[arg-type]
 
 
 def _is_live(runtime: Runtime) -> bool:
-    """Return whether ``runtime`` is still its model's: neither removed nor replaced by another policy or phase."""
+    """Return whether its model still has ``runtime``: it is neither removed nor replaced by another policy or phase."""
     return runtime_of(runtime.root) is runtime
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this step updates nothing.
 
-    A fused optimizer that a ``GradScaler`` tells of an overflow skips the update. torch's distributed checkpoint takes
-    a step with zero gradients and learning rates, to make the state that it loads.
+    A fused optimizer skips the update if a ``GradScaler`` reports an overflow. torch's distributed checkpoint takes a
+    step with zero gradients and learning rates to allocate the state that it loads.
     """
-    found = getattr(optimizer, "found_inf", None)
-    if found is not None and bool(found):
+    overflow = getattr(optimizer, "found_inf", None)
+    if overflow is not None and bool(overflow):
         return True
     if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
@@ -124,7 +124,7 @@ class _Hooks:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
         self.techniques = acting.in_order([runtime.plan for runtime in runtimes])
         self._scratch: dict[Any, dict[Any, Any]] = {}
-        self._agree = False  # all uses of every parameter, as far as captured graphs can show
+        self._agree = False  # True once captured graphs have shown that all uses of every parameter agree
         self._handles: tuple[RemovableHandle, ...] = ()
         self._loaded_state: dict[str, Any] = {}  # while load_state_dict runs
 
@@ -167,10 +167,10 @@ class _Hooks:
         self._scratch = {}
 
     def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of ``saved`` that the optimizer itself saved."""
+        """Return ``saved`` without the entries of techniques."""
         self._loaded_state = saved
-        own = {key: {n: v for n, v in state.items() if not is_ours(n)} for key, state in saved["state"].items()}
-        return {**saved, "state": {key: state for key, state in own.items() if state}}
+        plain = {key: {n: v for n, v in state.items() if not is_ours(n)} for key, state in saved["state"].items()}
+        return {**saved, "state": {key: state for key, state in plain.items() if state}}
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self.memory.reload(self._loaded_state)
@@ -186,7 +186,7 @@ class _Hooks:
     def _run(self, stages: tuple[str, str]) -> None:
         per_weight, on_all = stages
         live = [runtime for runtime in self.runtimes if _is_live(runtime)]
-        if not self._agree:  # a graph captured since may have shown which rule decides a weight
+        if not self._agree:  # a graph captured since then may have shown which rule decides about a weight
             acting.check_uses([runtime.plan for runtime in live])
             self._agree = all(len(weight.choices) == 1 for runtime in live for weight in runtime.weights)
         groups = acting.groups_by_parameter(self.optimizer)
@@ -202,13 +202,13 @@ class _Hooks:
                 for identity, of_parameter in uses.items():
                     concerned = [use for use in of_parameter if acting.concerns(technique, use[0])]
                     if concerned:
-                        (weight, runtime), *others = concerned
+                        (weight, runtime), *followers = concerned
                         weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
                         with contract.at(weight.name):
                             contract.run(technique, per_weight, update)
-                        for other, _ in others:
-                            _follow(technique, weight, other)
+                        for follower, _ in followers:
+                            _follow(technique, weight, follower)
             if overrides(technique, on_all):
                 memory = partial(self.memory.of, technique=technique.name)
                 step = OptimizerStep(self.optimizer, self._kept(technique, None), memory)
@@ -235,11 +235,11 @@ class _Hooks:
         return self._scratch.setdefault((technique.name, id(parameter)), {})
 
 
-def _follow(technique: Technique, weight: Weight, other: Weight) -> None:
-    """Copy the entries of ``weight`` that the optimizer's step writes to ``other``, another use of the parameter."""
-    values, followers = weight.entries(technique), other.entries(technique)
+def _follow(technique: Technique, weight: Weight, follower: Weight) -> None:
+    """Copy the entries of ``weight`` that the optimizer's step writes to ``follower``, a use of the same parameter."""
+    sources, targets = weight.entries(technique), follower.entries(technique)
     for slot in weight.slots:
         if slot.technique == technique.name and slot.entry.writer == "optimizer":
-            value, follower = values[slot.label], followers[slot.label]
-            if follower is not value:
-                follower.copy_(value)
+            source, target = sources[slot.label], targets[slot.label]
+            if target is not source:
+                target.copy_(source)

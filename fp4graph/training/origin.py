@@ -15,17 +15,17 @@ from fp4graph.errors import Error
 from fp4graph.files import read_json, write
 from fp4graph.model.runtime import Runtime, runtime_of
 
-#: File in a folder of saved state with the policy that the state was written under.
+#: The file, in a folder of saved state, that holds the policy under which the state was written.
 POLICY_FILE = "fp4graph.json"
 _SHOWN = 12  # lines of a difference
 
 
 class Mismatch(Error):
-    """The error of a checkpoint that is complete, but of another model, another policy or another kind of run."""
+    """A checkpoint is complete, but of another model, another policy or another kind of run."""
 
 
 def applied_part(module: nn.Module) -> Runtime | None:
-    """Return what runs ``module``, or the one part of it that a policy is applied to; None for a plain model.
+    """Return the runtime of ``module``, or of its one part that a policy is applied to; None for a plain model.
 
     Raises:
         Error: policies are applied to several parts.
@@ -34,7 +34,7 @@ def applied_part(module: nn.Module) -> Runtime | None:
     if len(runtimes) > 1:
         raise Error(
             f"a policy is applied to each of {' and '.join(runtimes)}, and a checkpoint holds one applied model; save "
-            "and load each by itself"
+            "and load each separately"
         )
     return next(iter(runtimes.values()), None)
 
@@ -56,9 +56,9 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
 
 
 def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
-    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as the model that was saved.
+    """Raise :class:`Mismatch`, which names the difference, unless ``module`` trains as the model that was saved.
 
-    ``source`` names what was written, in the error; ``saved`` is what :func:`written_under` returned for that model.
+    ``source`` names the saved state in the error; ``saved`` is the result of :func:`written_under` for the saved model.
     """
     runtime = applied_part(module)
     if saved is None and runtime is None:
@@ -77,18 +77,18 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
     if saved["seed"] != runtime.settings.seed:
         raise Mismatch(
             f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
-            f"{runtime.settings.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
+            f"{runtime.settings.seed}: the noise would differ. Apply with the saved seed, or pass same_policy=False"
         )
     total = runtime.settings.total_forwards
     if runtime.policy.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
         raise Mismatch(
             f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
-            "would begin elsewhere. Say the former, or pass same_policy=False"
+            "would begin at other steps. Pass the saved length, or same_policy=False"
         )
 
 
 def write_origin(folder: str | PathLike[str], module: nn.Module) -> None:
-    """Write what :func:`written_under` returns beside state in ``folder``."""
+    """Write the result of :func:`written_under` beside the state in ``folder``."""
     write(Path(folder) / POLICY_FILE, json.dumps(written_under(module)))
 
 
@@ -99,14 +99,14 @@ def check_origin(folder: str | PathLike[str], module: nn.Module) -> None:
 
 
 def name_in(text: str) -> str:
-    """Return the name in a policy's YAML as ``Policy.to_yaml`` writes it, on the second line."""
+    """Return the name in a policy's YAML, as ``Policy.to_yaml`` writes it."""
     return next((line[6:] for line in text.splitlines() if line.startswith("name: ")), "?")
 
 
 def difference(old: str, new: str) -> str:
     """Return the changed lines from one policy's YAML (-) to another's (+), indented, a dozen lines at most.
 
-    Names and descriptions alone make no difference: the result is then "".
+    If only names and descriptions differ, the result is "".
     """
     ignored = "-description:", "+description:", "+++", "---"
     changed = [

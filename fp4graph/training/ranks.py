@@ -1,4 +1,4 @@
-"""A checkpoint's part in several processes: gathers what is sharded, and keeps what differs from rank to rank."""
+"""Gathers sharded tensors for a checkpoint of several processes, and finds state that differs between ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def rank() -> int:
     return torch.distributed.get_rank() if is_distributed() else 0
 
 
-def gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
+def gathered(value: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the values of all ranks on rank 0; on other ranks the list is undefined."""
     if not is_distributed():
-        return [own]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.gather_object(own, everyone if rank() == 0 else None, 0)
-    return everyone
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.gather_object(value, values if rank() == 0 else None, 0)
+    return values
 
 
 def gathered_whole(value: Any) -> Any:
-    """Return ``value``, nested, with every sharded tensor gathered on the CPU of rank 0; elsewhere these are None."""
+    """Return nested ``value`` with every sharded tensor gathered on the CPU of rank 0, and None on other ranks."""
     if isinstance(value, Mapping):
         return {key: gathered_whole(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -43,7 +43,7 @@ def gathered_whole(value: Any) -> Any:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Raise on every rank where the block raises an Error on one: the others would go on, and wait for it in vain."""
+    """Raise an Error on every rank if the block raises one on any; the other ranks would wait for that rank forever."""
     problem: Error | None = None
     try:
         yield
@@ -66,15 +66,15 @@ def placed(value: Any, reference: Any) -> Any:
     return value
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of our state in which this rank differs from rank 0: those that its own backward wrote."""
-    own: dict[str, Tensor] = {}
+def differing_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of techniques in which this rank differs from rank 0: those that its backward wrote."""
+    differing: dict[str, Tensor] = {}
     if is_distributed():
         for name, value in module.state_dict().items():
             if state.is_ours(name) and isinstance(value, Tensor) and not is_sharded(value):
-                mine = value.detach().reshape(-1).view(torch.uint8)
-                first = mine.clone()
+                local = value.detach().reshape(-1).view(torch.uint8)
+                first = local.clone()
                 torch.distributed.broadcast(first, 0)
-                if not torch.equal(mine, first):
-                    own[name] = value.cpu()
-    return own
+                if not torch.equal(local, first):
+                    differing[name] = value.cpu()
+    return differing

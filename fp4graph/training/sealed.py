@@ -1,8 +1,7 @@
-"""Files of ``torch.save`` with a digest: a bit that flipped in one is found before anything is read from it.
+"""Writes and reads files of ``torch.save`` with a digest, so that a flipped bit is found before the file is loaded.
 
 The file stays a zip archive that ``torch.load`` reads. The comment at its end is a mark and the SHA-256 of all bytes
-before the digest, the mark included. The checksums of the archive itself are of no use, because torch does not look at
-them.
+before the digest, the mark included. torch does not check the checksums of the archive itself.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
     Nothing in the file is executed.
 
     Raises:
-        Error: the file cannot be read, is not one of torch.save, or is not what its digest is of.
+        Error: the file cannot be read, is not a file of torch.save, or does not match its digest.
     """
     try:
-        with open(path, "rb") as file:  # one file all along, even if another takes its name
+        with open(path, "rb") as file:  # opened once, because another file may take its name meanwhile
             digested = _check(path, file)
             file.seek(0)
             with warnings.catch_warnings():
@@ -62,25 +61,25 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
     except OSError as error:
         raise Error(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged bytes raise anything
-        known = re.search(r"WeightsUnpickler error: (.*)", str(error))  # below much advice to run what is in the file
-        first = known[1] if known else "".join(str(error).strip().splitlines()[:1])[:300]
+        cause = re.search(r"WeightsUnpickler error: (.*)", str(error))  # torch first advises to run the file's code
+        first = cause[1] if cause else "".join(str(error).strip().splitlines()[:1])[:300]
         raise Error(
-            f"{path} cannot be read as tensors and plain data: it is cut off, damaged, or something else wrote it "
+            f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or not by torch.save "
             f"({type(error).__name__}: {first})"
         ) from error
 
 
 def _check(path: str | PathLike[str], file: BinaryIO) -> bool:
-    """Return whether ``file`` has a digest; raise an Error if the digest is of other bytes."""
+    """Return whether ``file`` has a digest; raise an Error if the file does not match it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _DIGITS - len(MARK)))
-    mark, found = file.read(len(MARK)), file.read()
+    mark, stored = file.read(len(MARK)), file.read()
     if mark != MARK:
         return False
     digest = _digest(file, size - _DIGITS)
-    if digest.encode() != found:
+    if digest.encode() != stored:
         raise Error(
-            f"{path} is damaged: it is not what was written (its SHA-256 is {digest[:12]}..., not "
-            f"{ascii(found[:12])[2:-1]}...). Take a copy or an earlier file, and look at the disk"
+            f"{path} is damaged: its bytes differ from those written (its SHA-256 is {digest[:12]}..., not "
+            f"{ascii(stored[:12])[2:-1]}...). Use a copy or an earlier file, and check the disk"
         )
     return True

@@ -43,26 +43,25 @@ class StableSPAM(Optimizer):
     code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps
     20000, reset_interval 500.
 
-    What we take for mistakes of that code is corrected:
+    We correct what we consider mistakes of the authors' code. There:
 
-    - There k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a
-      reset their bias correction is too strong: the clipping threshold is many times too high and the gradient too
-      long.
-    - There the step of the reset still moves W by the old moments, corrected as if they were new ones, and its gradient
-      is lost to the new moments, which enter the next step as zeros with k = 2.
-    - There the cosine climbs back to 1 past ``total_steps``.
-    - There averages have the dtype of the gradient: in bf16, m_max stops moving.
+    - k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a reset
+      their bias correction is too strong: the clipping threshold is many times too high and the gradient too long.
+    - the step of the reset still moves W by the old moments, corrected as if they were new, and the new moments miss
+      its gradient: they enter the next step as zeros with k = 2.
+    - the cosine climbs back to 1 past ``total_steps``.
+    - averages have the dtype of the gradient: in bf16, m_max stops moving.
 
-    In addition ``p.grad`` stays unclipped, the position in the schedule is saved, and there is no AMSGrad.
+    Three more differences: ``p.grad`` stays unclipped, the position in the schedule is saved, and AMSGrad is left out.
 
-    Cases the equations leave open:
+    Cases that the equations leave open:
 
-    - G = 0, or so small that ‖G‖ rounds to 0: AdaGN leaves it as it is.
+    - G = 0, or so small that ‖G‖ rounds to 0: AdaGN leaves G unchanged.
     - A gradient with Inf or NaN, or whose ‖G‖ overflows: AdaGN makes all of that parameter's conditioned gradient NaN,
-      and so its moments and values. Nothing hides that training failed, as nothing does in Adam, where only the element
-      concerned is lost. But m_max, m_norm, v_norm and n leave such a gradient out, and one whose ‖G‖² overflows, so
-      that they are still good once weights are restored and moments reset.
-    - Parameters without a gradient are skipped, but reset with the others; so are empty ones.
+      and so its moments and values. (Adam loses only the elements concerned.) Thus a failed training shows. But m_max,
+      m_norm, v_norm and n leave such a gradient out, and one whose ‖G‖² overflows, so they are still valid once weights
+      are restored and moments reset.
+    - Parameters without a gradient and empty parameters are skipped, but reset with the others.
 
     State of each parameter: ``step`` (k), ``exp_avg`` (M) and ``exp_avg_sq`` (V) as in torch's Adam, kept in the
     parameter's dtype; ``max_avg``, ``norm_avg``, ``norm_avg_sq`` and ``conditioned`` (n), 0-d, in fp32 at least. t is
@@ -70,15 +69,15 @@ class StableSPAM(Optimizer):
     the gradient's dtype; everything else is computed in fp32 at least and rounded once when it is stored.
 
     Args:
-        lr: learning rate; a one-element tensor is read once per step and group, so it belongs on the CPU.
+        lr: learning rate; a one-element tensor is read once per step and group, so keep it on the CPU.
         betas: β1 and β2. eps: in Adam and in AdaGN. weight_decay: decoupled, as in AdamW.
         gamma1, gamma2: momenta of AdaGN's averages. theta: momentum of AdaClip's (γ3 in the authors' code).
         total_steps: T, steps of the whole training; c reaches ``eta_min`` at T + 1 and stays there.
-        eta_min: the value c ends at.
+        eta_min: the final value of c.
         reset_interval: steps between resets; None or 0 for none.
-        foreach: None or True update many parameters per call, which is several times faster; other tensors than
-            plain ones (DTensors) still go one by one. False goes through all one by one.
-            Both are the same arithmetic up to rounding: on a CPU, contiguous parameters take torch's fused AdamW.
+        foreach: None or True update many parameters per call, which is several times faster; DTensors are still updated
+            one by one. False updates all one by one. Both ways compute the same up to rounding: on a CPU, contiguous
+            parameters take torch's fused AdamW.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class StableSPAM(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the options it does not set are the constructor's, its schedule goes on from the others'.
+        """Add a group; options that it does not set are the constructor's, and it joins the other groups' schedule.
 
         Raises:
             ValueError: an option is out of its range, or a parameter is complex.
@@ -120,13 +119,13 @@ class StableSPAM(Optimizer):
             raise ValueError("StableSPAM takes real parameters; optimize torch.view_as_real(p) of a complex p")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` saved; the statistics keep their precision, whatever the parameter's."""
+        """Load a result of ``state_dict()``; the statistics keep their dtype, whatever the parameter's."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, p in zip(saved, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name in conditioning.STATISTICS:
-                    # Optimizer.load_state_dict has cast it to the dtype of the parameter.
+                    # Optimizer.load_state_dict has cast the entry to the dtype of the parameter.
                     self.state[p][name] = value.detach().to(p.device, copy=True)
 
     @torch.no_grad()
@@ -134,7 +133,7 @@ class StableSPAM(Optimizer):
         """Update every parameter that has a gradient; ``closure`` computes the loss again and returns it.
 
         Raises:
-            RuntimeError: a gradient is sparse; nothing has been updated then.
+            RuntimeError: a gradient is sparse; then no parameter has been updated.
         """
         loss = None
         if closure is not None:
@@ -187,7 +186,7 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
     grad = conditioning.condition(p.grad, state, **options)
     state["step"] += 1
     k = state["step"].item()
-    # Copies where the parameter's precision is low, so that what is kept is rounded once; else the tensors themselves.
+    # Copies if the parameter's precision is low, so that stored values are rounded once; else the tensors themselves.
     dtype = conditioning.precision(p)
     w, g, m, v = (x.to(dtype) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"]))
     w.mul_(1 - lr * group["weight_decay"])
@@ -208,7 +207,7 @@ def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group:
     steps, m, v = ([state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq"))
     torch._foreach_add_(steps, torch.ones(()), alpha=1)  # a number would become a tensor for each
     if conditioning.on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
-        # One pass for all that follows; it reads memory in order, whatever the strides.
+        # One pass instead of the calls below; it reads memory in order, whatever the strides.
         adam = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         torch_internals.fused_adamw(params, grads, m, v, steps, weight_decay=decay, **adam)
         return
@@ -238,8 +237,8 @@ def _check(options: Mapping[str, Any]) -> None:
             raise ValueError(f"StableSPAM: {name} must be {what}; got {options[name]!r}")
 
     lr = options["lr"]
-    one = not isinstance(lr, Tensor) or lr.numel() == 1
-    require("lr", one and _is_number(lr) and 0 <= float(lr) < math.inf, "a finite number of at least 0")
+    scalar = not isinstance(lr, Tensor) or lr.numel() == 1
+    require("lr", scalar and _is_number(lr) and 0 <= float(lr) < math.inf, "a finite number of at least 0")
     betas = options["betas"]
     pair = isinstance(betas, Sequence) and len(betas) == 2
     require("betas", pair and all(_is_number(b) and 0 <= b < 1 for b in betas), "two numbers of [0, 1)")

@@ -1,4 +1,4 @@
-"""Files of weights without what fp4graph keeps beside them."""
+"""Strips fp4graph's entries from files of weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def strip_pickled(source: Path, target: Path) -> int:
             raise Error(f"{source} holds no tensor by name; there is nothing to strip")
         plain, removed = _without_ours(content)
     except RecursionError:
-        raise Error(f"{source} is nested too deeply, or holds itself; it is no file of weights") from None
+        raise Error(f"{source} is nested too deeply, or holds itself; it is not a file of weights") from None
     with replacing(target) as out:
         (sealed.save if digested else torch.save)(plain, out)
     return removed

@@ -1,4 +1,4 @@
-"""Checks that the content of a checkpoint is whole and fits what it is loaded into, before anything is changed."""
+"""Checks that a checkpoint is complete and fits the objects that it is loaded into, before any of them is changed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fp4graph.training import count
 from fp4graph.training.origin import Mismatch
 from fp4graph.training.stable_spam import StableSPAM
 
-#: What to do about a file whose content was changed.
-REMEDY = "Something changed it after it was written; take a copy or an earlier file"
-#: Faults that an error lists.
+#: The remedy for a file whose content was changed.
+REMEDY = "It was changed after it was written; use a copy or an earlier file"
+#: The most faults that an error lists.
 SHOWN = 12
 _Types = Mapping[str, tuple[type, ...]]
 _Kept = Mapping[str, bool]  # names of the tensors that an optimizer keeps for a parameter: has it the same shape?
@@ -33,7 +33,7 @@ _PARTS: _Types = {
 _POLICY: _Types = {"text": (str,), "fingerprint": (str,), "seed": (int,), "total_forwards": _COUNT}
 _RANK: _Types = {"rng": (Mapping,), "buffers": (Mapping,)}
 _OPTIMIZER: _Types = {"state": (Mapping,), "param_groups": (list,)}
-#: Shapes of the parameters on which an optimizer's state is tried, for vectors and matrices: of no other entry.
+#: Shapes of the vector and the matrix that an optimizer is tried on; no other entry of its state has these shapes.
 _VECTOR, _MATRIX = (3,), (2, 3)
 
 
@@ -47,15 +47,15 @@ def check_parts(file: str, content: Mapping[str, Any]) -> None:
         faults += [f"policy.{name} is {n}" for name, n in counts.items() if isinstance(n, int) and n not in _COUNTS]
     if not faults:
         faults += [] if content["ranks"] else ["ranks is empty"]
-        faults += [f for n, own in enumerate(content["ranks"]) for f in _mistyped(f"ranks[{n}].", own, _RANK)]
+        faults += [f for n, of_rank in enumerate(content["ranks"]) for f in _mistyped(f"ranks[{n}].", of_rank, _RANK)]
     if not faults and content["optimizer"] is not None:
         faults += _mistyped("optimizer.", content["optimizer"], _OPTIMIZER)
     if faults:
-        raise Error(f"{file} is no whole checkpoint: {_listed(faults)}. {REMEDY}")
+        raise Error(f"{file} is not a complete checkpoint: {_listed(faults)}. {REMEDY}")
 
 
 def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
-    """Return the keys of the mapping ``value`` that are missing or of another type."""
+    """Return faults for the keys of the mapping ``value`` that are missing or of another type."""
     if not isinstance(value, Mapping):
         return [f"{where.removesuffix('.')} is {_named(value)}"]
     faults = [f"{where}{name} is missing" for name in types if name not in value]
@@ -84,21 +84,21 @@ def check_entries(file: str, saved: Mapping[str, Any], here: Mapping[str, Any], 
 def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``optimizer``.
 
-    Entries of the state that nothing is known of here, as those of an optimizer that has made no step and is not
-    torch's, are left to the optimizer.
+    Entries of the state that cannot be predicted are left to the optimizer, as for one that has made no step and is
+    not torch's.
     """
     groups, here = saved["param_groups"], optimizer.param_groups
     faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
     parameters: dict[Any, tuple[nn.Parameter, _Kept]] = {}
-    for number, (group, own) in enumerate(zip(groups, here, strict=False)):
+    for number, (group, current) in enumerate(zip(groups, here, strict=False)):
         where = f"param_groups[{number}]"
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
             faults.append(f"{where}.params is missing")
             continue
         indices = group["params"]
-        if len(indices) != len(own["params"]):
-            faults.append(f"{where} has {len(indices)} parameters there and {len(own['params'])} here")
-        options = {key: value for key, value in own.items() if key != "params"}
+        if len(indices) != len(current["params"]):
+            faults.append(f"{where} has {len(indices)} parameters there and {len(current['params'])} here")
+        options = {key: value for key, value in current.items() if key != "params"}
         needed = {key for key in getattr(optimizer, "defaults", {}) if not _is_flag(options.get(key))}
         faults += _unlike(where, group, options, needed)
         ours = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
@@ -109,7 +109,7 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         ]
         if all(isinstance(index, int | str) for index in indices):
             kept = {shape: _kept(optimizer, {**options, **group}, shape) for shape in (_VECTOR, _MATRIX)}
-            for index, x in zip(indices, own["params"], strict=False):
+            for index, x in zip(indices, current["params"], strict=False):
                 parameters[index] = x, kept[_MATRIX if x.dim() > 1 else _VECTOR]
         else:
             faults.append(f"{where}.params holds no indices")
@@ -119,7 +119,7 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
             faults.append(f"{where} is {_named(values)}")
         elif index in parameters:
             parameter, kept_of_it = parameters[index]
-            faults += _wrong_state(where, values, parameter, kept_of_it, optimizer.state.get(parameter, {}))
+            faults += _state_faults(where, values, parameter, kept_of_it, optimizer.state.get(parameter, {}))
     if faults:
         raise Mismatch(f"checkpoint {file} is of another optimizer: {_listed([f'optimizer.{f}' for f in faults])}")
 
@@ -127,10 +127,10 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
 def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
     """Return the tensors that one step under ``options`` keeps for a parameter, and whether each has its shape.
 
-    They are those of torch's class that ``optimizer`` is of, or of ours; none where that cannot be tried.
+    A step of the optimizer's class, or its base class in torch, is tried; if the step fails, the result is empty.
     """
-    ours = StableSPAM, *(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
-    kind: Any = next((one for one in type(optimizer).__mro__ if one in ours), torch.optim.Optimizer)
+    classes = StableSPAM, *(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    kind: Any = next((base for base in type(optimizer).__mro__ if base in classes), torch.optim.Optimizer)
     names = inspect.signature(kind).parameters
     tried = nn.Parameter(torch.zeros(shape))
     tried.grad = torch.ones(shape)
@@ -143,26 +143,26 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
     return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
 
-def _wrong_state(
-    where: str, values: Mapping[str, Any], parameter: nn.Parameter, kept: _Kept, own: Mapping[str, Any]
+def _state_faults(
+    where: str, values: Mapping[str, Any], parameter: nn.Parameter, kept: _Kept, current: Mapping[str, Any]
 ) -> list[str]:
-    """Return the entries of a parameter's saved state that are not as they must become; no state at all is well.
+    """Return the faults of a parameter's saved state; an empty state has none.
 
     Args:
-        kept: what a step keeps for such a parameter. own: what is kept for this one now.
+        kept: the tensors that a step keeps for such a parameter. current: this parameter's state at present.
     """
     faults = [f"{where}.{name} is missing" for name in kept if values and name not in values]
     for name, value in values.items():
-        reference = own.get(name, parameter if kept.get(name) else None)
+        reference = current.get(name, parameter if kept.get(name) else None)
         if name == "step" and name in kept and not _is_step(value):
-            faults.append(f"{where}.{name} is {_named(value)}, no number of steps")
+            faults.append(f"{where}.{name} is {_named(value)}, not a number of steps")
         elif isinstance(reference, Tensor) and (kept.get(name) or (reference.dim() and value is not None)):
             faults += unequal(f"{where}.{name}", value, reference)
     return faults
 
 
 def _is_step(value: Any) -> bool:
-    """Return whether a value counts steps as torch's optimizers do: in a float tensor, in a number formerly."""
+    """Return whether a value counts steps as torch's optimizers do: a float tensor, or in old versions a number."""
     return _is_number(value) and (not isinstance(value, Tensor) or value.is_floating_point())
 
 
@@ -174,7 +174,7 @@ def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
         needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
         faults = _unlike("scheduler", saved, here, needed)
         alien = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
-        faults += [f"scheduler.{key} is no state of a scheduler" for key in alien]
+        faults += [f"scheduler.{key} does not belong to the state of a scheduler" for key in alien]
         if faults:
             raise Mismatch(f"checkpoint {file} is of another scheduler: {_listed(faults)}")
 
@@ -187,10 +187,10 @@ def check_scaler(file: str, saved: Any, scaler: torch.amp.GradScaler) -> None:
 
 
 def check_rng(file: str, where: str, saved: Mapping[str, Any]) -> None:
-    """Raise an Error unless ``saved`` are states of the random number generators, tried on others than those in use."""
+    """Raise an Error unless new random number generators accept the states ``saved``."""
     trials: dict[str, Callable[[Any], Any]] = {
         "torch": torch.Generator().set_state,
-        "cuda": lambda states: [one.view(torch.uint8)[:0] for one in states],
+        "cuda": lambda states: [state.view(torch.uint8)[:0] for state in states],
         "numpy": lambda state: np.random.RandomState().set_state(numpy_state(state)),
         "python": random.Random().setstate,
     }
@@ -198,18 +198,18 @@ def check_rng(file: str, where: str, saved: Mapping[str, Any]) -> None:
         try:
             trial(saved[name])
         except Exception as error:  # each library checks in its own way
-            what = f"{where}.{name} is no state of a generator ({type(error).__name__}: {error})"
-            raise Error(f"{file} is no whole checkpoint: {what}. {REMEDY}") from error
+            fault = f"{where}.{name} is not the state of a generator ({type(error).__name__}: {error})"
+            raise Error(f"{file} is not a complete checkpoint: {fault}. {REMEDY}") from error
 
 
 def numpy_state(saved: Any) -> tuple[Any, ...]:
     """Return the state of NumPy's generator as NumPy takes it."""
-    name, keys, *rest = saved
-    return name, keys.numpy().astype(np.uint32), *rest
+    name, keys, *position = saved
+    return name, keys.numpy().astype(np.uint32), *position
 
 
 def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -> list[str]:
-    """Return the keys of plain data that are missing though ``needed``, or of another kind than ``here``."""
+    """Return faults for the keys of plain data that are ``needed`` and missing, or of another kind than ``here``."""
     if not isinstance(saved, Mapping):
         return [f"{where} is {_named(saved)}"]
     faults = [f"{where}.{key} is missing" for key in here if key in needed and key not in saved]
@@ -233,13 +233,13 @@ def _alike(saved: Any, here: Any) -> bool:
     if _is_number(here):
         return _is_number(saved)
     if isinstance(here, list | tuple):
-        whole = isinstance(saved, list | tuple) and (isinstance(here, list) or len(saved) == len(here))
-        return whole and (not all(map(_is_number, here)) or all(map(_is_number, saved)))
+        fits = isinstance(saved, list | tuple) and (isinstance(here, list) or len(saved) == len(here))
+        return fits and (not all(map(_is_number, here)) or all(map(_is_number, saved)))
     return isinstance(saved, Mapping if isinstance(here, Mapping) else type(here))
 
 
 def unequal(where: str, saved: Any, here: Tensor) -> list[str]:
-    """Return a fault unless ``saved`` is a dense tensor with values, of the shape and the dtype of ``here``."""
+    """Return a fault unless ``saved`` is a dense tensor with values, and has the shape and dtype of ``here``."""
     if not isinstance(saved, Tensor):
         return [f"{where} is {_named(saved)}"]
     if saved.layout is not torch.strided or saved.is_meta:
@@ -249,7 +249,7 @@ def unequal(where: str, saved: Any, here: Tensor) -> list[str]:
 
 
 def _named(value: Any) -> str:
-    """Return the type of a value as an error says it, with the shape of a tensor."""
+    """Return the type of a value in words, with the shape of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"

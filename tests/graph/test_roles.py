@@ -285,7 +285,7 @@ TOKENS = torch.arange(12).reshape(2, 6)
 @pytest.mark.parametrize("model", [Language(shows=False), Showing(shows=True)], ids=["tied", "shown"])
 def test_the_head_of_a_model_of_one_block_is_kept(model):
     found = kept(fp4graph.explain(model, "tetrajet", (TOKENS,)))
-    assert found["out"].startswith("the head makes the model's output")
+    assert found["out"].startswith("the head computes the model's output")
 
 
 @pytest.mark.parametrize("name", shipped_policies(default_registry()))

@@ -69,9 +69,9 @@ def test_an_epoch_counts_every_prompt_once() -> None:
         if value >= 0:
             totals[digits(text)].add(value)
     orders = {numbers: factorial(3) // prod(map(factorial, Counter(numbers).values())) for numbers in totals}
-    assert sum(
-        orders[numbers] * len(totals[numbers]) for numbers in countdown.sets(held_out=False)
-    ) == countdown.DIFFERENT
+    assert (
+        sum(orders[numbers] * len(totals[numbers]) for numbers in countdown.sets(held_out=False)) == countdown.DIFFERENT
+    )
 
 
 def test_texts_go_through_tokens_and_back() -> None:

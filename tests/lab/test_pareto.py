@@ -307,7 +307,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert path.read_bytes() == b"last"
     assert [item.name for item in tmp_path.iterdir()] == ["run.pt"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Error, match="pipe: it is not a regular file"):
+    with pytest.raises(Error, match="pipe: not a regular file"):
         write(tmp_path / "pipe", "text")
 
 

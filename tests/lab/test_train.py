@@ -456,7 +456,7 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ({"optimizer_options": {"betas": [2, 2]}}, "optimizer adam does not take"),
         (
             {"optimizer": "stablespam", "policy": {"version": 1, "extends": "mxfp4", "techniques": ["stable_spam"]}},
-            "would condition its gradients once more",
+            "would condition its gradients a second time",
         ),
     ],
 )

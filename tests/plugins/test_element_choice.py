@@ -87,8 +87,11 @@ def test_a_list_that_means_nothing_is_refused_with_its_place(quantize, message) 
 @pytest.mark.parametrize(
     ("technique", "message"),
     [
-        ("q_ema", "'q_ema': it is for one element format, and the blocks of fprop.weight choose between e2m1 and int4"),
-        ({"step_gradient": {"kind": "dge"}}, "'step_gradient': it is for one element format"),
+        (
+            "q_ema",
+            "'q_ema': it needs a single element format, and the blocks of fprop.weight choose between e2m1 and int4",
+        ),
+        ({"step_gradient": {"kind": "dge"}}, "'step_gradient': it needs a single element format"),
         ("freeze", "'freeze': the blocks of fprop.weight choose between e2m1 and int4"),
         ("four_over_six", "between the values 4 and 6 of e2m1, and fprop.input is e2m1|int4"),
         ({"element_choice": {"others": ["int5"]}}, "no element format 'int5'"),

@@ -256,7 +256,7 @@ def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
         ({"more": ["hadamard"]}, "hadamard transforms weights"),
         ({"more": ["smooth_swiglu"]}, "smooth_swiglu transforms weights"),
         ({"after": [{"q_ramping": {"t_update": 100, "n_max": 5}}]}, "q_ramping"),
-        ({"operands": {"fprop.weight": {"element": "e2m3"}}}, "for elements of 4 bits"),
+        ({"operands": {"fprop.weight": {"element": "e2m3"}}}, "use an element of 4 bits"),
     ],
 )
 def test_quantizers_under_which_a_flip_says_nothing_are_refused(where, message):

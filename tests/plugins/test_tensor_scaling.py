@@ -68,7 +68,7 @@ def test_gradients_may_have_a_target_of_their_own(x):
     ("options", "message"),
     [
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
-        ({"gradient_target": 448, "operands": ["forward"]}, "operands lists neither of its two"),
+        ({"gradient_target": 448, "operands": ["forward"]}, "operands lists no dY"),
     ],
 )
 def test_a_target_of_gradients_must_fit_and_act(options, message):

@@ -51,7 +51,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "hadamard": [
         ({"block": 24}, "power of two"),
         ({"block": 1}, "power of two"),
-        ({"scope": []}, "empty scope"),
+        ({"scope": []}, "scope is empty"),
         ({"scope": ["fprp"]}, "fprop"),
         ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
         ({"kind": "signs"}, "deterministic"),
@@ -100,7 +100,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "q_ramping": [
         ({}, "t_update"),
         ({"t_update": 30, "n_max": 3}, "leaves nothing"),
-        ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never be stepped"),
+        ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"),
         ({**RAMPS, "k1": 0}, "k1"),
         ({**RAMPS, "n_max": 0}, "n_max"),
     ],
@@ -110,7 +110,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "smooth_max": [
         ({"kind": "absmax", "of": "original"}, "of belongs to kind: softmax or hybrid, and kind is absmax"),
-        ({"kind": "hybrid", "relative": True, "of": "original"}, "leave relative or of out"),
+        ({"kind": "hybrid", "relative": True, "of": "original"}, "leave out relative or of"),
         ({"beta": 0}, "must be above 0"),
         ({"kind": "softsoftmax"}, "did you mean 'softmax'"),
     ],

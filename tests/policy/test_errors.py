@@ -286,7 +286,7 @@ WRONG = {
     "requirement": (RULE + "    quantize: {}\ntechniques:\n  - echo #!\n", "'echo' requires 'dither'", "add it"),
     "exactly and more": (
         "version: 1\ndefault: keep\nexpect:\n  kept:  #!\n    exactly: 1\n    min: 1\n",
-        "one or the other",
+        "remove one of them",
     ),
     "expect range": ("version: 1\ndefault: keep\nexpect: {kept: {min: 3, max: 2}} #!\n", "no number is in"),
     "expect below zero": ("version: 1\ndefault: keep\nexpect: {kept: {min: -3}} #!\n", "at least 0"),
@@ -384,7 +384,7 @@ def test_a_file_is_not_read_without_end(tmp_path: Path, registry: Registry) -> N
         ("name", "a" * 5000, "^name: a text of 5,000 characters"),
         ("description", "\ud800", "^description: half of a surrogate"),
         ("version", 10**30, "^version: a whole number has at most 18 digits"),
-        ("default", {"block": {32}}, "^default.block: a policy is mappings, .* got set"),
+        ("default", {"block": {32}}, "^default.block: a policy holds mappings, .* got set"),
         ("default", {("block",): 3}, "^default: a key is text"),
     ],
 )
@@ -445,7 +445,10 @@ def test_two_merge_keys_are_an_error(tmp_path: Path, registry: Registry) -> None
     [
         ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
         ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
-        ("somewhere/mxfp44.yaml", ["'somewhere/mxfp44.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
+        (
+            "somewhere/mxfp44.yaml",
+            ["'somewhere/mxfp44.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"],
+        ),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("/"), ["is a directory"]),
     ],

@@ -183,7 +183,7 @@ def test_rules_that_keep_beside_an_inherited_default_that_quantizes(parent: Path
 
 
 def test_techniques_of_a_policy_that_quantizes_nothing(registry: Registry) -> None:
-    with pytest.warns(PolicyWarning, match="no rule quantizes, and so average has no effect here"):
+    with pytest.warns(PolicyWarning, match="no rule quantizes, so average has no effect here"):
         load_policy({"version": 1, "default": "keep", "techniques": ["average"]}, registry)
     phases = [{"at": 5, "default": {}}]
     load_policy({"version": 1, "default": "keep", "techniques": ["average"], "phases": phases}, registry)

@@ -90,7 +90,7 @@ def test_round_trip(phases: list[dict[str, Any]]) -> None:
     ("phase", "message"),
     [
         ({"operands": {"dgrad": "keep"}}, "no key 'at'"),
-        ({"at": 0.5}, "says what changes"),
+        ({"at": 0.5}, "changes something"),
         ({"at": 0, "rules": []}, "training forwards from 1, or a fraction"),
         ({"at": 1.0, "rules": []}, "training forwards from 1, or a fraction"),
         ({"at": True, "rules": []}, "training forwards from 1, or a fraction"),

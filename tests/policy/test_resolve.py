@@ -169,7 +169,7 @@ def policy_with(registry: Registry, shared: list[Any], own: list[Any]) -> Policy
 
 
 def test_techniques_of_a_rule_come_after_the_policys_or_replace_namesakes(registry: Registry) -> None:
-    with pytest.warns(PolicyWarning, match="'average' has no effect here: no rule that it belongs to quantizes"):
+    with pytest.warns(PolicyWarning, match="'average' has no effect here: no rule quantizes its sites"):
         policy = policy_with(registry, [{"average": {"beta": 0.5}}, "dither"], ["echo", {"average": {"beta": 0.9}}])
     assert [technique.name for technique in policy.techniques] == ["average", "dither"]
     assert [technique.name for technique in policy.rules[0].techniques] == ["average", "dither", "echo"]

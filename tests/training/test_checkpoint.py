@@ -123,7 +123,7 @@ def test_a_cut_off_file_is_an_error_that_names_it(made: Any, tmp_path: Path, sha
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
     before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as tensors and plain data: it is cut off"):
+    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as tensors and plain data: it is truncated"):
         checkpoint.load(file, model, optimizer)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
 
@@ -270,7 +270,7 @@ def test_former_layouts_load_with_a_warning(made: Any, tmp_path: Path) -> None:
     with pytest.raises(fp4graph.Error, match=r"run\.pt has lost the digest of its content"):
         kept.load(file)
     torch.save(content | {"version": 3}, file)
-    with pytest.warns(UserWarning, match=r"run\.pt has version 3 of the layout, without a digest"):
+    with pytest.warns(UserWarning, match=r"run\.pt has version 3 of the layout, which has no digest"):
         kept.load(file)
     assert alike(dict(kept.model.state_dict()), content["model"])
 
@@ -363,7 +363,7 @@ def test_other_files_are_refused(made: Any, tmp_path: Path) -> None:
     with pytest.raises(fp4graph.Error, match=r"there is no checkpoint .*none\.pt$"):
         checkpoint.load(tmp_path / "none.pt", model)
     (tmp_path / "none.pt.tmp").touch()
-    with pytest.raises(fp4graph.Error, match=r"left a \.tmp beside it"):
+    with pytest.raises(fp4graph.Error, match=r"the \.tmp file beside it"):
         checkpoint.load(tmp_path / "none.pt", model)
     torch.save(model.state_dict(), tmp_path / "plain.pt")
     with pytest.raises(fp4graph.Error, match=r"not written by .*model\.load_state_dict"):
@@ -430,7 +430,7 @@ def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
     checkpoint.load(file, model, optimizer)
     assert train(model, optimizer, 3) == expected
     with pytest.raises(
-        checkpoint.Mismatch, match="training of 8 forwards, this one has 9: phases would begin elsewhere"
+        checkpoint.Mismatch, match="training of 8 forwards, this one has 9: phases would begin at other steps"
     ):
         checkpoint.load(file, *make(total_forwards=9))
 
@@ -516,7 +516,7 @@ def test_the_old_file_outlives_a_failed_save(
     else:
         monkeypatch.setattr(os, broken, full)
     try:
-        with pytest.raises(fp4graph.Error, match=r"cannot write checkpoint .*run\.pt.*untouched"):
+        with pytest.raises(fp4graph.Error, match=r"cannot write checkpoint .*run\.pt.*unchanged"):
             checkpoint.save(file, model, optimizer, progress={"step": 2})
     finally:
         if broken == "write":

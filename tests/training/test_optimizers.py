@@ -114,7 +114,7 @@ def test_what_is_remembered_resumes_with_any_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("technique", [DAMPEN, FREEZE, "q_ema", "stable_spam"], ids=str)
 def test_a_wrapper_that_runs_no_hooks_is_refused(technique: Any) -> None:
-    with pytest.raises(fp4graph.Error, match=r"Lookahead runs no hooks around its step\(\).*prepare that one"):
+    with pytest.raises(fp4graph.Error, match=r"Lookahead runs no hooks around its step\(\).*prepare the wrapped one"):
         prepared(from_timm("lookahead_adamw"), technique)
 
 
