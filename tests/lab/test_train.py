@@ -275,7 +275,7 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train(chosen, directory=tmp_path / "stopped", report=stop)
-    with pytest.raises(Error, match="holds a run already"):
+    with pytest.raises(Error, match="already holds a run"):
         train(chosen, directory=tmp_path / "stopped")
     with pytest.raises(Error, match=r"another run: seed was 0, is 3; lr was 0.002, is 0.1"):
         train(run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2, lr=0.1, seed=3),
@@ -339,7 +339,7 @@ def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
     with pytest.raises(Error, match=f"in use by process {os.getpid()} "):
         RunFolder(tmp_path).begin(content, resume=True)
     first.close()
-    with pytest.raises(Error, match="holds a run already"):
+    with pytest.raises(Error, match="already holds a run"):
         RunFolder(tmp_path).begin(content, resume=False)
 
 
@@ -448,9 +448,9 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ({"seed": 2**63}, "seed must be .* at most 9223372036854775807; got 9223372036854775808"),
         ({"warmup": 1.5}, r"warmup must be a number of \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay must be"),
-        ({"batch_size": 5000}, "batch size 5000 is more than the 1437 training samples"),
+        ({"batch_size": 5000}, "batch size 5000 exceeds the 1437 training samples"),
         ({"policy": "mxfp44"}, "did you mean the shipped policy 'mxfp4'"),
-        ({"data": "/somewhere"}, "task 'digits' makes its own data; leave --data out"),
+        ({"data": "/somewhere"}, "task 'digits' makes its data itself; leave --data out"),
         ({"device": "toaster"}, "device 'toaster' cannot be used"),
         ({"optimizer_options": {"betta": 1}}, "optimizer adam does not take {'betta': 1}"),
         ({"optimizer_options": {"betas": [2, 2]}}, "optimizer adam does not take"),
