@@ -645,7 +645,7 @@ def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(co
         linecache.checkcache()
         code, _, err = command(*arguments)
         assert code == status, err
-        assert ("2 of 2 runs failed; the same command tries them again" in err) == bool(status)
+        assert ("2 of 2 runs failed; the same command repeats them" in err) == bool(status)
         sys.modules.pop("mine")
     assert "bf16-0" in {path.name for path in (tmp_path / "runs/mended").iterdir()}
     found = fp4graph.lab.diagnose(tmp_path / "runs/mended/tetrajet-0", tmp_path / "runs/mended/bf16-0")
@@ -655,18 +655,18 @@ def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(co
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["digits"], "say which policies to compare"),
-        (["--policies=tetrajet"], "say what to train"),
-        (["digits", "--train=a:b", "--policies=tetrajet"], "say what to train"),
+        (["digits"], "give the policies to compare"),
+        (["--policies=tetrajet"], "give either a task"),
+        (["digits", "--train=a:b", "--policies=tetrajet"], "give either a task"),
         (["digitz", "--policies=tetrajet"], "unknown task 'digitz'; did you mean"),
         (["digits", "--policies=bf16"], "there is no policy to compare with the baseline 'bf16'"),
         (["digits", "--policies=tetrajett"], "did you mean the shipped policy 'tetrajet'"),
         (["digits", "--policies=tetrajet,tetrajet"], "two of the policies are called 'tetrajet'"),
         (["digits", "--policies=tetrajet", "--device=abacus"], "device 'abacus' cannot be used"),
         (["imagenet100", "--policies=tetrajet"], "task 'imagenet100' needs ImageNet-100"),
-        (["--train=absent:fn", "--policies=tetrajet"], "there is no module 'absent'"),
+        (["--train=absent:fn", "--policies=tetrajet"], "module 'absent' is neither in"),
         (["--train=json:fn", "--policies=tetrajet"], "has no 'fn'"),
-        (["--train=json:load", "--policies=tetrajet", "--lr=1"], "--lr is a setting of a task"),
+        (["--train=json:load", "--policies=tetrajet", "--lr=1"], "--lr is only for tasks"),
     ],
 )
 def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -223,7 +223,7 @@ def test_ranking_correlation_and_files(tmp_path):
     read = Sensitivity.from_json(tmp_path / "a.json")
     assert repr(read) == repr(result)  # NaN does not equal itself
     (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(fp4graph.Error, match="was not written by Sensitivity.to_json"):
+    with pytest.raises(fp4graph.Error, match=r"was not written by Sensitivity\.to_json"):
         Sensitivity.from_json(tmp_path / "b.json")
     cells = [str(cell) for column in result.table(limit=1).columns for cell in column.cells]
     assert {"b", "f"} <= set(cells)

@@ -655,7 +655,7 @@ def _rewrite(url: str, **changed: object) -> None:
 @pytest.mark.slow
 def test_a_study_that_something_else_wrote_is_refused(url: str, table10: Space) -> None:
     optuna.create_study(storage=url, study_name="s").optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    with pytest.raises(Error, match=r"study 's' in sqlite.* is not a sweep's"):
+    with pytest.raises(Error, match=r"study 's' in sqlite.* is not a sweep"):
         make(url, table10)
     with pytest.raises(Error, match="has no study 'z'; it has s"):
         Study.open(url, "z")
@@ -693,7 +693,7 @@ def test_a_database_of_something_else_is_left_alone(folder: Path, url: str) -> N
             look()
     assert path.read_bytes() == before
     optuna.create_study(storage=url, study_name="mine")
-    with pytest.raises(Error, match=r"there is no sweep; name what fp4graph sweep wrote"):
+    with pytest.raises(Error, match=r"holds no sweep; give the folder or database"):
         read([url], None)
 
 

@@ -536,10 +536,10 @@ def test_the_command_lists_the_tasks(command: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say which task to train"),
+        ([], "give a task to train"),
         (["gausian"], "did you mean 'gaussian'"),
-        (["digits", "--optimizer-option=beta"], "takes name=value, not 'beta'"),
-        (["digits", "--resume"], "--resume goes on with the run in a folder"),
+        (["digits", "--optimizer-option=beta"], "takes name=value; got 'beta'"),
+        (["digits", "--resume"], "--resume needs the folder of the run"),
         (["digits", "--stream=wandbb"], "unknown stream 'wandbb'; did you mean 'wandb'"),
     ],
 )
