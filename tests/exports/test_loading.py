@@ -261,7 +261,7 @@ def test_tied_weights_of_two_values_are_an_error(small):
         ("compressed-tensors", {"config_groups": {"group_0": 3}}, "config_groups of group_0 must be an object; got 3"),
         ("compressed-tensors", {"format": ["a"]}, r"format is \"\['a'\]\""),
         ("compressed-tensors", {"transform_config": "x"}, "transform_config must be an object; got 'x'"),
-        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}, r"quantized_layers must be an object; got \[1\]"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}, "quantized_layers must be an object"),
     ],
 )
 def test_a_damaged_configuration_is_named(layout, values, message, small):
@@ -295,8 +295,8 @@ def test_a_model_in_another_dtype_is_said_to_be_rounded(small):
 
 
 WRONG_TENSORS = {
-    "no scale": (lambda t: t.pop("inner.weight_scale"), r"'inner\.weight_packed' has no 'inner\.weight_scale' beside"),
-    "no γ": (lambda t: t.pop("inner.weight_global_scale"), r"has no 'inner\.weight_global_scale' beside it"),
+    "no scale": (lambda t: t.pop("inner.weight_scale"), r"'inner\.weight_packed' needs 'inner\.weight_scale'"),
+    "no γ": (lambda t: t.pop("inner.weight_global_scale"), r"needs 'inner\.weight_global_scale'"),
     "no weight": (lambda t: t.pop("inner.weight_packed"), r"lacks inner\.weight; .*has .*inner\.weight_scale"),
     "no bias": (lambda t: t.pop("inner.bias"), r"lacks inner\.bias\. Make the model"),
     "one more": (lambda t: t.update(other=torch.ones(2)), r"model\.safetensors has other, which the model lacks"),
@@ -356,7 +356,7 @@ def test_wrong_tensors_are_named_with_their_file(wrong, small):
 )
 def test_other_formats_are_named_with_the_file(layout, values, message, small):
     configured(small / layout, **values)
-    with pytest.raises(Error, match=rf"config\.json: {message}.*dequantized, and apply"):
+    with pytest.raises(Error, match=rf"config\.json: {message}.*dequantized.*and apply"):
         fp4graph.load_quantized(Tied(), small / layout)
 
 
