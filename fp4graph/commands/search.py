@@ -34,17 +34,17 @@ def search(
     """
     from fp4graph.lab.search import search as searching
 
-    found = searching(
+    result = searching(
         imported(model)(), imported(loss), imported(batches)(), formats=formats.split(","), bits=bits,
         fp4_flops=fp4_flops, complexity=complexity, overhead=overhead, by=by.split(","), backend=backend, folder=folder,
         name=output.stem,
     )  # fmt: skip
-    found.save(output)
+    result.save(output)
     if as_json:
-        budgets = {name: {"bound": bound, "reached": reached} for name, bound, reached in found.budgets}
-        choices = [each._asdict() for each in found.choices]
-        numbers = {"predicted": found.predicted, "measured": found.measured}
+        budgets = {name: {"bound": bound, "reached": reached} for name, bound, reached in result.budgets}
+        choices = [each._asdict() for each in result.choices]
+        numbers = {"predicted": result.predicted, "measured": result.measured}
         print_json({"policy": str(output), "budgets": budgets, **numbers, "choices": choices})
         return
-    wide_console().print(found.table())
+    wide_console().print(result.table())
     say(f"policy: {output}")

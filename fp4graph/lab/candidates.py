@@ -67,16 +67,16 @@ def solve(costs: Floats, allowed: Bools, limits: Sequence[Limit] = ()) -> Choice
     one_each = optimize.LinearConstraint(sparse.kron(sparse.eye(items), np.ones((1, options))), 1, 1)
     while True:
         bounds = zip(rows, sizes, stricter, strict=True)
-        found = optimize.milp(
+        solution = optimize.milp(
             objective * (1e3 / (np.abs(objective).max() or 1.0)),  # makes HiGHS's gap of 1e-6 negligible
             integrality=np.ones(items * options),
             bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
             constraints=[one_each, *(optimize.LinearConstraint(row / s, -np.inf, most / s) for row, s, most in bounds)],
             options={"mip_rel_gap": 0.0},
         )
-        if found.x is None:
+        if solution.x is None:
             return None
-        choice: Choice = found.x.reshape(items, options).argmax(1)
+        choice: Choice = solution.x.reshape(items, options).argmax(1)
         if within(limits, choice):
             return choice
         # HiGHS satisfies a bound only to 1e-6. Tighten each bound that it exceeded.

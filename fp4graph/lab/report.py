@@ -67,11 +67,11 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
         )
     drawn = {draw: picture for draw in PICTURES if recorded and (picture := draw(recorded)) is not None}
     curves = {"losses": plots.losses(metrics), "metrics": plots.other_metrics(metrics)}
-    asked, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
-    policy = (recorded.header.get("policy") if recorded else None) or asked.get("policy")
+    request, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
+    policy = (recorded.header.get("policy") if recorded else None) or request.get("policy")
     page = rendered(
         "report.html.jinja",
-        task=asked.get("task") or directory.resolve().name,
+        task=request.get("task") or directory.resolve().name,
         policy=Path(policy).stem if isinstance(policy, str) else "a custom policy",
         run=run,
         settings={name: value for name in _SETTINGS if (value := settings.get(name)) is not None},

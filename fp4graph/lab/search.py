@@ -138,8 +138,8 @@ def search(
         Error: no budget is given or nothing satisfies it; a format is not a uniform policy or fits no linear; a loss is
             not finite; or the folder holds another search.
     """
-    asked = {"bits": bits, "fp4_flops": fp4_flops, "complexity": complexity, "overhead": overhead}
-    bounds = {key: float(value) for key, value in asked.items() if value is not None}
+    arguments = {"bits": bits, "fp4_flops": fp4_flops, "complexity": complexity, "overhead": overhead}
+    bounds = {key: float(value) for key, value in arguments.items() if value is not None}
     if not bounds or not all(map(math.isfinite, bounds.values())):
         raise Error(f"a search needs a finite budget; give one or more of {', '.join(BUDGETS)}")
     if tuple(by) not in (("site", "gemm"), ("site",)):

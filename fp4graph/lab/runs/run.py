@@ -90,11 +90,11 @@ class Run:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read the data that :meth:`to_json` wrote; raise an Error for an unknown key or a value out of its range."""
-        known = sorted(item.name for item in dataclasses.fields(cls))
-        unknown = sorted(set(data).difference(known))
+        names = sorted(item.name for item in dataclasses.fields(cls))
+        unknown = sorted(set(data).difference(names))
         if unknown or "task" not in data:
             what = f"it has {', '.join(map(repr, unknown))}" if unknown else "it names no task"
-            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(known)}")
+            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(names)}")
         return cls(**data)
 
 

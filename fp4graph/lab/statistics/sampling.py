@@ -96,15 +96,15 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
     program, draw, state, segments = seen.program, seen.draw, seen.state, seen.segments
     spec = program.spec
     assert spec is not None
-    given, x, q, picked = seen.x, selection.of(seen.x), selection.of(total(seen.terms)), selection.of
+    operand, x, q, picked = seen.x, selection.of(seen.x), selection.of(total(seen.terms)), selection.of
     if by_block(program):
-        given, segments, picked = x, None, lambda x: x
+        operand, segments, picked = x, None, lambda x: x
         state = {name: {key: selection.of(value) for key, value in entry.items()} for name, entry in state.items()}
         if draw is not None and spec.needs_key:
             draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
     with operators.tensor_code():  # else a kernel would be compiled for these few calls
-        parts = program.quantize(given, draw, state, segments)
-        ideal = picked(total(with_ideal_scales(program)(given, draw, state, segments)))
+        parts = program.quantize(operand, draw, state, segments)
+        ideal = picked(total(with_ideal_scales(program)(operand, draw, state, segments)))
 
     def joined(values: Tensor) -> Tensor:
         return picked(parts.blocking.join(values))

@@ -52,11 +52,11 @@ def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -
     return buffer.getvalue()
 
 
-def _panel(axes: Any, found: Results, rule: Rule) -> None:
-    points, numbered = _points(found, rule), _numbered(found, rule)
-    for index, family in enumerate(found.families):
+def _panel(axes: Any, study: Results, rule: Rule) -> None:
+    points, numbered = _points(study, rule), _numbered(study, rule)
+    for index, family in enumerate(study.families):
         marker = {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
-        pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
+        pure = [s.trial.summary for s in study.trials if s.trial.family == family and s.trial.kind == "pure"]
         name = pure[0] if pure and pure[0] != "plain" else family
         best = [s for _, family_index, s in numbered if family_index == index]
         if best:
@@ -74,31 +74,31 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         )  # fmt: skip
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
     _scale(axes, *_coordinates(points, rule), _coordinates([s for *_, s in numbered], rule)[1])
-    title = found.task if found.name == found.task else f"{found.name} ({found.task})"
-    lost = f", {found.count('diverged')} diverged" if found.count("diverged") else ""
+    title = study.task if study.name == study.task else f"{study.name} ({study.task})"
+    lost = f", {study.count('diverged')} diverged" if study.count("diverged") else ""
     axes.set_title(f"{title}, {len(points)} configurations{lost}", fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
     labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}
     axes.set_ylabel(labels[rule], fontsize=9)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="best", framealpha=0.9)
-    for row, (text, colour) in enumerate(_named(found, rule)):
+    for row, (text, colour) in enumerate(_named(study, rule)):
         axes.annotate(
             text, (0, 0), xycoords="axes fraction", xytext=(-28, -44 - 12.2 * row), textcoords="offset points",
             fontsize=7.5, color=colour, annotation_clip=False,
         )  # fmt: skip
 
 
-def _numbered(found: Results, rule: Rule) -> list[tuple[int, int, Scored]]:
+def _numbered(study: Results, rule: Rule) -> list[tuple[int, int, Scored]]:
     """Return (number, index of the family, trial) for every trial of a family's frontier."""
-    best = [(index, s) for index, f in enumerate(found.families) for s in frontier(found.complete_of(f), rule)]
+    best = [(index, s) for index, f in enumerate(study.families) for s in frontier(study.complete_of(f), rule)]
     return [(number, index, s) for number, (index, s) in enumerate(best, 1)]
 
 
-def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
+def _named(study: Results, rule: Rule) -> list[tuple[str, str]]:
     """Return the lines below a panel with their colours: the numbered trials with their full names."""
     lines: list[tuple[str, str]] = []
-    for number, index, s in _numbered(found, rule):
+    for number, index, s in _numbered(study, rule):
         figures = f"Ω {s.trial.complexity:g}, S {s.value(rule):+.3g}, loss {s.trial.loss:.4g}"
         name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
         lines += [(line, f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
@@ -115,8 +115,8 @@ def _scale(axes: Any, complexities: Sequence[float], scores: Sequence[float], be
     axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
 
 
-def _points(found: Results, rule: Rule) -> list[Scored]:
-    return [s for s in found.complete if math.isfinite(s.value(rule))]
+def _points(study: Results, rule: Rule) -> list[Scored]:
+    return [s for s in study.complete if math.isfinite(s.value(rule))]
 
 
 def _coordinates(trials: Sequence[Scored], rule: Rule) -> tuple[list[float], list[float]]:

@@ -155,12 +155,12 @@ def scored(trial: Trial, reference: float | None) -> Scored:
     return Scored(trial, gain(loss, reference), scores)
 
 
-def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
+def best(results: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
     """Return (family, category, trial): every baseline, then for each family the rows of the design-space paper."""
-    ended = [s for s in found.trials if s.trial.finished]
+    ended = [s for s in results.trials if s.trial.finished]
     rows = [(s.trial.family, "baseline", s) for s in ended if s.trial.kind == "baseline"]
-    for family in found.families:
-        complete = found.complete_of(family)
+    for family in results.families:
+        complete = results.complete_of(family)
         rows += [(family, "pure FP4", s) for s in ended if s.trial.family == family and s.trial.kind == "pure"]
         rows += [(family, "best loss", s) for s in sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]]
         ranked = sorted((s for s in complete if s.scores[rule] is not None), key=lambda s: -s.value(rule))
@@ -191,38 +191,38 @@ class Effect:
     best: float
 
 
-def effects(found: Results) -> list[Effect]:
+def effects(results: Results) -> list[Effect]:
     """Return the effect of every choice, by family and parameter; pruned trials and single choices are left out.
 
     Compare medians only for random choices, which on average are combined with the same other choices. A sampler that
     favours choices biases them.
     """
     losses: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for s in found.trials:
+    for s in results.trials:
         if s.trial.state in ("complete", "diverged", "failed"):
             loss = s.trial.loss if s.trial.state == "complete" and s.trial.loss is not None else math.inf
             for parameter, choice in s.trial.assignment.items():
                 losses.setdefault((s.trial.family, parameter), {}).setdefault(choice, []).append(loss)
     return [
         Effect(family, parameter, choice, len(values), values.count(math.inf), statistics.median(values), min(values))
-        for family in found.families
+        for family in results.families
         for (of_family, parameter), choices in losses.items()
         if of_family == family and len(choices) > 1
         for choice, values in choices.items()
     ]
 
 
-def flat_trials(found: Results) -> list[dict[str, Any]]:
+def flat_trials(results: Results) -> list[dict[str, Any]]:
     """Return one flat mapping per trial."""
     return [
         {
-            "study": found.name,
-            "task": found.task,
+            "study": results.name,
+            "task": results.task,
             "trial": s.trial.number,
             **{name: getattr(s.trial, name) for name in ("state", "kind", "family", "summary", "complexity")},
             "validation_loss": s.trial.loss,
             "train_loss": s.trial.result.get("train_loss"),
-            "reference_loss": found.reference,
+            "reference_loss": results.reference,
             "gain": finite(s.gain),
             **{f"score_{rule}": finite(score) for rule, score in s.scores.items()},
             **{name: s.trial.result.get(name) for name in ("seconds", "reason")},
@@ -232,7 +232,7 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
             "history": list(s.trial.result.get("history") or ()),
             "policy": s.trial.policy,
         }
-        for s in found.trials
+        for s in results.trials
     ]
 
 
@@ -242,9 +242,9 @@ def to_json(all_results: Sequence[Results], *, choices: bool = False) -> str:
     An infinite loss is null.
     """
     if choices:
-        data = [finite({"study": found.name, **asdict(effect)}) for found in all_results for effect in effects(found)]
+        data = [finite({"study": r.name, **asdict(effect)}) for r in all_results for effect in effects(r)]
     else:
-        data = [trial for found in all_results for trial in flat_trials(found)]
+        data = [trial for results in all_results for trial in flat_trials(results)]
     content = {"fp4graph": version("fp4graph"), "choices" if choices else "trials": data}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -254,7 +254,7 @@ def to_csv(all_results: Sequence[Results]) -> str:
     import pandas
 
     rows = []
-    for row in (trial for found in all_results for trial in flat_trials(found)):
+    for row in (trial for results in all_results for trial in flat_trials(results)):
         del row["policy"], row["history"]
         for part in ("choices", "run", "metrics"):
             row |= {f"{part}.{key}": value for key, value in row.pop(part).items()}
