@@ -85,7 +85,7 @@ def trial_table(trials: Sequence[Scored], rule: Rule, title: str | None = None) 
 
 def best_table(results: Results, rule: Rule) -> Table:
     """Return a table of the baselines and, for each family, of pure FP4, the best loss and the best scores."""
-    reference = "unknown, for no baseline completed" if results.reference is None else f"{results.reference:.4g}"
+    reference = "unknown, because no baseline completed" if results.reference is None else f"{results.reference:.4g}"
     title = f"{results.name}: best per family; loss of the better baseline {reference}"
     table = _table(title, "family", "", "trial>", "configuration", "Ω>", "loss>", "score>")
     for family, what, s in best(results, rule):

@@ -222,7 +222,7 @@ def _require_static(case: _Case, program: MatmulProgram) -> None:
         raise case.refusal("fprop rounds it stochastically at every forward", "round fprop.weight to nearest")
     if not dgrad.from_fprop and (dgrad.draws or program.dgrad.transforms):
         raise case.refusal(
-            "dgrad rounds or rotates the original randomly at every step", "set dgrad.weight to {source: fprop}"
+            "dgrad rounds the original stochastically, or rotates it", "set dgrad.weight to {source: fprop}"
         )
 
 

@@ -29,7 +29,10 @@ def _is_a(value: Any, module: str) -> bool:
 
 
 def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | None:
-    """Run a Trainer, apply ``policy`` unless its factory has; return the evaluation loss, or the loss if not logged."""
+    """Run a Trainer, under ``policy`` unless its factory has applied one.
+
+    Return the evaluation loss; without evaluation data, the training loss, or None if losses were logged.
+    """
     from transformers import TrainerCallback
 
     from fp4graph.integrations.trainer import FP4GraphCallback
