@@ -175,7 +175,7 @@ def search(
         most["overhead"] = 1 + (most["overhead"] - 1) * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         candidates.require(most)
     else:
-        raise Error(f"no policy has measured {bound_text('overhead', bounds['overhead'])}; relax the budget")
+        raise Error(f"no policy was measured with {bound_text('overhead', bounds['overhead'])}; relax the budget")
     candidates.check(model, policy, choice)
     budgets = tuple(Budget(key, bound, reached[key]) for key, bound in bounds.items())
     predicted = [float(increases[row, option]) for row, option in enumerate(choice)]

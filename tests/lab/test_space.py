@@ -409,7 +409,7 @@ def test_wrong_spaces(case: str, tmp_path: Path) -> None:
 
 
 def test_a_space_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"'designspace' is neither a shipped search space nor a file; did you mean 'design-space'"):
+    with pytest.raises(PolicyError, match=r"'designspace' is neither .* did you mean 'design-space'"):
         load_space("designspace")
     (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xff\n")
     with pytest.raises(PolicyError, match=r"latin\.yaml: cannot be read"):

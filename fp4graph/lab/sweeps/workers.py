@@ -93,13 +93,13 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
         ask = study.ask()
-        assignment = space.assigned(partial(_asked, ask))
+        assignment = space.assigned(partial(_suggested, ask))
         study.tell(ask, state=TrialState.FAIL)
         if space.contains(assignment):  # a choice may have a condition that the estimator does not know
             yield assignment
 
 
-def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+def _suggested(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
     return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
 
 
