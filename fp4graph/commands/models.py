@@ -59,7 +59,7 @@ def imported(text: str) -> Any:
     """
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))) or module.endswith(".py"):
-        raise Error(f"{text!r} is not the name of an object; write package.module:name without .py, such as mycode.train:run")
+        raise Error(f"{text!r} names no object; write package.module:name without .py, such as mycode.train:run")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
