@@ -682,7 +682,7 @@ def test_a_database_that_cannot_be_reached(url: str) -> None:
 def test_a_database_of_something_else_is_left_alone(folder: Path, url: str) -> None:
     path = folder / "sweep.db"
     path.write_text("not a database" * 100)
-    with pytest.raises(Error, match=r"sweep\.db cannot be used, .*: file is not a database; see that"):
+    with pytest.raises(Error, match=r"sweep\.db has not been usable .*: file is not a database; check that"):
         read([str(folder)], None)
     path.unlink()
     with contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -757,7 +757,7 @@ def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
         ({"sampler": "grid"}, "unknown sampler 'grid'; known: random, tpe"),
         ({"pruner": "mean"}, "unknown pruner 'mean'; known: none, median, hyperband"),
         ({"space": "design"}, "did you mean 'design-space'?"),
-        ({"steps": 3, "epochs": 1.0}, "give one of them"),
+        ({"steps": 3, "epochs": 1.0}, "give only one"),
         ({"optimizer": "adamm"}, "did you mean 'adam'?"),
         ({"device": "cudda"}, "device 'cudda' cannot be used"),
         ({"export_policy": 3}, "does not exist"),
