@@ -236,7 +236,7 @@ def test_ranking_correlation_and_files(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"by": "sit"}, "not 'sit'; did you mean 'site'"),
+        ({"by": "sit"}, "by has 'sit', .*; did you mean 'site'"),
         ({"by": ()}, "nothing to measure"),
         ({"batches": []}, "no batches"),
         ({"repeats": 0}, "repeats must be a whole number of at least 1; got 0"),
