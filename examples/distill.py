@@ -1,12 +1,12 @@
-"""Distil a model into its own quantized self: ordinary PyTorch. fp4graph's lines end in "# fp4graph".
+"""Distil a model into its quantized copy: ordinary PyTorch. fp4graph's lines end in "# fp4graph".
 
     python examples/distill.py                                     # a ViT on scikit-learn's handwritten digits
     python examples/distill.py --policy nvfp4 --temperature 4 --seeds 5
 
-A teacher is trained in high precision. From its weights two students go on under the policy, on the same batches: one
-learns the labels (fine-tuning), one the teacher's outputs, by T²·KL(softmax(t/T) ‖ softmax(s/T)), T the temperature
-(Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", sec. 2). Both are held against the teacher's
-weights quantized without any training.
+A teacher is trained in high precision. Two students start from its weights and train under the policy, on the same
+batches. One learns the labels (fine-tuning). The other learns the teacher's outputs with the loss
+T²·KL(softmax(t/T) ‖ softmax(s/T)) at temperature T (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network",
+sec. 2). Both are compared with the teacher's weights, quantized without training.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def digits():
 
 
 def divergence(student, teacher, temperature=1.0):
-    """Return T²·KL(teacher ‖ student) of logits ``[n, classes]``, in nats, the mean over n."""
-    given, asked = log_softmax(student / temperature, -1), log_softmax(teacher / temperature, -1)
-    return temperature**2 * kl_div(given, asked, reduction="batchmean", log_target=True)
+    """Return T²·KL(teacher ‖ student) of logits ``[n, classes]``, in nats, averaged over n."""
+    student, teacher = (log_softmax(logits / temperature, -1) for logits in (student, teacher))
+    return temperature**2 * kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
 def learn(model, optimizer, data, loss, steps, seed, batch_size):
-    """Take ``steps`` steps down ``loss(logits, images, labels)``; the batches are a function of ``seed``."""
+    """Take ``steps`` steps down ``loss(logits, images, labels)``; equal seeds give equal batches."""
     images, labels = data
     generator = torch.Generator().manual_seed(seed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -65,9 +65,9 @@ def from_labels(logits, images, labels):
 def quality(model, data, teacher):
     """Return the cross-entropy, the accuracy in per cent and the divergence from the teacher on held-out data."""
     images, labels = data
-    logits, asked = model.eval()(images), teacher(images)
+    logits, target = model.eval()(images), teacher(images)
     accuracy = 100 * (logits.argmax(-1) == labels).float().mean().item()
-    return cross_entropy(logits, labels).item(), accuracy, divergence(logits, asked).item()
+    return cross_entropy(logits, labels).item(), accuracy, divergence(logits, target).item()
 
 
 def compare(args, seed):
@@ -78,12 +78,12 @@ def compare(args, seed):
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=1e-3, weight_decay=0.05)
     learn(teacher, optimizer, train, from_labels, args.teacher_steps, seed, args.batch_size)
     teacher.eval().requires_grad_(False)
-    found = {"teacher": quality(teacher, held_out, teacher)}
+    results = {"teacher": quality(teacher, held_out, teacher)}
 
     def from_teacher(logits, images, _):
         with torch.no_grad():
-            asked = teacher(images)
-        return divergence(logits, asked, args.temperature)
+            target = teacher(images)
+        return divergence(logits, target, args.temperature)
 
     students = {"quantized alone": (from_labels, 0), "fine-tuned": (from_labels, args.steps)}
     for name, (loss, steps) in {**students, "distilled": (from_teacher, args.steps)}.items():
@@ -93,8 +93,8 @@ def compare(args, seed):
         optimizer = torch.optim.AdamW(student.parameters(), lr=args.lr, weight_decay=0.05)
         optimizer = fp4graph.prepare_optimizer(student, optimizer)  # fp4graph
         learn(student, optimizer, train, loss, steps, seed + 1, args.batch_size)
-        found[name] = quality(student, held_out, teacher)
-    return found
+        results[name] = quality(student, held_out, teacher)
+    return results
 
 
 if __name__ == "__main__":

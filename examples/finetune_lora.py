@@ -2,12 +2,12 @@
 
     python examples/finetune_lora.py                                   # from Python's source to Python's manual
     python examples/finetune_lora.py --policy tetrajet --rank 16 --output adapter
-    python examples/finetune_lora.py --policy nvfp4-te --pack          # the frozen weights are FP4 bytes
+    python examples/finetune_lora.py --policy nvfp4-te --pack          # stores the frozen weights as FP4 bytes
 
 A small LLaMA learns the bytes of Python's standard library in high precision. Then it is frozen and quantized under
 the policy, and adapters in high precision learn the bytes of Python's manual: W·x + (α/r)·B·A·x (Hu et al. 2021), as
-QLoRA does (Dettmers et al. 2023). The adapters are saved, loaded beside the frozen model, and merged into its
-weights. `--policy bf16` quantizes nothing: the same training in high precision.
+in QLoRA (Dettmers et al. 2023). The adapters are saved, loaded next to the frozen model, and merged into its weights.
+`--policy bf16` runs the same training in high precision.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def manual():
 
 
 def batch(tokens, size, seed):
-    """Return ``[size, CONTEXT]`` tokens from random places, which are a function of ``seed``."""
+    """Return ``[size, CONTEXT]`` tokens from random places; equal seeds give equal tokens."""
     places = torch.randint(len(tokens) - CONTEXT, (size, 1), generator=torch.Generator().manual_seed(seed))
     return tokens[places + torch.arange(CONTEXT)].long()
 
@@ -63,7 +63,7 @@ def train(model, optimizer, tokens, steps, size, seed):
 
 @torch.no_grad()
 def loss_on(model, tokens, batches):
-    """Return the loss, nats a byte, the mean over ``batches`` of validation data."""
+    """Return the mean loss over ``batches`` of validation data, in nats per byte."""
     model.eval()
     rows = [batch(tokens, 16, number) for number in range(batches)]
     return sum(model(input_ids=part, labels=part, use_cache=False).loss.item() for part in rows) / batches
@@ -75,7 +75,7 @@ def untrained(args):
 
 
 def pretrained(args):
-    """Return a model that learned Python's source in high precision."""
+    """Return a model trained on Python's source in high precision."""
     model = untrained(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     train(model, optimizer, source()[0], args.base_steps, args.batch_size, args.seed)
@@ -83,7 +83,7 @@ def pretrained(args):
 
 
 def adapted(base, args):
-    """Return ``base``, frozen, with untrained adapters at its linear layers (not at its head)."""
+    """Return the frozen ``base`` with untrained adapters on its linear layers, except the head."""
     torch.manual_seed(args.seed)
     config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(base, config)
@@ -94,9 +94,9 @@ def options_of(args):
 
 
 def quantized(base, args, policy):
-    """Return :func:`adapted` under a policy, its frozen weights as FP4 bytes if they shall be packed."""
+    """Return :func:`adapted` under a policy; with ``--pack``, store its frozen weights as FP4 bytes."""
     model, rows = adapted(base, args), torch.zeros(1, CONTEXT, dtype=torch.long)
-    call = {"input_ids": rows, "labels": rows, "use_cache": False}  # with it, every error of the policy comes here
+    call = {"input_ids": rows, "labels": rows, "use_cache": False}  # lets apply() raise every error of the policy
     fp4graph.apply(model.get_base_model(), policy, example_inputs=call, **options_of(args))  # fp4graph
     if args.pack:
         fp4graph.pack_frozen(model.get_base_model())  # fp4graph
@@ -110,7 +110,7 @@ def main(args):
         print(f"{what:40}{loss_on(model, held_out, args.validation_batches):8.4f}", flush=True)
 
     policy, options = fp4graph.load_policy(args.policy), options_of(args)  # fp4graph
-    quantized(untrained(args), args, policy)  # a policy that cannot be applied or packed is an error now
+    quantized(untrained(args), args, policy)  # raises now if the policy cannot be applied or packed
     base = pretrained(args)
     report("pre-trained", base)
     model = quantized(copy.deepcopy(base), args, policy)
@@ -122,7 +122,7 @@ def main(args):
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output or temporary
-        model.save_pretrained(folder)  # the adapters alone, without a key of fp4graph
+        model.save_pretrained(folder)  # only the adapters, without keys of fp4graph
         loaded = PeftModel.from_pretrained(base, folder)
     fp4graph.apply(loaded.get_base_model(), policy, **options)  # fp4graph
     report("loaded beside the quantized model", loaded)
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="nvfp4", help="a shipped policy's name, or a policy file")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
-    parser.add_argument("--pack", action="store_true", help="keep the frozen weights as FP4 bytes: nvfp4-te, tetrajet")
+    parser.add_argument("--pack", action="store_true", help="store the frozen weights as FP4 bytes: nvfp4-te, tetrajet")
     parser.add_argument("--output", type=Path, help="folder for the adapters [a temporary one]")
     numbers = {"base-steps": 400, "steps": 200, "batch-size": 16, "lr": 2e-3, "rank": 8, "layers": 4, "seed": 0}
     for name, default in {**numbers, "validation-batches": 8}.items():

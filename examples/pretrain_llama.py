@@ -1,10 +1,10 @@
 """Pre-train a Hugging Face LLaMA under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
-    python examples/pretrain_llama.py                                     # bytes of Python's own standard library
+    python examples/pretrain_llama.py                                     # bytes of Python's standard library
     python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
     torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py   # DDP; FSDP2 with --fsdp
 
-A run that was killed goes on from its last checkpoint with --resume, as if nothing had happened.
+After a kill, --resume continues from the last checkpoint, as if the run had not been interrupted.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def tokens_of(path):
 
 
 def batch(tokens, size, context, *key):
-    """Return ``[size, context]`` tokens from random places, which are a function of ``key``."""
+    """Return ``[size, context]`` tokens from random places; equal keys give equal tokens."""
     generator = torch.Generator().manual_seed(hash(key) % 2**63)
     places = torch.randint(len(tokens) - context, (size, 1), generator=generator)
     return tokens[places + torch.arange(context)].long()
@@ -89,7 +89,7 @@ def train(args):
                     loss = wrapped(input_ids=part, labels=part, use_cache=False).loss / args.accumulate
                 scaler.scale(loss).backward()
             total[0] += loss.detach()
-        if args.optimizer == "adamw":  # StableSPAM clips by itself
+        if args.optimizer == "adamw":  # StableSPAM clips in its step
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
@@ -127,7 +127,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     if args.checkpoint.exists() and not args.resume:
-        parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
+        parser.error(f"{args.checkpoint} already holds a run; continue with --resume, or give another --checkpoint")
     if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--batch-size must be a multiple of the number of processes")
     train(args)

@@ -4,7 +4,7 @@
     python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
     torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py          # DistributedDataParallel
 
-A run that was killed goes on after its last whole epoch with --resume, as if nothing had happened.
+After a kill, --resume continues after the last complete epoch, as if the run had not been interrupted.
 """
 
 import argparse
@@ -30,11 +30,11 @@ DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def datasets(folder, model):
-    """Return training data, validation data and options of the model: a folder's images, or scans of 8x8 pixels."""
+    """Return training data, validation data and model options, for a folder's images or for scans of 8x8 pixels."""
     if folder is not None:  # folder/train/CLASS/*.jpg and folder/val/CLASS/*.jpg
         size = timm.get_pretrained_cfg(model).input_size[-1]
-        moving = create_transform(size, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
-        train = ImageDataset(str(folder / "train"), transform=moving)
+        augmented = create_transform(size, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
+        train = ImageDataset(str(folder / "train"), transform=augmented)
         classes = train.reader.class_to_idx
         validation = ImageDataset(str(folder / "val"), class_map=classes, transform=create_transform(size))
         return train, validation, {"num_classes": len(classes)}
@@ -122,7 +122,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     if args.checkpoint.exists() and not args.resume:
-        parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
+        parser.error(f"{args.checkpoint} already holds a run; continue with --resume, or give another --checkpoint")
     if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--batch-size must be a multiple of the number of processes")
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)

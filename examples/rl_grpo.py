@@ -3,9 +3,9 @@
     python examples/rl_grpo.py                                  # six policies, three seeds, a table
     python examples/rl_grpo.py --policies mxfp4-rl --seeds 1 --steps 50
 
-Puzzles, model, supervised start, rollouts and held-out rewards are those of the task ``countdown`` (docs/tasks.md),
-which TRL's GRPOTrainer trains here. Policies are shipped ones, files, and three parts of mxfp4-rl by themselves. The
-noise falls in ten stages over the run. The same command again goes on after a stop.
+Puzzles, model, supervised start, rollouts and held-out rewards are those of the task ``countdown`` (docs/tasks.md);
+TRL's GRPOTrainer trains the model here. ``--policies`` takes shipped policies, files, and the names of three techniques
+of mxfp4-rl, each used alone. The noise falls in ten stages over the run. After a stop, the same command resumes.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PARTS = ("macro_block_scaling", "outlier_fallback", "adaptive_quantization_noise
 
 
 def policy_of(name, steps):
-    """Return a policy by its name, with the noise of mxfp4-rl in ten stages over ``steps``, as data."""
+    """Return a policy as data, with the noise of mxfp4-rl in stages over ``steps``."""
     data = yaml.safe_load(fp4graph.load_policy("mxfp4-rl" if name in PARTS else name).to_yaml())
     entries = [entry if isinstance(entry, dict) else {entry: {}} for entry in data.get("techniques", ())]
     data["techniques"] = [entry for entry in entries if name not in PARTS or name in entry]
@@ -43,12 +43,13 @@ def policy_of(name, steps):
 
 
 def tokenizer():
-    """Return a tokenizer of characters, with the tokens of ``countdown.encode``."""
+    """Return a character tokenizer with the tokens of ``countdown.encode``."""
     words = {"<pad>": countdown.PAD, "<end>": countdown.END}
     words |= {character: countdown.FIRST + place for place, character in enumerate(countdown.CHARACTERS)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>", padding_side="left")
+    characters = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=characters, **special)
 
 
 def solved(prompts, completions, **_):
@@ -56,7 +57,7 @@ def solved(prompts, completions, **_):
 
 
 def rollouts(prompts, trainer):
-    """Generate what a step trains on, in evaluation mode, in the form that TRL's ``rollout_func`` has."""
+    """Generate a step's completions in evaluation mode, in the form of TRL's ``rollout_func``."""
     ids = countdown.encode(prompts)
     gumbel = -torch.empty(len(ids), countdown.COMPLETION, countdown.VOCABULARY).exponential_().log()
     tokens, logits = countdown.rollout(trainer.accelerator.unwrap_model(trainer.model), ids, gumbel)
@@ -68,7 +69,7 @@ def rollouts(prompts, trainer):
 
 @torch.no_grad()
 def held_out(problem, model):
-    """Return the mean loss (the share without reward), reward and entropy on puzzles that training never shows."""
+    """Return the mean loss (the share without reward), reward and entropy on held-out puzzles."""
     measured = [problem.measure(model.eval(), batch) for batch in problem.validation()]
     return {name: torch.cat([part[name] for part in measured]).mean().item() for name in measured[0]}
 
@@ -83,12 +84,12 @@ class Logging(TrainerCallback):
 
 
 def train(policy, seed, log, steps, prompts, start):
-    torch.set_num_threads(1)  # sums, and so all digits, depend on the number of threads
+    torch.set_num_threads(1)  # the number of threads changes the rounding of sums
     settings = countdown.COUNTDOWN.settings(Run("countdown", seed=seed, device="cpu"))
     problem = countdown.Countdown(settings, warm_up=start)
     model = fp4graph.apply(problem.model, policy, backend="eager", seed=seed, total_forwards=steps)  # fp4graph
     begin = held_out(problem, model)["reward"]
-    with tempfile.TemporaryDirectory() as folder:  # TRL wants one, and writes nothing to it here
+    with tempfile.TemporaryDirectory() as folder:  # TRL needs a folder, but writes no files here
         config = GRPOConfig(
             folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
             seed=seed, max_steps=steps, per_device_train_batch_size=prompts * problem.group, temperature=1.0, beta=0.0,
@@ -106,7 +107,7 @@ def train(policy, seed, log, steps, prompts, start):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(("mxfp4", "mxfp4-rl", *PARTS)), help="beside bf16")
+    parser.add_argument("--policies", default=",".join(("mxfp4", "mxfp4-rl", *PARTS)), help="compared with bf16")
     parser.add_argument("--output", default="runs/rl")
     for name, default in {"seeds": 3, "steps": 120, "prompts": 32, "start": 350, "jobs": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,13 +1,13 @@
-"""Scale bias, dead zone and grid noise of a training's own tensors, with and without techniques against them.
+"""Measures scale bias, dead zone and grid noise on a training's tensors, with and without techniques against them.
 
     python examples/findings/decomposition.py         # a minute or two on one CPU core
 
 The script trains a ViT of two blocks on handwritten digits under pure MXFP4 (mxfp4-full). At five steps near the end
-it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors. MXFP4
-has the scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block
-scaling is for power-of-two scales. Squared errors are shares of the operand's squared norm, means over sites and steps.
-The three parts add up to the error less twice the product of scale bias and grid noise; the picture divides each error
-in the ratio of its parts.
+it quantizes the six operands of every quantized site with each recipe, so that all recipes see the same tensors. MXFP4
+has the scales of the OCP specification; NVFP4 has decode scales rounded to nearest, as in hardware. Macro-block scaling
+needs power-of-two scales. Squared errors are relative to the operand's squared norm, averaged over sites and steps. The
+three parts add up to the error minus twice the product of scale bias and grid noise; the picture divides each error in
+the ratio of its parts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
 STEPS = 440
-LOOKED_AT = range(360, STEPS + 1, 20)
+OBSERVED = range(360, STEPS + 1, 20)
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "floor"))  # type: ignore[arg-type]
 NVFP4 = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))  # type: ignore[arg-type]
-#: Name: the quantizer of all six operands, and techniques on top of it.
+#: The quantizer of all six operands and additional techniques, by name.
 RECIPES: dict[str, tuple[QuantSpec, tuple[str, ...]]] = {
     "MXFP4": (MXFP4, ()),
     "+ macro-block scaling": (MXFP4, ("macro_block_scaling",)),
@@ -49,12 +49,12 @@ RECIPES: dict[str, tuple[QuantSpec, tuple[str, ...]]] = {
     "+ tensor scale, fallback": (NVFP4, ("tensor_scaling", "outlier_fallback")),
 }
 COLUMNS = ("total", "scale_bias", "dead_zone", "grid_noise")
-#: By recipe and operand, the shares of every site and step.
+#: The shares of every site and step, by recipe and operand.
 Shares = Mapping[tuple[str, Operand], list[dict[str, float]]]
 
 
-class Taking:
-    """Observes the sites of a forward and its backward, and measures their operands."""
+class OperandErrors:
+    """Observes the sites of a forward and its backward, and measures the errors of their operands."""
 
     def __init__(self) -> None:
         self.programs = {
@@ -79,26 +79,26 @@ class Taking:
 
 
 def measure(seed: int = 0) -> Shares:
-    """Train, and return the errors of the operands at the steps of ``LOOKED_AT``."""
-    taking = Taking()
+    """Train, and return the errors of the operands at the steps ``OBSERVED``."""
+    errors = OperandErrors()
 
     @contextmanager
     def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        runtime, following = runtime_of(model), itertools.count(2)
+        runtime, next_steps = runtime_of(model), itertools.count(2)
 
         def after_step(*args: Any) -> None:
-            runtime.observe(taking if next(following) in LOOKED_AT else None)
+            runtime.observe(errors if next(next_steps) in OBSERVED else None)
 
         optimizer.register_step_post_hook(after_step)
         yield
 
     train(Run("digits", policy="mxfp4-full", seed=seed, steps=STEPS, schedule="cosine", backend="eager"), watch=watch)
-    return taking.shares
+    return errors.shares
 
 
 def mean(shares: Shares, recipe: str, operand: Operand, column: str) -> float:
     """Return the mean of a column over sites and steps, in percent."""
-    return 100 * statistics.fmean(own[column] for own in shares[recipe, operand])
+    return 100 * statistics.fmean(row[column] for row in shares[recipe, operand])
 
 
 def picture(shares: Shares, file: Path) -> None:
@@ -112,14 +112,13 @@ def picture(shares: Shares, file: Path) -> None:
         error_panels(drawn, panels, errors, "squared error, % of the signal")
         for axes, bars in zip(panels.flat, errors.values(), strict=True):
             # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
-            others = [own for recipe, own in bars.items() if recipe != "NVFP4"]
-            limit = 1.08 * max(own["total"] for own in others)
+            limit = 1.08 * max(error["total"] for recipe, error in bars.items() if recipe != "NVFP4")
             axes.set_xlim(0, limit)
             nvfp4 = bars["NVFP4"]
             if nvfp4["total"] > limit:
-                said = f"{nvfp4['total']:.0f} %, dead zone {nvfp4['dead_zone']:.0f} % →"
+                label = f"{nvfp4['total']:.0f} %, dead zone {nvfp4['dead_zone']:.0f} % →"
                 place = list(RECIPES).index("NVFP4")
-                axes.text(0.98 * limit, place, said, ha="right", va="center", fontsize=8.5, fontweight="bold")
+                axes.text(0.98 * limit, place, label, ha="right", va="center", fontsize=8.5, fontweight="bold")
         file.parent.mkdir(parents=True, exist_ok=True)
         drawn.savefig(file, dpi=130)
 

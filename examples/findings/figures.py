@@ -1,9 +1,9 @@
-"""Prints and draws the figures that need no model.
+"""Print and draw the figures that need no model.
 
     python examples/findings/figures.py reconstruction      # [-o DIRECTORY] [--metric normwise]
     python examples/findings/figures.py decomposition       # [-o DIRECTORY]
 
-Each takes seconds.
+Each command takes seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PANELS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
     "15: β, blocks of 16": ("beta", (1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0), {}),
 }
 _LABELS = {"block": "block size", "tensor_scale": "tensor scale", "beta": "β"}
-#: The formats with three mantissa bits agree within their ranges: two dashed lines leave the third line visible.
+#: The formats with three mantissa bits agree within their ranges; dashing two lines keeps the third visible.
 _DASHES: dict[str, Any] = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 _FORMULAS = {"elementwise": "mean of |Q(x) − x| / |x|", "normwise": "‖Q(x) − x‖ / ‖x‖"}
 
@@ -54,7 +54,7 @@ def gaussian(lines: int = 512, length: int = 1024, seed: int = 0) -> Tensor:
 def e2m1_error(
     x: Tensor, scale: str, *, block: int = 16, tensor_scale: float = 1.0, beta: float | None = None
 ) -> RelativeError:
-    """Return the errors of ``tensor_scale``·x in E2M1, its encode scales Qmax/Z rounded to nearest as in the paper."""
+    """Return the errors of ``tensor_scale``·x in E2M1, with encode scales Qmax/Z rounded to nearest as in the paper."""
     spec = QuantSpec(E2M1, block, ScaleSpec(SCALES[scale], "nearest_even", "encode"))
     return reconstruction_error(x * tensor_scale, spec, beta)
 
@@ -67,16 +67,16 @@ def reconstruction(
         Literal["elementwise", "normwise"], typer.Option(help="The paper's |X − X̂| / |X|, or a ratio of norms.")
     ] = "elementwise",
 ) -> None:
-    """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
+    """Draw and print Figures 11 to 15 of the design-space paper's appendix, on Gaussian data."""
     needs("pandas", "tables need pandas", "analysis")
     import pandas
 
     x, formula = gaussian(seed=seed), _FORMULAS[metric]
     with styled():
-        picture, every = subplots(9.6, 3, 2)
-        for axes, (title, (setting, values, others)) in zip(every.flat, PANELS.items(), strict=False):
+        picture, panels = subplots(9.6, 3, 2)
+        for axes, (title, (setting, values, fixed)) in zip(panels.flat, PANELS.items(), strict=False):
             errors = {
-                name: [getattr(e2m1_error(x, name, **{setting: value}, **others), metric) for value in values]
+                name: [getattr(e2m1_error(x, name, **{setting: value}, **fixed), metric) for value in values]
                 for name in FORMATS
             }
             table = pandas.DataFrame({_LABELS[setting]: values, **errors})
@@ -86,16 +86,16 @@ def reconstruction(
             axes.set_xscale("log", base=2 if setting == "block" else 10)
             axes.set(yscale="log" if setting == "tensor_scale" else "linear", title=title)
             axes.set(xlabel=_LABELS[setting], ylabel=formula)
-        every.flat[-1].set_axis_off()
-        every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left",
-                              handlelength=4.5)  # fmt: skip
+        panels.flat[-1].set_axis_off()
+        panels.flat[-1].legend(*panels.flat[0].get_legend_handles_labels(), title="scale format", loc="center left",
+                               handlelength=4.5)  # fmt: skip
     _save(picture, output / "reconstruction.png")
 
 
 @app.command()
 def decomposition(output: Output = Path(), seed: int = 0) -> None:
-    """The three parts of MXFP4's error with and without macro-block scaling and outlier fallback, on three kinds of
-    data: Gaussian, Gaussian with one large element in 100, Student's t with 3 degrees of freedom."""
+    """Draw and print the parts of MXFP4's error, with and without macro-block scaling and outlier fallback, on three
+    kinds of data: Gaussian, Gaussian with one large element in 100, and Student's t with 3 degrees of freedom."""
     needs("pandas", "tables need pandas", "analysis")
     import pandas
 
@@ -104,8 +104,8 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
     outliers = torch.where(torch.rand(512, 1024, generator=generator) < 0.01, 20.0, 1.0)
     chi = torch.randn(3, 512, 1024, generator=generator).square().sum(0)
     data = {"Gaussian": normal, "Gaussian, 1 % × 20": normal * outliers, "Student's t, 3": normal / (chi / 3).sqrt()}
-    known: Any = default_registry().techniques
-    macro, fallback = known["macro_block_scaling"](), known["outlier_fallback"]()
+    registered: Any = default_registry().techniques
+    macro, fallback = registered["macro_block_scaling"](), registered["outlier_fallback"]()
     recipes: dict[str, tuple[Any, ...]] = {
         "MXFP4": (),
         "+ macro-block scaling": (macro,),

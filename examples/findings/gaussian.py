@@ -1,8 +1,8 @@
-"""The Gaussian regression of "Elucidating the design space of FP4 training" (appendix, Tables 3 and 8), every row.
+"""Trains the Gaussian regression of "Elucidating the design space of FP4 training" (appendix, Tables 3 and 8).
 
     python examples/findings/gaussian.py              # 3 seeds, a quarter of an hour on one CPU core
 
-Started again, the script trains the missing runs only, and prints the table of all.
+A restarted script only trains the missing runs, and prints the full table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp4graph.lab.tasks.regression import Gaussian
 
 
 def extended(base: str, *techniques: Any, scale: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a shipped pure policy with other scales, or with techniques."""
+    """Return a shipped pure policy with other scales or additional techniques."""
     policy: dict[str, Any] = {"version": 1, "name": base, "extends": base, "techniques": list(techniques)}
     if scale is not None:
         (rule,) = yaml.safe_load(fp4graph.load_policy(base).to_yaml())["rules"]
@@ -46,7 +46,7 @@ STABLE = ("stablespam",)
 
 @dataclass(frozen=True)
 class Row:
-    """A policy, the optimizers to train it with, and the validation losses that the paper prints, by optimizer."""
+    """A policy, its optimizers, and the validation losses in the paper by optimizer."""
 
     label: str
     policy: str | dict[str, Any]
@@ -77,13 +77,12 @@ ROWS = (
     ),
 )  # fmt: skip
 DTYPES = ("bf16", "fp32")
-#: In place of an optimizer: the true weights.
+#: The "optimizer" of the true weights, which are not trained.
 NONE = "none"
 
 
 def untrained(row: Row, seed: int) -> float:
-    """Return the validation loss of the true weights, in fp32, under the forward of a row's policy: the loss that no
-    training avoids."""
+    """Return the validation loss of the true weights in fp32 under a row's policy, which no training can avoid."""
     problem = Gaussian(TASKS["gaussian"].settings(Run("gaussian", dtype="fp32", seed=seed, device="cpu")))
     problem.model.weight.data.copy_(problem.w.T)
     problem.model.bias.data.zero_()
@@ -93,28 +92,28 @@ def untrained(row: Row, seed: int) -> float:
         return torch.cat([problem.measure(problem.model, batch)["loss"] for batch in full]).mean().item()
 
 
-def table(found: dict[tuple[Any, ...], Any], seeds: int) -> str:
+def table(results: dict[tuple[Any, ...], Any], seeds: int) -> str:
     """Return the validation losses as Markdown: mean ± standard deviation over the seeds."""
     rows = []
     for row in ROWS:
-        exact = (found[row.label, NONE, "fp32", seed]["outcome"] for seed in range(seeds))
+        exact = (results[row.label, NONE, "fp32", seed]["outcome"] for seed in range(seeds))
         floor = statistics.fmean(outcome["validation_loss"] for outcome in exact)
         for optimizer in row.optimizers:
             cells = []
             for dtype in DTYPES:
-                runs = [found[row.label, optimizer, dtype, seed] for seed in range(seeds)]
+                runs = [results[row.label, optimizer, dtype, seed] for seed in range(seeds)]
                 losses = [run["outcome"]["validation_loss"] for run in runs]
                 spread = f" ± {statistics.stdev(losses):.2g}" if len(losses) > 1 else ""
                 cells.append(f"{statistics.fmean(losses):.3g}{spread}")
             paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""
-            complexity = found[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
+            complexity = results[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
             rows.append([row.label, optimizer, f"{complexity:g}", paper, *cells, f"{floor:.3g}"])
     heads = ("policy", "optimizer", "Ω", "paper", "bf16 parameters", "fp32 parameters", "the true weights")
     return markdown(heads, rows)
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Data, weights and order are drawn anew for each.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Each seed has its own data, weights and order.")] = 3,
     output: Annotated[Path, typer.Option(help="File of results.")] = Path("runs/findings/gaussian.jsonl"),
     device: Annotated[str, typer.Option()] = "auto",
 ) -> None:

@@ -1,9 +1,9 @@
-"""Which operand hurts most: TetraJet's Table 1 and the per-GEMM ablation, on a small ViT and handwritten digits.
+"""Measures the loss that each operand costs: TetraJet's Table 1 and the per-GEMM ablation, on a small ViT and digits.
 
     python examples/findings/operands.py              # 3 seeds of tetrajet and mxfp4, half an hour on one CPU core
 
-All trainings of a seed begin with the same weights and see the same batches. The script keeps finished trainings;
-started again, it runs the missing ones only.
+All trainings of a seed begin with the same weights and see the same batches. A restarted script only runs the missing
+trainings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def reached(losses: Curve, target: float) -> float | None:
 
 
 def comparison(name: str, curves: dict[str, list[Curve]]) -> Table:
-    """Return a table of the curves of each variant, one a seed. The target is a loss that all mean curves reach."""
+    """Return a table of each variant's curves, a curve per seed. The target is a loss that all mean curves reach."""
     means = {
         variant: [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*each, strict=True)]
         for variant, each in curves.items()
@@ -70,7 +70,7 @@ def comparison(name: str, curves: dict[str, list[Curve]]) -> Table:
 
 
 def main(
-    policies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "tetrajet,mxfp4",
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "tetrajet,mxfp4",
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     output: Annotated[Path, typer.Option(help="Folder of the curves.")] = Path("runs/findings/operands"),
 ) -> None:

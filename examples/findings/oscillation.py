@@ -2,9 +2,9 @@
 
     python examples/findings/oscillation.py           # 3 seeds, minutes on one CPU core
 
-A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
-the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
-Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps).
+Trains a ViT of two blocks on handwritten digits for 20 epochs, with a cosine down to a hundredth of the learning rate.
+Measures over the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change
+of W, of Q(W), and of the sites' outputs Y for 64 fixed inputs of Gaussian noise (over the last 5 steps).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4graph.lab import Statistics, read
 from fp4graph.lab.runs.train import Run, train
 
 STEPS, WINDOW = 440, 100
-#: Schedules are of this training's length; the last detection of Q-Ramping ends before the window begins.
+#: Schedules have the length of this training; the last detection of Q-Ramping ends before the window begins.
 RAMPING = {"q_ramping": {"t_update": 150, "n_max": 120, "t0": 30}}
 DAMPEN = {"dampen": {"strength": 0.01, "total_steps": STEPS, "start": 0.25}}
 FALLING = {"threshold": 0.1, "final_threshold": 0.02, "total_steps": STEPS, "start": 0.25}
@@ -46,7 +46,7 @@ COLUMNS = ("oscillating", "flips", "rate_of_change", "quantized_rate_of_change")
 
 
 def measure(policy: Any, seed: int) -> dict[str, float]:
-    """Return means over the sites, in the window at the end and in the last recorded steps."""
+    """Return means over the sites, in the last window and the last record."""
     with tempfile.TemporaryDirectory() as directory:
 
         def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Statistics:
@@ -58,10 +58,10 @@ def measure(policy: Any, seed: int) -> dict[str, float]:
         outcome = train(run, watch=watch)
         recorded = read(directory)
     last = [row for row in recorded.rows if row["step"] == STEPS]
-    found = {column: [row[column] for row in last if row["tensor"] == "weight"] for column in COLUMNS}
-    found["output_rate_of_change"] = [row["rate_of_change"] for row in last if row["tensor"] == "output"]
-    found["confidence"] = [row["confidence"] for row in last if "confidence" in row]
-    means = {name: statistics.fmean(values) for name, values in found.items() if values}
+    measured = {column: [row[column] for row in last if row["tensor"] == "weight"] for column in COLUMNS}
+    measured["output_rate_of_change"] = [row["rate_of_change"] for row in last if row["tensor"] == "output"]
+    measured["confidence"] = [row["confidence"] for row in last if "confidence" in row]
+    means = {name: statistics.fmean(values) for name, values in measured.items() if values}
     return means | {"validation_loss": outcome.validation_loss, "accuracy": outcome.metrics["accuracy"]}
 
 

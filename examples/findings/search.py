@@ -1,8 +1,8 @@
-"""Searched policies against uniform and random ones of as many bits, on the held-out loss of two trained models.
+"""Compares searched policies with uniform and random ones of equal bits, by the held-out loss of two trained models.
 
-A ViT of two blocks (task ``digits``) and a LLaMA of two blocks (task ``text``) are trained in fp32. A search on four
-batches of training data chooses the formats of each linear under three budgets. Every policy is then judged by the loss
-on held-out data, in which fprop alone plays a part. docs/findings.md has the results.
+Trains a ViT of two blocks (task ``digits``) and a LLaMA of two blocks (task ``text``) in fp32. A search on four batches
+of training data chooses the formats of each linear under three budgets. Every policy is then measured by the loss on
+held-out data, which only fprop affects. docs/findings.md has the results.
 
     python examples/findings/search.py --seeds 5
 """
@@ -33,7 +33,7 @@ STEPS, BATCHES, RANDOM, HELD_OUT = 300, 4, 10, 6
 
 
 def trained(task: str, seed: int) -> tuple[Any, list[Any], list[Any]]:
-    """Return a trained problem, batches of training data that it has not been trained on yet, and held-out batches."""
+    """Return a trained problem, unused batches of training data, and held-out batches."""
     problem = task_named(task).make(task_named(task).settings(Run(task, seed=seed)))
     stream = problem.batches(0)
     optimizer = torch.optim.AdamW(problem.model.parameters(), lr=2e-3)
@@ -48,13 +48,13 @@ def trained(task: str, seed: int) -> tuple[Any, list[Any], list[Any]]:
     return problem, list(itertools.islice(stream, BATCHES)), list(itertools.islice(problem.validation(), HELD_OUT))
 
 
-def randomly(candidates: Candidates, bits: float, seed: int) -> Iterator[fp4graph.Policy]:
-    """Yield policies whose linears have random formats, and as many bits as ``bits`` or at most 3 % fewer."""
+def random_policies(candidates: Candidates, bits: float, seed: int) -> Iterator[fp4graph.Policy]:
+    """Yield policies whose linears have random formats, and 0.97 to 1 times ``bits`` bits."""
     generator = np.random.default_rng(seed)
     use = candidates.uses["bits"]
-    items, columns = np.arange(len(use)), np.argsort(use[0])  # the options, one for each format, by their bits
+    items, columns = np.arange(len(use)), np.argsort(use[0])  # the options, one for each format, sorted by bits
     while True:
-        share = generator.dirichlet(np.ones(len(columns)), size=4096).cumsum(1)  # as many of each format as chance says
+        share = generator.dirichlet(np.ones(len(columns)), size=4096).cumsum(1)  # random shares of the formats
         choices = columns[(generator.random((4096, len(use), 1)) > share[:, None, :-1]).sum(-1)]
         total = use[items, choices].sum(1)
         for choice in choices[(0.97 * bits <= total) & (total <= bits)]:
@@ -87,15 +87,16 @@ def main() -> None:
             candidates = Candidates.of(problem.model, loss, batches[0], FORMATS, apart=False)
             scores = None
             for bits in BUDGETS:
-                found = search(problem.model, loss, batches, formats=FORMATS, bits=bits, scores=scores)
-                scores = found.scores
-                increase = held(found.policy) - exact
-                others = [held(policy) - exact for policy in itertools.islice(randomly(candidates, bits, seed), RANDOM)]
+                result = search(problem.model, loss, batches, formats=FORMATS, bits=bits, scores=scores)
+                scores = result.scores
+                increase = held(result.policy) - exact
+                policies = itertools.islice(random_policies(candidates, bits, seed), RANDOM)
+                random = [held(policy) - exact for policy in policies]
                 within = {"nvfp4", "mxfp4"} | ({"mxfp8"} if bits >= 8.25 else set())
                 best = min(uniform[name] for name in within)
-                rows.setdefault(bits, []).append((increase, best, statistics.median(others), found.budgets[0].reached))
+                rows.setdefault(bits, []).append((increase, best, statistics.median(random), result.budgets[0].reached))
                 print(f"{task} seed {seed} loss {exact:.4f} bits {bits:g}: searched {increase:+.5f}, "
-                      f"{len(found.policy.rules)} rules; {uniform}; random {sorted(others)}", flush=True)  # fmt: skip
+                      f"{len(result.policy.rules)} rules; {uniform}; random {sorted(random)}", flush=True)  # fmt: skip
         for bits, values in rows.items():
             searched, best, median, reached = (np.array(column) for column in zip(*values, strict=True))
             print(f"| {task} | {bits:g} | {reached.mean():.2f} | {searched.mean():+.5f} | {best.mean():+.5f} | "

@@ -1,9 +1,9 @@
-"""How well the cheap estimates of sensitivity rank what is measured: three small models, three seeds.
+"""Correlates the cheap estimates of sensitivity with measurements, for three small models and three seeds.
 
     OMP_NUM_THREADS=1 python examples/findings/sensitivity.py
 
 The models are a ViT on handwritten digits, and a GPT-2 and a Qwen3-MoE on the bytes of Python's standard library. Each
-is trained in high precision, and measured on validation batches, one site and GEMM at a time.
+model is trained in high precision, then measured on validation batches, one site and GEMM at a time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _TEXT: dict[str, Any] = {"vocab_size": 256, "use_cache": False, "bos_token_id": 
 
 
 def gpt() -> nn.Module:
-    """Return a GPT-2 of 2 blocks, whose weights are Conv1D's."""
+    """Return a GPT-2 of 2 blocks, whose linear layers are Conv1D."""
     return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, **_TEXT))
 
 
 def qwen() -> nn.Module:
-    """Return a Qwen3 of 2 blocks, each with 4 experts of which a token takes 2."""
+    """Return a Qwen3-MoE of 2 blocks, each with 4 experts, 2 of them for each token."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32}
     parts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts_per_tok=2, **sizes, **parts, **_TEXT))
 
 
-#: The task of each model, the model in the place of the task's own, and the steps of its training.
+#: The task of each model, the factory of the model (None for the task's), and the steps of its training.
 MODELS: dict[str, tuple[str, Any, int]] = {
     "ViT": ("digits", None, 200),
     "GPT": ("text", gpt, 150),
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, Any, int]] = {
 
 
 def trained(name: str, seed: int) -> tuple[nn.Module, Problem]:
-    """Return a model after its training in high precision."""
+    """Return a model trained in high precision, and its problem."""
     task, factory, steps = MODELS[name]
     problem = task_named(task).make(task_named(task).settings(Run(task, seed=seed, device="cpu", batch_size=32)))
     torch.manual_seed(seed)
@@ -62,7 +62,7 @@ def trained(name: str, seed: int) -> tuple[nn.Module, Problem]:
 
 
 def loss_of(problem: Problem) -> Any:
-    """Return the mean loss of a model on a batch."""
+    """Return a function that computes the mean loss of a model on a batch."""
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return problem.measure(model, batch)["loss"].mean()
@@ -71,18 +71,18 @@ def loss_of(problem: Problem) -> Any:
 
 
 def measured(name: str, seed: int, policies: list[str], file: Path) -> Sensitivity:
-    """Return the sensitivity of a model, one site and GEMM at a time; a file keeps it."""
+    """Return the sensitivity of a model by site and GEMM; ``file`` keeps it."""
     if not file.exists():
         model, problem = trained(name, seed)
         held_out = [tuple(x[:16] for x in batch) for batch in islice(problem.validation(), 4)]
-        terms = 16 * (problem.tokens_per_sample - 1 or 1)  # each token but the first is predicted
+        terms = 16 * (problem.tokens_per_sample - 1 or 1)  # every token except the first is predicted
         by = ("site", "gemm")
         fp4graph.sensitivity(model, loss_of(problem), held_out, policies, by=by, terms=terms).to_json(file)
     return Sensitivity.from_json(file)
 
 
 def main(
-    policies: Annotated[str, typer.Option(help="Names, with commas between them.")] = "mxfp4,nvfp4",
+    policies: Annotated[str, typer.Option(help="Names, separated by commas.")] = "mxfp4,nvfp4",
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     output: Annotated[Path, typer.Option(help="Folder of the scores.")] = Path("runs/findings/sensitivity"),
 ) -> None:

@@ -13,15 +13,15 @@ E1M2 = fp4graph.formats.ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, 
 
 
 class MseScale(fp4graph.Technique):
-    """Chooses each block's scale in fprop: of those for c·Z, with a few factors c, the one of least Σ(Q(x) - x)².
+    """Chooses each block's scale in fprop among those for c·Z, with a few factors c, by the least Σ(Q(x) - x)².
 
-    Use it where one value of a block is much larger than the rest: clipping it leaves the others a finer grid.
+    Use it if one value of a block is much larger than the others: clipping it gives the others a finer grid.
     """
 
     name: ClassVar[str] = "mse_scale"
     overhead: ClassVar[fp4graph.Overhead] = fp4graph.Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5  # a fusable O(n), by Table 2 of the design-space paper
-    factors: tuple[PositiveFloat, ...] = Field((1.0, 0.875, 0.75, 2.0), min_length=1, description="The c to try.")
+    factors: tuple[PositiveFloat, ...] = Field((1.0, 0.875, 0.75, 2.0), min_length=1, description="Factors c to try.")
 
     def acts_on(self, site):
         return frozenset({fp4graph.Operand.FPROP_INPUT, fp4graph.Operand.FPROP_WEIGHT})

@@ -1,4 +1,4 @@
-"""A product operation for fp4graph: y = scale·x·Wᵀ + b, one operator of a library, as a fused kernel would be."""
+"""A product operation for fp4graph: y = scale·x·Wᵀ + b as a single operator, like a library's fused kernel."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def _(x, weight, bias, scale):
 
 
 def read(x, weight, bias, scale):
-    """Say which arguments of a call are the factors; fp4graph writes the quantized product and its backward."""
+    """Return the factors of a call; fp4graph makes the quantized product and its backward."""
     return Factors(x, weight, "linear", addend=bias, alpha=scale)
 
 

@@ -1,9 +1,9 @@
-"""The whole way of a stranger: wheels of fp4graph and of this package in a new environment, and its tests, which train.
+"""Installs wheels of fp4graph and of this package into a new environment, and runs the tests, which train.
 
-The new environment reaches the dependencies (torch, pydantic, ...) of the interpreter that runs this through a .pth
-file: installing them again would take gigabytes. A package found that way is only looked up after those installed
-here, and its own .pth files (an editable fp4graph, say) are not read, so that fp4graph is the wheel. The tests need
-pytest in the interpreter that runs this.
+A .pth file gives the new environment the dependencies (torch, pydantic, ...) of the interpreter that runs this script;
+installing them again would take gigabytes. Python looks up such packages after the installed ones, and ignores their
+.pth files (of an editable fp4graph, for instance), so fp4graph comes from the wheel. The tests need pytest in the
+interpreter that runs this script.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-#: What the wheel of fp4graph is made of. Building leaves files beside the sources, so it is done in a copy.
+#: The sources of fp4graph's wheel. They are copied first, because building writes files next to the sources.
 SOURCES = ["fp4graph", "plugins", "policies", "pyproject.toml", "README.md", "LICENSE"]
 INSTALLED = "import sys, {0}; assert {0}.__file__.startswith(sys.prefix), 'not the installed wheel'"
 

@@ -1,1 +1,1 @@
-"""The commands of `fp4graph`, one per module."""
+"""The commands of `fp4graph`."""

@@ -34,7 +34,7 @@ for _command in _COMMANDS:
 
 
 def main() -> None:
-    """Run the command. An error of ours, or of the system's files, is a message on stderr and exit status 1."""
+    """Run the command. Print an Error or OSError on stderr, and exit with status 1."""
     with _printable_warnings():
         try:
             app()
@@ -45,9 +45,9 @@ def main() -> None:
 
 @contextmanager
 def _printable_warnings() -> Iterator[None]:
-    former = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **kwargs: printable(abridged(former(*args, **kwargs)))
+    original = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(abridged(original(*args, **kwargs)))
     try:
         yield
     finally:
-        warnings.formatwarning = former
+        warnings.formatwarning = original

@@ -31,21 +31,21 @@ from fp4graph.technique.site import SiteView
 @functools.lru_cache(maxsize=4)
 def loadable_policies(registry: Registry) -> dict[str, Policy]:
     """Return every policy of ``registry`` that can be loaded, by name."""
-    found: dict[str, Policy] = {}
+    policies: dict[str, Policy] = {}
     for name, path in sorted(registry.policies.items()):
-        with contextlib.suppress(Error):  # whoever lists policies names it
-            found[name] = load_policy(path, registry)
-    return found
+        with contextlib.suppress(Error):  # the list of policies reports it
+            policies[name] = load_policy(path, registry)
+    return policies
 
 
 def shipped_registry() -> Registry:
-    """Return a registry of fp4graph's own techniques and policies only."""
+    """Return a registry of only the techniques and policies of fp4graph."""
     points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith("fp4graph_plugins."))
     return Registry([(point.name, point) for point in points], entry_point_group=None)
 
 
 def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """Return a technique as JSON data; ``complexity`` is None where it depends on a required option."""
+    """Return a technique as JSON data; ``complexity`` is None if it depends on a required option."""
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
         "options": {key: _option_data(field) for key, field in option_fields(technique).items()},
@@ -61,7 +61,7 @@ def option_fields(technique: type[Technique]) -> dict[str, FieldInfo]:
 
 
 def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """Return the short form of :func:`technique_data`, a row of the list."""
+    """Return the short form of :func:`technique_data` for a list."""
     return {
         "name": technique.name,
         "complexity": weight_of(technique, {}),
@@ -89,7 +89,7 @@ def _rules_data(policy: Policy) -> dict[str, Any]:
 
 
 def policy_row(policy: Policy) -> dict[str, Any]:
-    """Return the short form of :func:`policy_data`, a row of the list."""
+    """Return the short form of :func:`policy_data` for a list."""
     return {
         "name": policy.name,
         "description": policy.description,
@@ -114,7 +114,7 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
 
 
 def planned(rule: Rule) -> OperandSpecs:
-    """Return the specs of a rule after its techniques have planned."""
+    """Return the specs of a rule after the plans of its techniques."""
     site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
     return plan_specs(rule.techniques, site, rule.specs)
 
@@ -134,9 +134,9 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def weight_of(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
-    with contextlib.suppress(ValidationError):  # an option without default, or options that do not go together
+    with contextlib.suppress(ValidationError):  # an option has no default, or options conflict
         return technique.model_validate(options).complexity
-    with contextlib.suppress(AttributeError):  # it depends on that option
+    with contextlib.suppress(AttributeError):  # the weight depends on that option
         return technique.model_construct(**options).complexity
     return None
 
@@ -169,13 +169,13 @@ def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
 
 
 def spelled(technique: Technique) -> str:
-    """Return a technique with its options, as a call."""
+    """Return a technique with its options, written as a call."""
     options = technique.model_dump(mode="json", by_alias=True)
     return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
 
 def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
-    """Return in words the values that a policy may give an option of this type."""
+    """Return in words the values that an option of this type takes in a policy."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
@@ -197,8 +197,8 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
     if annotation in (int, float):
         noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
         return noun + _bounds(metadata)
-    known = {bool: "true or false", str: "names" if plural else "text"}
-    return known.get(annotation) or getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    words_of = {bool: "true or false", str: "names" if plural else "text"}
+    return words_of.get(annotation) or getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
@@ -216,7 +216,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def docstring(technique: type[Technique]) -> str:
-    # Not inspect.getdoc, which would take the docstring of Technique itself for want of one.
+    # inspect.getdoc would return the docstring of Technique for a class without a docstring.
     return inspect.cleandoc(technique.__dict__.get("__doc__") or "")
 
 

@@ -1,4 +1,4 @@
-"""``fp4graph check`` and ``fp4graph explain``: what a policy resolves to, and its effect on a model."""
+"""``fp4graph check`` and ``fp4graph explain``: show the resolved policy, and its effect on a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def check(
     model: Annotated[str | None, typer.Option(help=f"A model that the policy must fit: {HELP}")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a policy and print what it resolves to: its rules, and what happens to the six operands."""
+    """Load a policy and print it resolved: its rules, and the quantizers of the six operands."""
     loaded = load_policy(policy, installed_registry())
     explanation = _explanation(model, loaded) if model else None
     data = catalogue.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     if not loaded.ever_quantizes:
-        heading += "This policy quantizes nothing: no rule quantizes, and the default keeps.\n"
+        heading += "This policy quantizes nothing: every rule and the default keep high precision.\n"
     tables = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
     for phase in loaded.phases:
         rules = (*phase.policy.rules, phase.policy.default)
@@ -54,25 +54,25 @@ def explain(
     policy: PolicyArgument,
     model: Annotated[str, typer.Option(help=HELP)],
     input_size: Annotated[
-        str | None, typer.Option(help="Input shape without the batch, as 3x224x224, or a text's length.")
+        str | None, typer.Option(help="Input shape without the batch, such as 3x224x224, or a text's length.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, max=10**9, help="Batch size of the captured forward; 2 by default.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Give each site a line of its own.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print a separate line for each site.")] = False,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Show which code quantizes each operand on this machine, and why.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a policy would do to each matrix product of a model, without doing it."""
+    """Show the effect of a policy on each matrix product of a model, without changing the model."""
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
     shown = explanation.schedule if schedule else explanation.table
     show(explanation.to_json(schedule=schedule), shown(every=every), as_json=as_json)
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:
-    """Return the explanation of ``policy`` on a new model; raise an Error if there is none, or its forward fails."""
+    """Return the explanation of ``policy`` on a new model; raise an Error if the model or its forward fails."""
     import fp4graph
 
     named = named_model(model, input_size=input_size, batch_size=batch_size, device="meta")
@@ -83,6 +83,6 @@ def _explanation(model: str, policy: Policy, input_size: str | None = None, batc
     except Exception as error:
         inputs = [tuple(x.shape) for x in (*named.args, *named.kwargs.values()) if hasattr(x, "shape")]
         raise Error(
-            f"{model}: its forward raised {type(error).__name__}: {error}; it was called with inputs of the shapes "
-            f"{', '.join(map(str, inputs))}. --input-size and a factory's (model, args) give others"
+            f"{model}: the forward raised {type(error).__name__}: {error}; its inputs had the shapes "
+            f"{', '.join(map(str, inputs))}. Give others with --input-size, or return (model, args) from a factory"
         ) from error

@@ -1,4 +1,4 @@
-"""``fp4graph compare``: train a task, or a function of the user's, under several policies, and compare the losses."""
+"""``fp4graph compare``: train a task or a user's function under several policies, and compare the losses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fp4graph.lab.comparison.training import Log
     from fp4graph.policy import Policy
 
-#: Settings that say where a run takes place, not what it computes, and those that a comparison chooses.
+#: Settings that do not change the computation (such as the device), or that a comparison sets.
 NOT_COMPARED = ("device", "backend", "mode", "workers", "policy", "seed")
 
 
 @dataclass(frozen=True, repr=False)
 class TaskTraining:
-    """A built-in task as a training: trains ``run`` under a policy and a seed, with its record in the log's folder."""
+    """A built-in task as a training: trains ``run`` under a policy and a seed, and records it in the log's folder."""
 
     run: Run
 
@@ -38,16 +38,16 @@ class TaskTraining:
         return str({name: value for name, value in self.run.to_json().items() if name not in NOT_COMPARED})
 
     def __call__(self, policy: Policy, seed: int, log: Log) -> dict[str, Any]:
-        """Train, going on from a checkpoint if there is one; return the last validation's loss and metrics."""
+        """Train, from a checkpoint if there is one; return the last validation's loss and metrics."""
         from fp4graph.lab.runs.folder import Ended, read_metrics, read_outcome
         from fp4graph.lab.runs.train import train
 
         def tick(step: int, steps: int, loss: float) -> None:
-            if math.isfinite(loss):  # else the training ends by itself, and records that
+            if math.isfinite(loss):  # else the training ends, and records the divergence
                 log(step, loss)
 
         run = replace(self.run, policy=yaml.safe_load(policy.to_yaml()), seed=seed)
-        with suppress(Ended):  # before its line was written
+        with suppress(Ended):  # a kill came between the end of the run and its line
             train(run, directory=log.folder, resume=True, tick=tick)
         outcome = read_outcome(log.folder)
         assert outcome is not None
@@ -67,10 +67,10 @@ def compare(
         str | None, typer.Option(metavar="MODULE:NAME", help="A function train(policy, seed, log) instead of a task.")
     ] = None,
     policies: Annotated[
-        list[str] | None, typer.Option(help="Names or files; repeat the option or put commas between. [required]")
+        list[str] | None, typer.Option(help="Names or files; repeat the option or separate with commas. [required]")
     ] = None,
     baseline: Annotated[str, typer.Option(help="The policy that the others are compared with.")] = "bf16",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, of as many seeds from --seed on.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per policy, from --seed on.")] = 3,
     processes: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
     timing: Annotated[
         bool, typer.Option(help="Measure the time per step after the trainings, in alternation with the baseline.")
@@ -85,7 +85,7 @@ def compare(
 ) -> None:
     """Train under several policies and seeds, from the same weights and on the same data, and compare the losses.
 
-    The same command goes on with what is in the folder.
+    The same command resumes the comparison in the folder.
 
     fp4graph compare digits-augmented --policies microscaling,tetrajet
 
@@ -93,21 +93,21 @@ def compare(
     """
     names = ",".join(policies or [])
     if not names.strip(", "):
-        raise Error("say which policies to compare, such as --policies nvfp4,tetrajet; fp4graph policies lists them")
+        raise Error("give the policies to compare, such as --policies nvfp4,tetrajet; fp4graph policies lists them")
     if (task is None) == (train is None):
-        raise Error("say what to train: a task, such as digits, or a function of yours, --train mypkg.train:fn")
+        raise Error("give either a task to train, such as digits, or your function with --train mypkg.train:fn")
     from fp4graph.lab import compare as comparing
     from fp4graph.lab.tasks import task_named
 
     first = settings.pop("seed", 0)
     if task is not None:
         run = Run(task, workers=workers, **settings)
-        task_named(task).settings(run)  # refuses what the task does not take
+        task_named(task).settings(run)  # refuses settings that do not fit the task
         function: Any = TaskTraining(run)
     else:
         chosen = [name for name, value in {**settings, "workers": workers}.items() if value != vars(Run(""))[name]]
         if chosen:
-            raise Error(f"--{chosen[0].replace('_', '-')} is a setting of a task; {train} makes its settings itself")
+            raise Error(f"--{chosen[0].replace('_', '-')} is only for tasks; leave it out, and set it in {train}")
         function = imported(str(train))
     result = comparing.compare(
         function, names, seeds=range(first, first + seeds), folder=output or Path("runs") / f"compare-{task or train}",
@@ -118,4 +118,4 @@ def compare(
     else:
         result.print(wide_console())
     if failed := sum(run["state"] == "failed" for run in result.runs):
-        raise Error(f"{failed} of {len(result.runs)} runs failed; the same command tries them again")
+        raise Error(f"{failed} of {len(result.runs)} runs failed; the same command repeats them")

@@ -12,14 +12,14 @@ from fp4graph.commands.output import AsJson, show
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or one with statistics.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or a folder of statistics.")],
     baseline: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Folder of a run with the same settings, under bf16 for instance."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which operand, loss or gradient norm first left its normal range, and which technique addresses it.
+    """Name the operand, loss or gradient norm that first left its normal range, and a technique that addresses it.
 
     fp4graph diagnose runs/digits-tetrajet-0 --baseline runs/digits-bf16-0
     """

@@ -1,4 +1,4 @@
-"""``fp4graph export``: a trained model as a checkpoint of FP4 weights that others serve."""
+"""``fp4graph export``: write a trained model as a checkpoint of FP4 weights for servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp4graph.commands.output import say
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import needs
 
-#: Validation batches of a run that scales of activations are measured on.
+#: Validation batches of a run on which scales of activations are measured.
 CALIBRATION = 4
 #: The dtypes of ``--autocast``.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,26 +35,25 @@ def export(
         str, typer.Option("--format", metavar="FORMAT", help="compressed-tensors, modelopt or gpt-oss.")
     ] = "compressed-tensors",
     policy: Annotated[
-        str | None, typer.Option(help="The policy of a Hugging Face model, whose folder does not say it.")
+        str | None, typer.Option(help="The training policy of a Hugging Face model; a run's folder records it.")
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Say nothing of activations, which servers then leave alone.")
+        bool, typer.Option("--weights-only", help="Leave activations out; servers then keep them in high precision.")
     ] = False,
     sibling_scales: Annotated[
         str,
         typer.Option(
-            help="Of matrices that servers fuse, such as q, k and v, under tensor scales that differ: refuse; share, "
-            "which prints the error that this makes; or own, for readers that fuse nothing."
+            help="For matrices that servers fuse, such as q, k and v, but whose tensor scales differ: refuse; share a "
+            "scale, and print the resulting error; or own, for readers that fuse nothing."
         ),
     ] = "refuse",
     autocast: Annotated[
-        str | None, typer.Option(help="bf16 or fp16: the dtype of autocast in training, of a Hugging Face model.")
+        str | None, typer.Option(help="The training's autocast of a Hugging Face model: bf16 or fp16.")
     ] = None,
 ) -> None:
     """Write a trained model as a checkpoint of real FP4 weights, for vLLM, transformers and others.
 
-    The weights are those that fprop multiplied with. Tensor scales of a run's activations are measured on a few of its
-    validation batches.
+    The weights equal those of fprop. Tensor scales of a run's activations are measured on a few validation batches.
 
     fp4graph export runs/digits-tetrajet-adam-0 --output served
     """
@@ -62,18 +61,18 @@ def export(
     source = source.parent if source.name == "checkpoint.pt" else source
     if (source / "run.json").exists():
         if policy is not None or autocast is not None:
-            raise Error("a run says its policy and its autocast itself; leave --policy and --autocast out")
+            raise Error("a run records its policy and its autocast; leave --policy and --autocast out")
         _export_run(source, output, options)
     elif (source / "config.json").exists():
         if policy is None:
-            raise Error(f"{source} does not say under which policy it was trained; give it with --policy")
+            raise Error(f"{source} does not record the policy of its training; give it with --policy")
         if autocast is not None and autocast not in _AUTOCAST:
             raise Error(f"--autocast takes {' or '.join(_AUTOCAST)}; got {autocast!r}")
         _export_model(source, policy, autocast, output, options)
     else:
         raise Error(
-            f"{source} is neither the folder of a run (run.json) nor of a Hugging Face model (config.json); other "
-            "models are exported in Python, by fp4graph.export(model, folder)"
+            f"{source} is neither the folder of a run (run.json) nor of a Hugging Face model (config.json); export "
+            "other models in Python, with fp4graph.export(model, folder)"
         )
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     say(f"{output}: {layout}, {size / 2**20:.2f} MiB of weights")
@@ -90,14 +89,14 @@ def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
 
 
 def _export_model(folder: Path, policy: str, autocast: str | None, output: Path, options: dict[str, Any]) -> None:
-    """Export the model of a folder under ``policy``, with the state of techniques that was saved beside it."""
-    needs("transformers", f"{folder} is read by transformers", "export")
+    """Export the model of a folder under ``policy``, with the techniques' state in the folder."""
+    needs("transformers", f"{folder} is read with transformers", "export")
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(str(folder))
     kind = architecture(config, folder / "config.json")
     if getattr(config, "quantization_config", None):
-        raise Error(f"{folder} is quantized already; export the folder that training wrote")
+        raise Error(f"{folder} is already quantized; export the folder that training wrote")
     model: Any = fp4graph.apply(kind.from_pretrained(str(folder), config=config), policy, backend="eager")
     with torch.autocast("cpu", _AUTOCAST[autocast]) if autocast is not None else nullcontext():
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""``fp4graph techniques`` and ``fp4graph policies``: lists of what is installed, and descriptions of one."""
+"""``fp4graph techniques`` and ``fp4graph policies``: list the installed ones, or describe one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
 from fp4graph.policy import ALIASES, load_policy, shipped_policies
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this one in full.")]
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe only this one, in full.")]
 
 
 def techniques(name: Name = None, as_json: AsJson = False) -> None:
     """List the techniques that policies can use, or describe one."""
     registry = installed_registry()
     if name is not None:
-        technique = _known(name, registry.techniques, "technique")
+        technique = _entry(name, registry.techniques, "technique")
         page = Markdown(reference.technique_page(technique, registry))
         return show(catalogue.technique_data(technique, registry), page, as_json=as_json)
     rows = [catalogue.technique_row(technique, registry) for _, technique in sorted(registry.techniques.items())]
@@ -34,11 +34,11 @@ def techniques(name: Name = None, as_json: AsJson = False) -> None:
 
 
 def policies(name: Name = None, as_json: AsJson = False) -> None:
-    """List the policies that can be called by name, or describe one."""
+    """List the policies that have names, or describe one."""
     registry = installed_registry()
     shipped = shipped_policies(registry)
     if name is not None:
-        _known(name, shipped, "policy")
+        _entry(name, shipped, "policy")
         policy = load_policy(name, registry)
         return show(catalogue.policy_data(policy), Markdown(reference.policy_page(policy)), as_json=as_json)
     table = Table("name", "Ω", "techniques", "description")
@@ -55,7 +55,7 @@ def policies(name: Name = None, as_json: AsJson = False) -> None:
     return show(rows, table, as_json=as_json)
 
 
-def _known(name: str, known: Mapping[str, Any], kind: str) -> Any:
-    if name not in known:
-        raise Error(f"unknown {kind} {name!r}; {suggest(name, known)}")
-    return known[name]
+def _entry(name: str, entries: Mapping[str, Any], kind: str) -> Any:
+    if name not in entries:
+        raise Error(f"unknown {kind} {name!r}; {suggest(name, entries)}")
+    return entries[name]

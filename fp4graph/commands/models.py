@@ -3,9 +3,9 @@
 A model is one of
 
 - a timm name, such as ``deit_tiny_patch16_224``;
-- ``pkg.module:factory``, a function or class of the user's, which returns a model, ``(model, args)`` or
-  ``(model, args, kwargs)``, where the latter are those of a forward;
-- a folder with a ``config.json`` of Hugging Face, or such a file; or
+- ``pkg.module:factory``, the user's function or class, which returns a model, ``(model, args)`` or
+  ``(model, args, kwargs)`` with the arguments of a forward;
+- a folder with a ``config.json`` of Hugging Face, or the path of such a file; or
 - ``hf:LlamaConfig(hidden_size=64, num_hidden_layers=2)``, a config class of transformers with its settings.
 
 Nothing is downloaded, and no weights are loaded.
@@ -33,12 +33,12 @@ from fp4graph.lab.data.extras import needs
 
 #: The help of ``--model``.
 HELP = (
-    "A timm name; pkg.module:factory of yours, which returns a model or (model, args); a folder with a Hugging Face "
+    "A timm name; your pkg.module:factory, which returns a model or (model, args); a folder with a Hugging Face "
     "config.json; or hf:LlamaConfig(hidden_size=64, ...)."
 )
-#: The heads that a Hugging Face config without an architecture gets: the first that its kind of model has.
+#: The heads for a Hugging Face config without an architecture; the first one that exists for the config is taken.
 _HEADS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
-#: The length of the texts that a language model is called with.
+#: The length of a language model's input.
 _LENGTH = 16
 
 
@@ -55,11 +55,11 @@ def imported(text: str) -> Any:
     """Return the object that ``pkg.module:name`` names; the current folder is searched first.
 
     Raises:
-        Error: the text has another form, the module is missing or raises, or it has no such name.
+        Error: the text has another form, or the module is missing, raises, or lacks the name.
     """
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))) or module.endswith(".py"):
-        raise Error(f"{text!r} names no object; write package.module:name, such as mycode.train:run, without .py")
+        raise Error(f"{text!r} names no object; write package.module:name without .py, such as mycode.train:run")
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -68,31 +68,31 @@ def imported(text: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             raise Error(
-                f"{text!r}: there is no module {error.name!r} in {folder} or among the installed packages; run the "
-                "command in the folder that holds it, or put that folder on PYTHONPATH"
+                f"{text!r}: module {error.name!r} is neither in {folder} nor installed; run the command in the "
+                "module's folder, or put that folder on PYTHONPATH"
             ) from None
         raise Error(f"{text!r}: importing {module} raised {type(error).__name__}: {error}") from error
     try:
         return functools.reduce(getattr, name.split("."), loaded)
     except AttributeError:
-        known = [each for each in vars(loaded) if not each.startswith("_")]
-        raise Error(f"{module} ({loaded.__file__}) has no {name!r}; {suggest(name, known)[:400]}") from None
+        public = [each for each in vars(loaded) if not each.startswith("_")]
+        raise Error(f"{module} ({loaded.__file__}) has no {name!r}; {suggest(name, public)[:400]}") from None
 
 
 def named_model(
     text: str, *, input_size: str | None = None, batch_size: int | None = None, device: str = "cpu"
 ) -> Named:
-    """Build the model that ``text`` names, with zeros as its inputs unless a factory gives others.
+    """Build the model that ``text`` names; its inputs are zeros unless a factory returns others.
 
     Args:
         text: a model, in one of the forms that this module describes.
-        input_size: the shape of an input without the batch, as ``3x224x224``; of a language model the length. By
-            default the model's own.
+        input_size: the shape of an input without the batch, such as ``3x224x224``, or a language model's length; by
+            default from the model's config.
         batch_size: of the inputs; 2 by default.
-        device: of a Hugging Face model; ``meta`` builds one of any size in no memory.
+        device: of a Hugging Face model; ``meta`` builds a model of any size without memory.
 
     Raises:
-        Error: nothing has that name, building it raised, or its inputs are unknown.
+        Error: the name is unknown, building the model raised, or its inputs are unknown.
     """
     path = Path(text)
     if text.startswith("hf:"):
@@ -109,45 +109,45 @@ def named_model(
 
 
 def architecture(config: Any, source: object) -> Any:
-    """Return transformers' class of models that ``config``, read from ``source``, is for."""
+    """Return transformers' model class for ``config``, which was read from ``source``."""
     import transformers
 
     name = (config.architectures or [None])[0]
     kind = getattr(transformers, str(name), None)
     if kind is None:
-        raise Error(f"{source} names the architecture {name!r}, which this transformers does not have")
+        raise Error(f"{source} names the architecture {name!r}, which this transformers does not have; update it")
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         config._experts_implementation = "grouped_mm"  # the form in which experts are quantized
     return kind
 
 
 def _timm(text: str) -> nn.Module:
-    needs("timm", "models are made by timm", "vision")
+    needs("timm", "models are made with timm", "vision")
     import timm
 
     if not timm.is_model(text):
         near = suggest(text, timm.list_models())[:400]
         raise Error(
             f"timm has no model {text!r}, and no folder {text!r} has a config.json; {near}. "
-            "A model of your own is pkg.module:factory, one of transformers hf:LlamaConfig(hidden_size=64, ...)"
+            "Write your own model as pkg.module:factory, and one of transformers as hf:LlamaConfig(hidden_size=64, ...)"
         )
     model: nn.Module = timm.create_model(text)
     return model
 
 
 def _built(text: str) -> Named:
-    """Return what the factory ``text`` names returns."""
+    """Return the result of the factory that ``text`` names."""
     factory = imported(text)
     try:
         result = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
     except Exception as error:
         what = f"{text}() raised {type(error).__name__}: {error}"
-        raise Error(f"{what}; a factory is called without arguments") from error
+        raise Error(f"{what}; a factory must take no arguments") from error
     parts = result if isinstance(result, tuple) else (result,)
     if not (1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module)):
         types = ", ".join(type(part).__name__ for part in parts)
-        gave = f"({types})" if isinstance(result, tuple) else types
-        raise Error(f"{text} gave {gave}; return a model, (model, args) or (model, args, kwargs)")
+        returned = f"({types})" if isinstance(result, tuple) else types
+        raise Error(f"{text} returned {returned}; return a model, (model, args) or (model, args, kwargs)")
     args: Any = parts[1] if len(parts) > 1 else ()
     kwargs = parts[2] if len(parts) > 2 else {}
     if isinstance(args, Mapping):
@@ -156,7 +156,7 @@ def _built(text: str) -> Named:
 
 
 def _config_of(text: str) -> Any:
-    """Return the config that ``hf:Class(key=value, ...)`` describes. Values are literals: nothing is executed."""
+    """Return the config that ``hf:Class(key=value, ...)`` describes; values must be literals, so no code runs."""
     needs("transformers", "hf: names a config of transformers", "hf")
     import transformers
 
@@ -166,11 +166,11 @@ def _config_of(text: str) -> Any:
     except (SyntaxError, ValueError):
         match = None
     if match is None:
-        raise Error(f"{text!r} is no config; write hf:LlamaConfig(hidden_size=64, num_hidden_layers=2)")
+        raise Error(f"{text!r} is not a config; write hf:LlamaConfig(hidden_size=64, num_hidden_layers=2)")
     kind = getattr(transformers, name, None) if name.endswith("Config") else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedConfig)):
-        known = [each for each in dir(transformers) if each.endswith("Config")]
-        raise Error(f"transformers {transformers.__version__} has no config {name!r}; {suggest(name, known)[:400]}")
+        configs = [each for each in dir(transformers) if each.endswith("Config")]
+        raise Error(f"transformers {transformers.__version__} has no config {name!r}; {suggest(name, configs)[:400]}")
     try:
         return kind(**settings)
     except Exception as error:
@@ -178,7 +178,7 @@ def _config_of(text: str) -> Any:
 
 
 def _keywords(text: str) -> dict[str, Any]:
-    """Return the literals of ``key=value, ...``; raise SyntaxError or ValueError where there are others."""
+    """Return the literals of ``key=value, ...``; raise SyntaxError or ValueError for other values."""
     call = ast.parse(f"_({text})", mode="eval").body
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError(text)
@@ -186,7 +186,7 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def _config_in(path: Path) -> Any:
-    needs("transformers", f"{path} is read by transformers", "hf")
+    needs("transformers", f"{path} is read with transformers", "hf")
     import transformers
 
     try:
@@ -196,7 +196,7 @@ def _config_in(path: Path) -> Any:
 
 
 def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
-    """Return a model with random weights of ``config``, with a head that fits where the config names none."""
+    """Return a model of ``config`` with random weights; if the config names no architecture, choose a head."""
     import transformers
 
     if not config.architectures:
@@ -217,16 +217,16 @@ def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
 
 
 def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size: int | None) -> Named:
-    """Return ``model`` with a batch of zeros of ``input_size``, or of the sizes that the model says itself."""
+    """Return ``model`` with a batch of zeros of ``input_size``, or of the sizes in the model's config."""
     sizes: Any = input_size.split("x") if input_size else _sizes(model)
     if sizes is None:
         raise Error(f"the inputs of {text} are unknown; return (model, args) from the factory, or give --input-size")
     if not all(str(size).isdecimal() and len(str(size)) < 10 and int(size) for size in sizes):
-        raise Error(f"--input-size {input_size!r} is not a shape; write sizes with x between them, such as 3x224x224")
+        raise Error(f"--input-size {input_size!r} is not a shape; write sizes separated by x, such as 3x224x224")
     name = str(getattr(model, "main_input_name", ""))
     kind = torch.long if name == "input_ids" else torch.float32
-    at = next(model.parameters(), torch.empty(0)).device
-    zeros = torch.zeros(batch_size or 2, *map(int, sizes), dtype=kind, device=at)
+    device = next(model.parameters(), torch.empty(0)).device
+    zeros = torch.zeros(batch_size or 2, *map(int, sizes), dtype=kind, device=device)
     if not name:
         return Named(model, (zeros,))
     decoder = {"decoder_input_ids": zeros} if getattr(model.config, "is_encoder_decoder", False) else {}
@@ -234,7 +234,7 @@ def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size
 
 
 def _sizes(model: nn.Module) -> list[int] | None:
-    """Return the shape of one input of a model of timm or transformers; None of others."""
+    """Return the shape of one input of a model of timm or transformers; None for other models."""
     if isinstance(getattr(model, "default_cfg", None), Mapping):
         return list(getattr(model, "default_cfg")["input_size"])  # noqa: B009
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)

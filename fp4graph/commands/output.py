@@ -1,4 +1,4 @@
-"""Options, printing and the registry, which the commands share."""
+"""The options, printing and registry that commands share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
 
 _LONGEST = 10_000  # characters of a message
-#: Characters that move a terminal's cursor, start its commands or turn the direction of text, and halves of characters.
+#: Characters that move a terminal's cursor, start its commands or change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def show(data: Any, *parts: RenderableType, as_json: bool) -> None:
-    """Print ``data`` as JSON, or ``parts`` for a person; Markdown is printed as it is, unless on a terminal."""
+    """Print ``data`` as JSON, or ``parts`` for a person; Markdown is rendered only on a terminal."""
     if as_json:
         print_json(data)
         return
@@ -51,7 +51,7 @@ def warn(message: str) -> None:
 
 
 class _PrintableConsole(Console):
-    """A console whose text has no control characters but its own: policies and data bring theirs."""
+    """A console that escapes control characters in texts, such as those of policies and data."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -59,17 +59,17 @@ class _PrintableConsole(Console):
 
 
 def new_console(**options: Any) -> Console:
-    """Return a console that prints text as it is: without markup, emoji and control characters."""
+    """Return a console that prints text literally: without markup and emoji, and with control characters escaped."""
     return _PrintableConsole(**{"highlight": False, "markup": False, "emoji": False} | options)
 
 
 def wide_console() -> Console:
-    """Return a console for tables: as wide as the terminal, or 140 columns elsewhere."""
+    """Return a console for tables, as wide as the terminal, or 140 columns without one."""
     return new_console(width=None if sys.stdout.isatty() else 140)
 
 
 def installed_registry() -> Registry:
-    """Return the installed registry, and name its broken plugins on stderr."""
+    """Return the installed registry, and warn about its broken plugins."""
     registry = default_registry()
     for failure in registry.failures.values():
         warn(str(failure))
@@ -77,12 +77,12 @@ def installed_registry() -> Registry:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters but tabs and line feeds written as JSON escapes, such as ``\\u001b``."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    """Return ``text`` with control characters, except tabs and line feeds, as JSON escapes such as ``\\u001b``."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def abridged(text: str) -> str:
-    """Return ``text``, without the middle of a long one."""
+    """Return ``text``; leave out the middle of a long text."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
         return text

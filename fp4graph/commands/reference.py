@@ -1,8 +1,8 @@
-"""Reference pages, generated from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
+"""Generates the reference pages from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
 
-A technique's page comes from its class: docstring, options, stages, overhead. A policy's comes from its file and from
-what it resolves to. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. Nothing in it
-depends on the machine or the order of installation.
+A technique's page comes from its class: docstring, options, stages, overhead. A policy's page comes from its file and
+the resolved policy. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. The text does not
+depend on the machine or the order of installation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
-#: Docstring parts after the summary: how a paragraph that opens one begins, and the heading it gets.
+#: The parts of a docstring after the summary: the beginning of each part's first paragraph, and its heading.
 PARTS = {
     "Source:": "Source",
     "Stage:": "Stage",
@@ -66,7 +66,7 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     lines += ["", "In a policy:", "", "```yaml", *_example(technique), "```", ""]
     users = [name for name, policy in loadable_policies(registry).items() if technique.name in policy.weights]
     links = ", ".join(f"[{name}](../policies/{name}.md)" for name in users)
-    lines += ["## Policies that use it", "", f"{links}." if links else "None of those shipped.", ""]
+    lines += ["## Policies that use it", "", f"{links}." if links else "No shipped policy.", ""]
     return _page(lines)
 
 
@@ -84,7 +84,7 @@ def policy_page(policy: Policy) -> str:
     if written:
         lines += ["## YAML", "", "```yaml", written.rstrip(), "```", ""]
     if not written or re.search(r"^extends:", written, re.MULTILINE):
-        heading = "## With what it extends written out" if written else "## YAML"
+        heading = "## YAML without `extends`" if written else "## YAML"
         lines += [heading, "", "```yaml", policy.to_yaml().rstrip(), "```", ""]
     return _page(lines)
 
@@ -104,7 +104,7 @@ def _rules_lines(policy: Policy) -> list[str]:
 
 
 def index_page(registry: Registry) -> str:
-    """Return the page that lists the others."""
+    """Return the page that lists the other pages."""
     note = "Generated from the code by `make docs`; change the docstring, option or policy file, not the page."
     techniques = (
         (f"[{name}](techniques/{name}.md)", _default_weight(cls), docstring_parts(cls).get("Summary", ""))
@@ -119,11 +119,11 @@ def index_page(registry: Registry) -> str:
 
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
-    """Return a technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
-    summary, *rest = re.split(r"\n\s*\n", catalogue.docstring(technique))
+    """Return a technique's docstring as Markdown by heading: ``Summary``, ``Definition``, then those of ``PARTS``."""
+    summary, *paragraphs = re.split(r"\n\s*\n", catalogue.docstring(technique))
     parts = {"Summary": [summary]} if summary else {}
     heading = "Definition"
-    for paragraph in rest:
+    for paragraph in paragraphs:
         opening = next((opening for opening in PARTS if paragraph.startswith(opening)), None)
         if opening is not None:
             heading = PARTS[opening]
@@ -134,8 +134,8 @@ def docstring_parts(technique: type[Technique]) -> dict[str, str]:
         parts.setdefault(heading, []).append(paragraph)
     return {
         heading: one_line(text) if heading == "Summary" else text
-        for heading, paragraphs in parts.items()
-        if (text := _markdown("\n\n".join(paragraphs)))
+        for heading, of_heading in parts.items()
+        if (text := _markdown("\n\n".join(of_heading)))
     }
 
 
@@ -148,8 +148,8 @@ def _weights(technique: type[Technique]) -> str:
             weight = weight_of(technique, {key: value})
             if weight is not None and weight != default:
                 others.setdefault(f"{weight:g}", []).append(f"`{key}: {_flow(to_jsonable_python(value))}`")
-    said = [f"{weight} with {' or '.join(names)}" for weight, names in others.items()]
-    return "; ".join([_default_weight(technique), *said])
+    exceptions = [f"{weight} with {' or '.join(names)}" for weight, names in others.items()]
+    return "; ".join([_default_weight(technique), *exceptions])
 
 
 def _weight_doc(technique: type[Technique]) -> dict[str, str]:
@@ -158,7 +158,7 @@ def _weight_doc(technique: type[Technique]) -> dict[str, str]:
     if not isinstance(weight, property):
         return {}
     doc = weight.__doc__ if overrides(technique, "complexity") else None
-    return {"weight declared as": _markdown(one_line(doc or "")) or "nothing said"}
+    return {"weight declared as": _markdown(one_line(doc or "")) or "not documented"}
 
 
 def _default_weight(technique: type[Technique]) -> str:
@@ -167,7 +167,7 @@ def _default_weight(technique: type[Technique]) -> str:
 
 
 def _choices(annotation: Any) -> list[Any]:
-    """Return the values of a type that has few."""
+    """Return the values of an enumerable type."""
     if typing.get_origin(annotation) is Literal:
         return list(typing.get_args(annotation))
     if annotation is bool:
@@ -176,7 +176,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _acts_on(technique: type[Technique]) -> str:
-    """Return the operands that a technique acts on with its default options at an unknown linear."""
+    """Return the operands that a technique acts on at an unknown linear, with its default options."""
     site = SiteView(None, "linear", None, None, None)
     before = dict.fromkeys(Operand, QuantSpec())
     try:
@@ -185,18 +185,18 @@ def _acts_on(technique: type[Technique]) -> str:
         operands = {o for o in Operand if after[o] != before[o]} | set(default.acts_on(site))
         operands |= {entry.operand for entry in default.state(site)}
         gemms = default.pairs(site)
-    except ValueError:  # an option without default, or a site it refuses
+    except ValueError:  # an option has no default, or the technique refuses the site
         return "depends on options and site"
-    said = []
+    words = []
     if operands:
-        named = ", ".join(f"`{o}`" for o in Operand if o in operands)
-        said.append("all six operands" if operands == set(Operand) else named)
+        names = ", ".join(f"`{o}`" for o in Operand if o in operands)
+        words.append("all six operands" if operands == set(Operand) else names)
     if gemms:
-        said.append("both operands of " + ", ".join(f"`{gemm}`" for gemm in Gemm if gemm in gemms))
-    if not said:
+        words.append("both operands of " + ", ".join(f"`{gemm}`" for gemm in Gemm if gemm in gemms))
+    if not words:
         chooses = any(overrides(technique, method) for method in ("plan", "acts_on", "pairs", "state"))
         return "depends on options and site" if chooses else "no operand"
-    return "; ".join(said) + (" (default options)" if technique.model_fields else "")
+    return "; ".join(words) + (" (default options)" if technique.model_fields else "")
 
 
 def _example(technique: type[Technique]) -> list[str]:
@@ -231,7 +231,7 @@ def _flow(value: Any, *, brackets: bool = True) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Return a docstring's prose as Markdown: code unchanged, special characters elsewhere escaped."""
+    """Return a docstring's prose as Markdown; special characters outside code are escaped."""
     blocks = [
         block if block.startswith("    ") else re.sub(r"(``.+?``|`.+?`)|(\*|<(?=[\w/!]))", _escape, block, flags=re.S)
         for block in text.split("\n\n")
@@ -239,13 +239,13 @@ def _markdown(text: str) -> str:
     return "\n\n".join(blocks).strip("\n")
 
 
-def _escape(found: re.Match[str]) -> str:
-    code, special = found.groups()
+def _escape(match: re.Match[str]) -> str:
+    code, special = match.groups()
     return f"`{code.strip('`')}`" if code else f"\\{special}"
 
 
 def _split_comment(text: str) -> tuple[str, str]:
-    """Split a YAML file into its leading comment, without comment signs, and the rest."""
+    """Split a YAML file into its leading comment, without comment signs, and the remaining text."""
     lines = text.splitlines()
     end = len(list(itertools.takewhile(lambda line: line.startswith("#"), lines)))
     return "\n".join(line[1:].removeprefix(" ").rstrip() for line in lines[:end]), "\n".join(lines[end:]).strip("\n")
@@ -265,7 +265,7 @@ def _page(lines: Iterable[str]) -> str:
 
 
 def pages(registry: Registry) -> dict[str, str]:
-    """Return every page by its path below the reference's folder."""
+    """Return every page, by its path in the reference's folder."""
     return {
         "README.md": index_page(registry),
         **{f"techniques/{name}.md": technique_page(cls, registry) for name, cls in sorted(registry.techniques.items())},
@@ -274,18 +274,18 @@ def pages(registry: Registry) -> dict[str, str]:
 
 
 def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
-    """Return the differences of the pages under ``directory``, a line each."""
+    """Return a line for each page under ``directory`` that differs from the expected pages."""
     present = {path.relative_to(directory).as_posix(): path.read_text("utf-8") for path in directory.rglob("*.md")}
-    found = [f"missing: {name}" for name in expected if name not in present]
-    found += [f"stale: {name}" for name, text in expected.items() if present.get(name, text) != text]
-    return found + [f"superfluous: {name}" for name in sorted(present) if name not in expected]
+    lines = [f"missing: {name}" for name in expected if name not in present]
+    lines += [f"stale: {name}" for name, text in expected.items() if present.get(name, text) != text]
+    return lines + [f"superfluous: {name}" for name in sorted(present) if name not in expected]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages, or with ``--check`` list those that are out of date. Return the exit status."""
+    """Write the pages, or with ``--check`` list the outdated ones. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fp4graph.commands.reference", description="Write reference pages.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is outdated")
     options = parser.parse_args(arguments)
     registry = catalogue.shipped_registry()
     failures = [str(failure) for failure in registry.failures.values()]
@@ -295,10 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out: {failure}", file=sys.stderr)
     expected = pages(registry)
     if options.check:
-        wrong = differences(options.directory, expected)
-        for line in [*wrong, "run: make docs"] if wrong else []:
+        outdated = differences(options.directory, expected)
+        for line in [*outdated, "run: make docs"] if outdated else []:
             print(line)
-        return 1 if wrong or failures else 0
+        return 1 if outdated or failures else 0
     for path in list(options.directory.rglob("*.md")):
         path.unlink()
     for name, text in expected.items():

@@ -11,12 +11,12 @@ from fp4graph.commands.output import say
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or one with statistics.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or a folder of statistics.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the page is written. [RUN/report.html]")
+        Path | None, typer.Option("--output", "-o", help="The page to write. [RUN/report.html]")
     ] = None,
 ) -> None:
-    """Write a page about a run: curves, sites, what quantization does to them. It refers to nothing outside itself.
+    """Write a self-contained HTML page about a run: curves, sites, and statistics of quantization.
 
     fp4graph report runs/digits-tetrajet-0
     """

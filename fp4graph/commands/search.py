@@ -1,4 +1,4 @@
-"""``fp4graph search``: the policy that costs a model the least loss under a budget."""
+"""``fp4graph search``: find the policy with the least loss increase within a budget."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ def search(
     loss: Annotated[str, typer.Option(help="pkg.module:function, called with (model, batch).")],
     batches: Annotated[str, typer.Option(help="pkg.module:function, which returns the batches.")],
     formats: Annotated[
-        str, typer.Option(help="Uniform policies, by name or file, with commas between them.")
+        str, typer.Option(help="Uniform policies, by name or file, separated by commas.")
     ] = "nvfp4,mxfp4,mxfp8,fp8-block,bf16",
     bits: Annotated[float | None, typer.Option(help="The most bits per weight.")] = None,
     fp4_flops: Annotated[float | None, typer.Option(help="The least share of FLOPs in FP4.")] = None,
     complexity: Annotated[float | None, typer.Option(help="The largest Ω.")] = None,
     overhead: Annotated[float | None, typer.Option(help="The largest measured ratio of step times.")] = None,
     by: Annotated[str, typer.Option(help="site,gemm or site.")] = "site,gemm",
-    backend: Annotated[str, typer.Option(help="What --overhead is measured under.")] = "inductor",
-    folder: Annotated[Path | None, typer.Option(help="Keeps the scores; a stopped search goes on there.")] = None,
-    output: Annotated[Path, typer.Option(help="The policy file.")] = Path("searched.yaml"),
+    backend: Annotated[str, typer.Option(help="The backend under which --overhead is measured.")] = "inductor",
+    folder: Annotated[Path | None, typer.Option(help="Keeps the scores, so that a stopped search resumes.")] = None,
+    output: Annotated[Path, typer.Option(help="The policy file to write.")] = Path("searched.yaml"),
     as_json: AsJson = False,
 ) -> None:
-    """Write the policy that costs a model the least loss under a budget.
+    """Write the policy that increases a model's loss least within a budget.
 
     fp4graph search --model mypkg.train:model --loss mypkg.train:loss --batches mypkg.train:batches --bits 5
     """
     from fp4graph.lab.search import search as searching
 
-    found = searching(
+    result = searching(
         imported(model)(), imported(loss), imported(batches)(), formats=formats.split(","), bits=bits,
         fp4_flops=fp4_flops, complexity=complexity, overhead=overhead, by=by.split(","), backend=backend, folder=folder,
         name=output.stem,
     )  # fmt: skip
-    found.save(output)
+    result.save(output)
     if as_json:
-        budgets = {name: {"bound": bound, "reached": reached} for name, bound, reached in found.budgets}
-        choices = [each._asdict() for each in found.choices]
-        numbers = {"predicted": found.predicted, "measured": found.measured}
+        budgets = {name: {"bound": bound, "reached": reached} for name, bound, reached in result.budgets}
+        choices = [each._asdict() for each in result.choices]
+        numbers = {"predicted": result.predicted, "measured": result.measured}
         print_json({"policy": str(output), "budgets": budgets, **numbers, "choices": choices})
         return
-    wide_console().print(found.table())
+    wide_console().print(result.table())
     say(f"policy: {output}")

@@ -1,4 +1,4 @@
-"""``fp4graph strip``: a file of weights without what fp4graph keeps beside them."""
+"""``fp4graph strip``: remove fp4graph's state from a file of weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp4graph.training.stripping import strip_pickled, strip_safetensors
 
 
 def strip(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors file, or one of torch.save.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors file, or a file of torch.save.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, of the same kind.")],
 ) -> None:
     """Write a file of weights without the state of techniques, so that it loads into the plain model.
@@ -24,15 +24,15 @@ def strip(
     fp4graph strip model.safetensors plain.safetensors
     """
     if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
-        raise Error("IN and OUT must be of one kind: both .safetensors, or both of torch.save")
+        raise Error("IN and OUT must be of the same kind: both .safetensors, or both of torch.save")
     if not source.is_file():
-        raise Error(f"there is no file {str(source)!r}")
+        raise Error(f"file {str(source)!r} does not exist; give a file of weights")
     try:
         if source.suffix == ".safetensors":
-            needs("safetensors", "such files are read by safetensors", "export")
+            needs("safetensors", "such files are read with safetensors", "export")
             removed = strip_safetensors(source, target)
         else:
             removed = strip_pickled(source, target)
     except OSError as error:
-        raise Error(f"cannot write {target}: {error.strerror or error}; make room, or name another place") from error
+        raise Error(f"cannot write {target}: {error.strerror or error}; make room, or give another place") from error
     say(f"{target}: without {removed} entries of {source}")

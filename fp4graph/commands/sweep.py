@@ -23,9 +23,9 @@ from fp4graph.lab.sweeps.results import Rule
 @run_options
 def sweep(
     task: Annotated[str, typer.Option(help="What to train; `fp4graph train --list` names the tasks.")],
-    trials: Annotated[int, typer.Option(min=1, help="Results in all, baselines and earlier ones included.")] = 40,
+    trials: Annotated[int, typer.Option(min=1, help="Results in total, including baselines and earlier ones.")] = 40,
     workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
-    space: Annotated[str, typer.Option(help="A search space: a shipped one's name, or a file.")] = "design-space",
+    space: Annotated[str, typer.Option(help="A search space: a shipped space's name, or a file.")] = "design-space",
     output: Annotated[Path | None, typer.Option(help="Folder for results; by default runs/sweep-TASK.")] = None,
     storage: Annotated[
         str | None, typer.Option(help="Database URL or SQLite file; by default sweep.db in the output folder.")
@@ -35,7 +35,7 @@ def sweep(
     pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
     rule: Annotated[str, typer.Option(help="Rule of the score: text or table.")] = "table",
     patience: Annotated[
-        float, typer.Option(min=6, help="Of a new study: seconds without a sign after which a worker counts as gone.")
+        float, typer.Option(min=6, help="Seconds without a heartbeat after which a new study's worker counts as dead.")
     ] = 60.0,
     retry_failed: Annotated[bool, typer.Option(help="Run failed configurations again.")] = False,
     export_policy: Annotated[
@@ -43,9 +43,9 @@ def sweep(
     ] = None,
     **settings: Any,
 ) -> None:
-    """Search a space of policies on a task for those with low cost and low loss.
+    """Search a space of policies for low cost and low loss on a task.
 
-    After a stop or a kill the same command goes on. Several machines that run it with one --storage URL share the work.
+    After a stop or a kill, the same command resumes. Several machines with the same --storage URL share the work.
     """
     needs("optuna", "sweeps need Optuna", "sweep")
     import optuna
@@ -70,7 +70,7 @@ def sweep(
         return
 
     run = Run(task, **settings)
-    task_named(task).settings(run)  # says what is wrong before anything is begun
+    task_named(task).settings(run)  # reports mistakes before the sweep begins
     searched = load_space(space)
     logs = folder / "logs"
     job = Job(url, name, trials, sampler, pruner, run.device, str(logs), workers)
@@ -78,32 +78,35 @@ def sweep(
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"{folder} cannot be written: {error.strerror}; give another folder with --output") from None
-    made = Study.create(url, name, Manifest.of(searched, run.to_json(), patience), pruner)
+    created = Study.create(url, name, Manifest.of(searched, run.to_json(), patience), pruner)
     if retry_failed:
-        made.excuse_failed()
+        created.excuse_failed()
 
     console = wide_console()
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
-    with interrupts() as asked, Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
-        for now, events in running.watch(lambda: bool(asked)):
-            progress.show(now, events)
+    with (
+        interrupts() as signals,
+        Progress(console, trials, score_rule, title) as progress,
+        Workers(job, created) as running,
+    ):
+        for current, events in running.watch(lambda: bool(signals)):
+            progress.show(current, events)
 
-    found = made.results()
-    write(folder / "results.csv", to_csv([found]))
-    write(folder / "results.json", to_json([found]))
-    console.print(best_table(found, score_rule))
+    results = created.results()
+    write(folder / "results.csv", to_csv([results]))
+    write(folder / "results.json", to_json([results]))
+    console.print(best_table(results, score_rule))
     files = ["results.csv", "results.json"]
-    if any(s.scores[score_rule] is not None for s in found.complete):
-        write(folder / "pareto.png", png([found], score_rule))
+    if any(s.scores[score_rule] is not None for s in results.complete):
+        write(folder / "pareto.png", png([results], score_rule))
         files.append("pareto.png")
     console.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
-    done = sum(s.trial.finished for s in found.trials)
-    refused = found.count("refused")
-    if refused:
+    done = sum(s.trial.finished for s in results.trials)
+    if refused := results.count("refused"):
         console.print(f"{refused} configurations were refused as impossible; results.csv has the reasons")
-    if asked and done < trials:
-        console.print(f"interrupted with {done} of {trials} results; the same command goes on", soft_wrap=True)
+    if signals and done < trials:
+        console.print(f"interrupted with {done} of {trials} results; the same command resumes", soft_wrap=True)
         raise typer.Exit(130)
     if done < trials:
         console.print(f"the space has no more configurations: {done} results")
@@ -111,37 +114,38 @@ def sweep(
 
 @contextmanager
 def interrupts() -> Iterator[list[float]]:
-    """Yield a list that is empty until the first Ctrl-C or SIGTERM, which tells the user.
+    """Yield the times of Ctrl-C and SIGTERM; the first signal only prints a message, and the caller must stop.
 
-    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would leave a wrong session or list of trials, through which
-    the running trials must still be taken back. A further signal, a second or more later, raises it, for users who do
-    not wait for a database that is away.
+    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would corrupt the session or list of trials, which are still
+    needed to withdraw the running trials. A signal a second or more after the first raises it, for users who do not
+    wait for an unreachable database.
     """
-    asked: list[float] = []
+    times: list[float] = []
 
     def note(*_: object) -> None:
-        asked.append(time.monotonic())
-        if len(asked) == 1:
-            with suppress(OSError):  # past Python's buffers, which the signal may have interrupted
-                os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
-        elif asked[-1] - asked[0] >= 1:  # one that is pressed twice is meant once
+        times.append(time.monotonic())
+        if len(times) == 1:
+            with suppress(OSError):  # bypasses Python's buffers, which the signal may have interrupted
+                os.write(2, b"\nstopping, and withdrawing the running trials; interrupt again to stop at once\n")
+        elif times[-1] - times[0] >= 1:  # ignores an accidental double press
             raise KeyboardInterrupt
 
-    noted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in noted}  # a shell's background jobs ignore SIGINT
+    # A shell's background jobs ignore SIGINT, and continue to.
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in handled}
     try:
-        yield asked
+        yield times
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def export(study: Any, number: int, folder: Path) -> Path:
-    """Write the policy of a trial into ``folder``, or raise an Error if there is no such trial."""
+    """Write the policy of a trial into ``folder``; raise an Error if the trial does not exist."""
     trials = {trial.number: trial for trial in study.trials()}
     if number not in trials:
-        known = f"it has {min(trials)} to {max(trials)}" if trials else "it has none yet"
-        raise Error(f"study {study.name!r} has no trial {number}; {known}")
+        existing = f"it has {min(trials)} to {max(trials)}" if trials else "it has no trials yet"
+        raise Error(f"study {study.name!r} has no trial {number}; {existing}")
     trial = trials[number]
     settings = "".join(f", {key} {value}" for key, value in trial.run.items())
     reason = f": {trial.result['reason']}" if trial.result.get("reason") else ""
@@ -156,7 +160,7 @@ def export(study: Any, number: int, folder: Path) -> Path:
 
 
 def known_rule(name: str) -> Any:
-    """Return the name of a rule of the score, or raise an Error."""
+    """Return ``name`` if it is a rule of the score; else raise an Error."""
     if name not in get_args(Rule):
         raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
     return name

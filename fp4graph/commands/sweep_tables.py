@@ -1,4 +1,4 @@
-"""Tables of sweeps, and their progress: a table on a terminal, a line per result elsewhere."""
+"""Tables of sweeps, and their progress: a table on a terminal, else a line per result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLOURS = {"complete": "green", "running": "cyan", "diverged": "red", "failed":
 
 
 class Progress:
-    """A context in which :meth:`show` keeps a table of trials up to date."""
+    """A context in which :meth:`show` updates a table of trials."""
 
     def __init__(self, console: Console, target: int, rule: Rule, title: str) -> None:
         self._console, self._target, self._rule, self._title = console, target, rule, title
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
-        self._said: set[int] = set()
+        self._printed: set[int] = set()
         self._started, self._at_first = time.monotonic(), -1
 
     def __enter__(self) -> Progress:
@@ -50,20 +50,20 @@ class Progress:
             self._live.update(Group(table, *self._best(ended)), refresh=True)
             return
         for s in ended:
-            if s.trial.number not in self._said:
-                self._said.add(s.trial.number)
+            if s.trial.number not in self._printed:
+                self._printed.add(s.trial.number)
                 self._console.print(f"{done}/{self._target}  {_line(s, self._rule)}", highlight=False, soft_wrap=True)
 
     def _heading(self, done: int) -> str:
         self._at_first = done if self._at_first < 0 else self._at_first
-        fresh, heading = done - self._at_first, f"{self._title}: {done} of {self._target}"
-        if fresh <= 0 or done >= self._target:
+        new, heading = done - self._at_first, f"{self._title}: {done} of {self._target}"
+        if new <= 0 or done >= self._target:
             return heading
-        left = (time.monotonic() - self._started) / fresh * (self._target - done)
+        left = (time.monotonic() - self._started) / new * (self._target - done)
         return f"{heading}, about {timedelta(seconds=round(left))} left"
 
     def _best(self, ended: Sequence[Scored]) -> list[Text]:
-        """Return a line for the trial with the lowest loss, and one for that with the highest score."""
+        """Return lines for the trials with the lowest loss and with the highest score."""
         complete = [s for s in ended if s.trial.state == "complete" and s.trial.kind != "baseline"]
         ranked = [s for s in complete if s.scores[self._rule] is not None]
         lowest = sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]
@@ -72,35 +72,35 @@ class Progress:
         return [Text(f"{what}  {_line(s, self._rule)}") for what, s in lines]
 
 
-def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
+def trial_table(trials: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
     """Return a table with a row per trial."""
     table = _table(title, "trial>", "configuration", "Ω>", "loss>", "score>", "state")
-    for s in some:
+    for s in trials:
         summary = s.trial.summary if s.trial.kind != "baseline" else f"{s.trial.summary} (baseline)"
-        line = Text(summary, no_wrap=True, overflow="ellipsis")  # the column gives way, and the line is cut
+        line = Text(summary, no_wrap=True, overflow="ellipsis")  # the column shrinks, and the text is cut
         state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
         table.add_row(str(s.trial.number), line, *_figures(s, rule), state)
     return table
 
 
-def best_table(found: Results, rule: Rule) -> Table:
-    """Return a table of the baselines and, per family, of pure FP4, the best loss and the best scores."""
-    reference = "none came through" if found.reference is None else f"{found.reference:.4g}"
-    title = f"{found.name}: best per family; loss of the better baseline {reference}"
+def best_table(results: Results, rule: Rule) -> Table:
+    """Return a table of the baselines and, for each family, of pure FP4, the best loss and the best scores."""
+    reference = "unknown, because no baseline completed" if results.reference is None else f"{results.reference:.4g}"
+    title = f"{results.name}: best per family; loss of the better baseline {reference}"
     table = _table(title, "family", "", "trial>", "configuration", "Ω>", "loss>", "score>")
-    for family, what, s in best(found, rule):
+    for family, what, s in best(results, rule):
         complexity, loss, score = _figures(s, rule)
         loss = loss if s.trial.state == "complete" else s.trial.state
         table.add_row(family, what, str(s.trial.number), s.trial.summary, complexity, loss, score)
     return table
 
 
-def effects_table(found: Results) -> Table:
+def effects_table(results: Results) -> Table:
     """Return a table of every choice's losses, by family and parameter."""
-    title = f"{found.name}: every choice, over all that it was combined with"
+    title = f"{results.name}: every choice, over all its combinations"
     table = _table(title, "family", "parameter", "choice>", "trials>", "lost>", "median loss>", "best loss>")
-    for place, some in groupby(effects(found), lambda effect: (effect.family, effect.parameter)):
-        for number, effect in enumerate(some):
+    for place, group in groupby(effects(results), lambda effect: (effect.family, effect.parameter)):
+        for number, effect in enumerate(group):
             losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
             counts = str(effect.trials), str(effect.lost)
             table.add_row(*(("", "") if number else place), effect.choice, *counts, *losses)
@@ -129,7 +129,7 @@ def _line(s: Scored, rule: Rule) -> str:
 
 
 def _figures(s: Scored, rule: Rule) -> tuple[str, str, str]:
-    """Return complexity, loss and score as text; baselines have no score, for scores refer to them."""
+    """Return complexity, loss and score as text; baselines have no score, because scores refer to them."""
     pairs = (s.trial.complexity, "g"), (s.trial.loss, ".4g"), (s.scores[rule], "+.4f")
     complexity, loss, score = ("–" if value is None else format(value, form) for value, form in pairs)
     return complexity, loss, "" if s.trial.kind == "baseline" else score

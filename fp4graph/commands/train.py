@@ -22,7 +22,7 @@ from fp4graph.errors import Error, suggest
 if TYPE_CHECKING:
     from fp4graph.lab.runs.run import Outcome, Run
 
-#: The streams of a record, and the extra that each one's library is in.
+#: The streams of a record, and the extra that installs each library.
 EXTRAS = {"tensorboard": "analysis", "wandb": "wandb", "mlflow": "mlflow"}
 STREAMS = (*EXTRAS, "none")
 #: The functions that a training calls with (step, steps, loss) and with (step, validation loss).
@@ -44,17 +44,17 @@ def train(
     ] = None,
     statistics: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEPS", help="Every so many steps, record what quantization does at each site."),
+        typer.Option(min=1, metavar="STEPS", help="Steps between records of each site's quantization statistics."),
     ] = None,
     stream: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Where the record goes as well: tensorboard, wandb, mlflow; repeat it for more, none for nothing. "
+            help="A further destination of the record: tensorboard, wandb, mlflow or none; repeat it for more. "
             "[tensorboard, if installed]",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --output.")] = False,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -65,13 +65,13 @@ def train(
     if show:
         return _list(as_json)
     if task is None:
-        raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
+        raise Error("give a task to train, such as gaussian; fp4graph train --list names them all")
     from fp4graph.lab.runs import train as training
 
     options = _options(optimizer_option or [])
     run = training.Run(task, policy, workers=workers, optimizer_options=options, **settings)
     if resume and output is None:
-        raise Error("--resume goes on with the run in a folder: give it with --output")
+        raise Error("--resume needs the folder of the run; give it with --output")
     folder = output or _unused(run)
     with streams_of(stream, run, folder) as opened, progress_of(run, quiet=as_json) as (tick, report):
         outcome = training.train(
@@ -90,7 +90,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (equals and name.isidentifier()):
-            raise Error(f"--optimizer-option takes name=value, not {pair!r}")
+            raise Error(f"--optimizer-option takes name=value; got {pair!r}")
         try:
             options[name] = json.loads(text)
         except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
-    """Yield what ``Statistics(stream=...)`` takes for each name, with a new run of W&B or MLflow; None for no names."""
+    """Yield a ``stream`` for ``Statistics`` for each name, with a new run of W&B or MLflow; None for no names."""
     from fp4graph.lab.data.extras import needs
     from fp4graph.policy import load_policy
 
@@ -110,7 +110,7 @@ def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list
         if name not in STREAMS:
             raise Error(f"unknown stream {name!r}; {suggest(name, STREAMS)}")
         if name in EXTRAS:
-            needs(name, f"records stream to {name} by its own library", EXTRAS[name])
+            needs(name, f"records stream to {name} with its library", EXTRAS[name])
     with ExitStack() as running:
         opened: list[Any] = [folder / "tensorboard"] if "tensorboard" in chosen else []
         if "wandb" in chosen:
@@ -125,7 +125,7 @@ def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list
 
 
 def _unused(run: Run) -> Path:
-    """Return a folder that holds no run yet: earlier records are never touched."""
+    """Return the path of a new folder, so that earlier records stay unchanged."""
     parts = run.task, Path(str(run.policy)).stem, run.optimizer, run.seed
     name = "-".join(str(part) for part in parts if part is not None)
     folders = itertools.chain([Path("runs") / name], (Path("runs") / f"{name}.{n}" for n in itertools.count(2)))
@@ -134,7 +134,7 @@ def _unused(run: Run) -> Path:
 
 @contextmanager
 def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
-    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation."""
+    """Show a training's progress on stderr: a bar on a terminal, else a line per validation."""
     console = new_console(stderr=True, quiet=quiet)
     name, status = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[status]}"))
     columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), status

@@ -1,4 +1,4 @@
-"""The tensor scales of activations, measured: formats hold them as constants."""
+"""Measures the tensor scales of activations, which formats hold as constants."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from fp4graph.technique.operands import Operand
 
 
 class _Largest:
-    """A recording of the largest magnitude of the activations that each weight is multiplied with, and of their
-    quantizer."""
+    """Records the largest magnitude, and the quantizer, of each weight's activations."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.magnitudes: dict[str, Tensor] = {}
         self.operands_of: dict[str, ObservedOperand] = {}
         self._by_place: dict[tuple[str, int], Weight] = {}
         self._alone: dict[str, list[Weight]] = {}
@@ -31,7 +30,6 @@ class _Largest:
             self._alone.setdefault(weight.fqn or "(root)", []).append(weight)
 
     def operands(self, site: str) -> OperandObserver:
-        """Return the observer of a site."""
         module = site.partition("#")[0]
 
         def observe(left: ObservedOperand, right: ObservedOperand) -> None:
@@ -40,28 +38,28 @@ class _Largest:
             alone = self._alone.get(module, [])
             weight = alone[0] if len(alone) == 1 else self._by_place.get((module, right.given.data_ptr()))
             if weight is not None and left.given.numel():
-                most = left.given.detach().abs().amax().to(torch.float32)
-                self.found[weight.name] = torch.maximum(most, self.found.get(weight.name, most))
+                amax = left.given.detach().abs().amax().to(torch.float32)
+                self.magnitudes[weight.name] = torch.maximum(amax, self.magnitudes.get(weight.name, amax))
                 self.operands_of[weight.name] = left
 
         return observe
 
     def output(self, site: str, y: Tensor) -> None:
-        """Take no notice of outputs."""
+        """Ignore outputs."""
 
 
 def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[Any]) -> dict[str, Tensor]:
-    """Return γ of the activations of each weight, by its name, where the policy has one.
+    """Return γ of each weight's activations by the weight's name, if the policy has such γ.
 
-    It is what the activations' own quantizer makes of the largest magnitude over ``batches``: under ``tensor_scaling``
-    that over κ, 6·448 unless the policy has another element, scale format, target or headroom.
+    The activations' quantizer computes γ from the largest magnitude over ``batches``. Under ``tensor_scaling`` γ is the
+    magnitude over κ, which is 6·448 unless the policy has another element, scale format, target or headroom.
 
     Args:
-        batches: what the model is called with: a mapping of keywords, a tuple or a list of arguments, or the only
-            argument; or a function that calls it. It runs in eval mode and without gradients.
+        batches: the arguments of the model's calls: a mapping of keywords, a tuple or a list of arguments, or the only
+            argument; or a function that calls the model. The model runs in eval mode and without gradients.
 
     Raises:
-        Error: ``batches`` is empty, or what the model makes of it is not finite.
+        Error: ``batches`` is empty, or activations are not finite.
     """
     largest = _Largest(weights)
     training = model.training
@@ -85,21 +83,21 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
         require_runtime(model, "export").observe(None)
         model.train(training)
     if not count:
-        raise Error("calibration= holds no batch, and the tensor scales of activations are measured on some")
-    if wrong := [name for name, most in largest.found.items() if not torch.isfinite(most)]:
-        raise Error(f"the activations of {wrong[0]} are not finite on the calibration batches; look at these, or at it")
-    scales = {name: _gamma(most, largest.operands_of[name]) for name, most in largest.found.items()}
+        raise Error("calibration= is empty, and the tensor scales of activations are measured on it; give batches")
+    if infinite := [name for name, amax in largest.magnitudes.items() if not torch.isfinite(amax)]:
+        raise Error(f"the activations of {infinite[0]} are not finite on the calibration batches; check both")
+    scales = {name: _gamma(amax, largest.operands_of[name]) for name, amax in largest.magnitudes.items()}
     return {name: gamma for name, gamma in scales.items() if gamma is not None}
 
 
 @torch.no_grad()
-def _gamma(most: Tensor, operand: ObservedOperand) -> Tensor | None:
-    """Return γ of an operand whose largest magnitude is ``most``, 0-d; None where its quantizer has none."""
+def _gamma(amax: Tensor, operand: ObservedOperand) -> Tensor | None:
+    """Return γ of an operand with largest magnitude ``amax``, 0-d; None if its quantizer has no γ."""
     spec = operand.program.spec
     if spec is None or not operand.program.at("group_scale"):
         return None
-    x = most.new_zeros(1, 1 if isinstance(spec.block, str) else block_length(spec.block))
-    x[0, 0] = most
-    with operators.tensor_code():  # a kernel would be compiled for this
+    x = amax.new_zeros(1, 1 if isinstance(spec.block, str) else block_length(spec.block))
+    x[0, 0] = amax
+    with operators.tensor_code():  # else a kernel would be compiled
         gamma = operand.program.quantize(x, operand.draw, operand.state).group_scale
     return None if gamma is None else gamma.flatten()[0]

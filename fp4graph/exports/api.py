@@ -1,4 +1,4 @@
-"""``fp4graph.export``: a trained model as a checkpoint of real FP4 weights, which others serve."""
+"""``fp4graph.export``: writes a trained model as a checkpoint of real FP4 weights for servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
 from fp4graph.technique.operands import Operand
 
-#: The layouts by the names of ``format=``, with the packages that write them.
+#: The layouts by the values of ``format=``, with the packages that they need.
 LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {
     "compressed-tensors": (CompressedTensors, ("compressed_tensors", "safetensors", "huggingface_hub")),
     "modelopt": (ModelOpt, ("safetensors", "huggingface_hub")),
@@ -51,31 +51,31 @@ def export(
 ) -> Path:
     """Write the model as a checkpoint of FP4 weights that other programs load and serve.
 
-    The weights are those that an eval forward multiplies with now: quantized by the policy's own program, with its
-    techniques and their state. What the policy keeps is written in its dtype. Under ``torch.autocast`` weights are
-    quantized from autocast's dtype, as a forward would; call export() in the context in which you call the model.
+    The weights equal those of an eval forward now: they are quantized by the policy, with its techniques and their
+    state. Weights that the policy keeps are written in their dtype. Under ``torch.autocast`` weights are quantized from
+    autocast's dtype, as in a forward; call export() in the same context as the model.
 
     Args:
-        model: applied, and called at least once since.
+        model: an applied model that was called at least once since.
         directory: a new folder. It appears when everything is written.
         format: ``compressed-tensors`` (MXFP4, NVFP4), ``modelopt`` (NVFP4) or ``gpt-oss`` (experts of GPT-OSS in
             MXFP4).
-        activations: whether the configuration says how activations are quantized. False is for weights alone.
-        calibration: batches to measure the tensor scales of activations on, where the policy has such: servers read
-            them as constants. Each is a mapping of keywords, a tuple of arguments, the only argument, or a function
-            that calls the model. Without it, such a model is written with weights alone, and a PolicyWarning says so.
+        activations: whether the configuration describes the quantizers of activations. False exports only weights.
+        calibration: batches on which the tensor scales of activations are measured, if the policy has such scales;
+            servers read constants. Each batch is a mapping of keywords, a tuple of arguments, the only argument, or a
+            function that calls the model. Without batches only weights are exported, with a PolicyWarning.
         sibling_scales: the treatment of matrices that servers fuse (query, key and value; gate and up), if their tensor
-            scales differ. Servers read one scale for all of a fused matrix. ``refuse`` raises an error. ``share``
-            writes one for all, to which it rounds block scales; the relative error of each group is printed, and
-            recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for readers that fuse nothing.
-        tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
-        max_shard_size: the size of the files that the weights are split into.
+            scales differ. Servers read one scale for a fused matrix. ``refuse`` raises an error. ``share`` writes one
+            scale and rounds the block scales to it; the relative error of each group is printed, and recorded in
+            ``sibling_scales.json``. ``own`` writes the scales of training, for readers that fuse nothing.
+        tokenizer: a tokenizer or processor to save. None copies its files from the folder that the model came from.
+        max_shard_size: the largest size of a file of weights.
 
     Returns:
         ``directory``.
 
     Raises:
-        ExportError: the format cannot hold what the policy computes, or siblings have tensor scales of their own; the
+        ExportError: the format cannot hold the result of the policy, or siblings have different tensor scales; the
             message names weights and remedy.
         Error: the folder exists or cannot be written, a package is missing, the format is unknown, or the policy
             quantizes nothing.
@@ -83,7 +83,7 @@ def export(
     target = Path(directory)
     layout = _layout(format)
     if sibling_scales not in SIBLING_SCALES:
-        raise Error(f"no sibling_scales {sibling_scales!r}; {suggest(sibling_scales, SIBLING_SCALES)}")
+        raise Error(f"unknown sibling_scales {sibling_scales!r}; {suggest(sibling_scales, SIBLING_SCALES)}")
     root = unwrapped(model)
     runtime = require_runtime(root, "export")
     with new_folder(target) as folder:
@@ -116,7 +116,7 @@ def _write(
             schemes[module] = weight.scheme
 
     for weight in fp4_weights(runtime, activations=activations):
-        _require_own(root, weight)
+        _require_untied(root, weight)
         write(weight, scales.get(weight.name))
         siblings.add(weight, scales.get(weight.name))
         done.add(weight.name)
@@ -124,7 +124,7 @@ def _write(
     if not done:
         raise Error(
             f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; save "
-            "the model by its own means, with fp4graph.strip()"
+            "the state dict with fp4graph.strip() instead"
         )
     differing = [] if sibling_scales == "own" else siblings.differing()
     if sibling_scales == "refuse":
@@ -135,8 +135,8 @@ def _write(
         for weight, scale in shared:
             write(weight, scale)
         changes.append(change(group, shared))
-        own = ", ".join(f"{name} {one['error']:.2e}" for name, one in changes[-1]["own"].items())
-        print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({own})")
+        errors = ", ".join(f"{name} {sibling['error']:.2e}" for name, sibling in changes[-1]["own"].items())
+        print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({errors})")
     state_dict = state.strip(root.state_dict())
     kept = {name: x for name, x in state_dict.items() if name not in done and isinstance(x, Tensor)}
     write_tensors(folder, tensors | layout.kept(root, _once(kept)), max_shard_size)
@@ -147,7 +147,7 @@ def _write(
 
 def _layout(name: str) -> Layout:
     if name not in LAYOUTS:
-        raise Error(f"no export format {name!r}; {suggest(name, LAYOUTS)}")
+        raise Error(f"unknown export format {name!r}; {suggest(name, LAYOUTS)}")
     layout, packages = LAYOUTS[name]
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise Error(f"format {name!r} needs {missing[0]}, which is not installed; pip install 'fp4graph[export]'")
@@ -157,7 +157,7 @@ def _layout(name: str) -> Layout:
 def _scales(
     root: nn.Module, runtime: Runtime, activations: bool, calibration: Iterable[Any] | None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return the measured tensor scales of activations, and whether the quantizers of activations are exported."""
+    """Return the measured tensor scales of activations, and whether to export the activations' quantizers."""
     if not activations:
         return {}, False
     scaled = [weight.name for weight in fp4_weights(runtime) if weight.scheme.inputs_scaled]
@@ -165,9 +165,9 @@ def _scales(
         return {}, True
     if calibration is None:
         warnings.warn(
-            f"activations of {scaled[0]} and others have a tensor scale of their own at every call, and servers read a "
-            "constant: only weights are exported. Give calibration= batches to measure constants on, or "
-            "activations=False to say that this is wanted",
+            f"the activations of {scaled[0]} and others have a new tensor scale at every call, but servers read a "
+            "constant: only weights are exported. Give calibration= batches to measure constants, or "
+            "activations=False to accept this",
             PolicyWarning,
             stacklevel=4,
         )
@@ -176,17 +176,16 @@ def _scales(
     scales = input_scales(root, used, calibration)
     if missing := [name for name in scaled if name not in scales]:
         raise Error(
-            f"no calibration batch reaches {missing[0]}; give batches that do, or export with activations=False"
+            f"no calibration batch reaches {missing[0]}; add batches that do, or export with activations=False"
         )
     return scales, True
 
 
-def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
-    """Raise an ExportError where the parameter is used elsewhere in high precision."""
+def _require_untied(root: nn.Module, weight: Fp4Weight) -> None:
+    """Raise an ExportError if an embedding reads the parameter in high precision."""
     named = dict(root.named_parameters(remove_duplicate=False))
-    parameter = named.get(weight.name)  # None if it is packed, which a shared one cannot be
-    others = [name for name, each in named.items() if each is parameter and name != weight.name]
-    for name in others:
+    parameter = named.get(weight.name)  # None if it is packed, as shared parameters never are
+    for name in [name for name, each in named.items() if each is parameter and name != weight.name]:
         owner = root.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             raise refusal(
@@ -197,7 +196,7 @@ def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
 
 
 def _refuse_computed(root: nn.Module, runtime: Runtime, done: Collection[str]) -> None:
-    """Raise an ExportError for a quantized layer whose weight is not among those ``done``: a forward computes it."""
+    """Raise an ExportError for a quantized layer whose weight is not in ``done``, because a forward computes it."""
     named = dict(root.named_parameters(remove_duplicate=False))
     written = {id(named[name]) for name in done if name in named}
     owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
@@ -206,20 +205,20 @@ def _refuse_computed(root: nn.Module, runtime: Runtime, done: Collection[str]) -
         if weighs and site.module not in owners:
             raise ExportError(
                 f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
-                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds what it multiplies "
-                "with. Make it a parameter first (torch.nn.utils.parametrize.remove_parametrizations or "
-                "torch.nn.utils.prune.remove), or keep the layer in high precision"
+                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds it. Make it a "
+                "parameter first (torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove), "
+                "or keep the layer in high precision"
             )
 
 
 def _once(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``kept`` with the first of the names that share one tensor: readers tie the others by themselves."""
+    """Return ``kept`` with only the first name of each shared tensor, because readers tie the others themselves."""
     seen: set[tuple[Any, ...]] = set()
-    found = {}
+    unique = {}
     for name, value in kept.items():
         place = value.device, value.data_ptr(), value.shape, value.stride()
         if value.numel() and place in seen and value.device != torch.device("meta"):
             continue
         seen.add(place)
-        found[name] = value
-    return found
+        unique[name] = value
+    return unique

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that is read: its configuration, and its tensors by their names."""
+"""Reads the files of a checkpoint: its configuration, and its tensors by name."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json",
 class Checkpoint:
     """A folder with ``config.json`` and ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
 
-    Opening reads headers alone. A context manager: leaving it closes the files.
+    Opening reads only headers. Leaving the context closes the files.
 
     Attributes:
         folder: of the checkpoint.
         config: the content of ``config.json``.
 
     Raises:
-        Error: a file is missing, damaged or cut off, or the index names a tensor that its shard does not hold. The
-            message names the file.
+        Error: a file is missing, damaged or truncated, or a shard lacks a tensor of the index; the message names the
+            file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not folder.is_dir():
-            raise Error(f"{folder} is no folder; give the folder of a checkpoint, with {_CONFIG} and {_WEIGHTS}")
+            raise Error(f"{folder} is not a folder; give the folder of a checkpoint, with {_CONFIG} and {_WEIGHTS}")
         self.config = self._object(folder / _CONFIG)
         self._files: dict[str, Path] = {}
         self._opened: dict[Path, Any] = {}
@@ -53,26 +53,26 @@ class Checkpoint:
 
     @staticmethod
     def _object(file: Path) -> dict[str, Any]:
-        """Return the content of a JSON file that holds an object."""
+        """Return the object in a JSON file."""
         try:
             content = read_json(file)
         except OSError as error:
-            raise Error(f"cannot read {file}: {error.strerror or error}; a checkpoint has this file") from error
+            raise Error(f"cannot read {file}: {error.strerror or error}; give the folder of a checkpoint") from error
         if not isinstance(content, dict):
-            raise Error(f"{file} holds no JSON object; it was damaged, or something else wrote it")
+            raise Error(f"{file} is not a JSON object; it was damaged, or something else wrote it")
         return content
 
     def _open_shards(self, index: dict[str, Any], stack: ExitStack) -> None:
         place, shards = self.folder / _INDEX, index.get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise Error(
-                f"{place} has no weight_map from tensors to names of files; it was damaged, or something else wrote it"
+                f"{place} has no weight_map from tensors to file names; it was damaged, or something else wrote it"
             )
         held = {name: set(self._open(self.folder / name, stack)) for name in sorted(set(shards.values()))}
         for key, name in shards.items():
             if key not in held[name]:
                 where = self.folder / name
-                raise Error(f"{place} says that {where} holds {key!r}, which it does not; fetch both again")
+                raise Error(f"{where} lacks {key!r}, which {place} lists in it; fetch both again")
             self._files[key] = self.folder / name
 
     def _open(self, file: Path, stack: ExitStack) -> list[str]:
@@ -80,7 +80,7 @@ class Checkpoint:
         from safetensors import SafetensorError, safe_open
 
         if not file.is_file():
-            raise Error(f"{file} is missing; the checkpoint in {self.folder} is not complete, fetch or copy it again")
+            raise Error(f"{file} is missing; the checkpoint in {self.folder} is incomplete, fetch or copy it again")
         try:
             content: Any = stack.enter_context(safe_open(str(file), "pt"))
         except (SafetensorError, OSError) as error:
@@ -107,25 +107,25 @@ class Checkpoint:
 
     def tensor(self, key: str) -> Tensor:
         """Return tensor ``key``."""
-        found: Tensor = self._opened[self._files[key]].get_tensor(key)
-        return found
+        tensor: Tensor = self._opened[self._files[key]].get_tensor(key)
+        return tensor
 
     def error(self, key: str, what: str) -> Error:
-        """Return an error about tensor ``key``, of the form ``FILE: KEY what``."""
+        """Return the error ``FILE: KEY what`` about tensor ``key``."""
         return Error(f"{self.file(key)}: {key!r} {what}")
 
     def mapping(self, file: str, name: str, value: object) -> dict[str, Any]:
-        """Return ``value``, entry ``name`` of a configuration, if it is an object; an empty one for None.
+        """Return the object ``value``, entry ``name`` of a configuration, or an empty one for None.
 
         Raises:
-            Error: it is something else.
+            Error: ``value`` is not an object.
         """
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self.settings(file, f"{name} is {value!r}, and must be an object; the file was damaged")
+            raise self.settings(file, f"{name} must be an object; got {value!r}; the file was damaged")
         return value
 
     def settings(self, file: str, what: str) -> Error:
-        """Return an error about one of the checkpoint's configurations."""
+        """Return an error about a configuration of the checkpoint."""
         return Error(f"{self.folder / file}: {what}")

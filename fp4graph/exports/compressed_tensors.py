@@ -1,8 +1,8 @@
-"""compressed-tensors: the layout of llm-compressor and vLLM, read by transformers too.
+"""compressed-tensors: the layout of llm-compressor and vLLM, which transformers reads too.
 
-Each quantized linear layer has ``weight_packed`` (uint8), ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for NVFP4)
-and for NVFP4 ``weight_global_scale``, 1/γ; ``input_global_scale`` likewise where activations have a tensor scale. The
-library's own packer makes the bytes, and its own classes the configuration.
+Each quantized linear layer has ``weight_packed`` (uint8), ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for NVFP4),
+and for NVFP4 ``weight_global_scale``, 1/γ, and ``input_global_scale``, 1/γ of the activations if they are quantized.
+The library compressed-tensors packs the bytes and makes the configuration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CompressedTensors(Layout):
     """The layout of the library compressed-tensors."""
 
     def __init__(self) -> None:
-        self._experts: set[Kind] = set()  # the kinds of the experts' weights so far
+        self._experts: set[Kind] = set()  # the kinds of the experts' weights that were packed
 
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
         """Return ``weight_packed``, ``weight_scale`` and global scales of each module."""
@@ -37,14 +37,14 @@ class CompressedTensors(Layout):
             if weight.scheme.weights == "nvfp4" and not self._experts:
                 warnings.warn(
                     f"{weight.name} holds experts in NVFP4: servers read them, but from_pretrained() of transformers "
-                    "leaves out the global scales of experts and makes wrong weights of them; let compressed-tensors "
-                    "dequantize the checkpoint first (docs/export.md)",
+                    "ignores the global scales of experts and loads wrong weights; dequantize the checkpoint with "
+                    "compressed-tensors first (docs/export.md)",
                     PolicyWarning,
                     stacklevel=5,
                 )
             self._experts.add(weight.scheme.weights)
         nvfp4 = weight.scheme.weights == "nvfp4"
-        found = {}
+        tensors_of = {}
         for module, matrix in matrices(model, weight).items():
             scales = matrix.scales.to(torch.float8_e4m3fn) if nvfp4 else scale_bytes(matrix.scales)
             tensors = {"weight_packed": pack_fp4_to_uint8(matrix.elements), "weight_scale": scales}
@@ -53,17 +53,17 @@ class CompressedTensors(Layout):
             if nvfp4 and weight.scheme.inputs is not None:
                 gamma = torch.ones(()) if input_scale is None else input_scale
                 tensors["input_global_scale"] = (1 / gamma).reshape(1)
-            found[module] = tensors
-        return found
+            tensors_of[module] = tensors
+        return tensors_of
 
     def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``tensors`` under their names in the checkpoint.
 
-        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of
-        transformers decompresses whatever has the name of a single expert, and loses what is not compressed.
+        If other experts are in MXFP4, experts in high precision keep their names in the model: the reader of
+        transformers decompresses every tensor with the name of a single expert, and drops uncompressed ones.
         """
-        whole = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
-        return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in whole}) | whole
+        stacks = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
+        return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in stacks}) | stacks
 
     def write_config(self, folder: Path, exported: Exported) -> None:
         """Write ``config.json`` with its ``quantization_config``."""
@@ -83,7 +83,7 @@ class CompressedTensors(Layout):
 
 
 def _groups(schemes: Mapping[str, Scheme]) -> dict[Scheme, list[str]]:
-    """Return the modules of every scheme; all linear layers where there is one scheme."""
+    """Return the modules of every scheme, or all linear layers if there is one scheme."""
     groups: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module)
@@ -91,7 +91,7 @@ def _groups(schemes: Mapping[str, Scheme]) -> dict[Scheme, list[str]]:
 
 
 def _scheme(scheme: Scheme, targets: list[str]) -> Any:
-    """Return the library's scheme, whose names are those of its presets: A16 has activations in high precision."""
+    """Return the library's preset for a scheme; presets in A16 have activations in high precision."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.weights.upper() + ("A16" if scheme.inputs is None else ""), targets)

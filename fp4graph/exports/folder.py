@@ -1,4 +1,4 @@
-"""The folder of an exported model: complete under its name, or not there."""
+"""Writes the folder of an exported model atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.exports.names import is_hugging_face
 
-#: Files of tokenizers and processors, which are copied as they are.
+#: Files of tokenizers and processors that are copied unchanged.
 COPIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "spiece.*",
     "chat_template*", "*processor_config.json", "*.tiktoken",
@@ -33,31 +33,31 @@ class Saving(Protocol):
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that gets the name ``target`` when the block ends without an error.
+    """Yield an empty folder, and rename it to ``target`` when the block ends without an error.
 
     Raises:
-        Error: ``target`` exists, or cannot be written.
+        Error: ``target`` exists or cannot be written.
     """
     if target.exists() or target.is_symlink():
-        raise Error(f"{target} exists, and an export replaces nothing; name another folder, or remove it")
+        raise Error(f"{target} already exists; give another folder, or remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     except OSError as error:
-        raise Error(f"cannot write {target}: {error.strerror or error}; name another folder") from error
+        raise Error(f"cannot write {target}: {error.strerror or error}; give another folder") from error
     try:
         yield temporary
         allowed = ~_umask()
-        temporary.chmod(0o777 & allowed)  # mkdtemp's folder is for its owner alone, and so are files of safetensors
+        temporary.chmod(0o777 & allowed)  # only the owner may read folders of mkdtemp and files of safetensors
         for file in temporary.iterdir():
             file.chmod(0o666 & allowed)
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         if target.exists():  # os.rename would replace an empty folder
-            raise Error(f"{target} was made meanwhile; name another folder")
+            raise Error(f"{target} was made during the export; give another folder")
         temporary.rename(target)
     except OSError as error:
-        raise Error(f"cannot write {target}: {error.strerror or error}. Nothing is left there; make room") from error
+        raise Error(f"cannot write {target}: {error.strerror or error}. No files are left; make room") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -73,18 +73,18 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard: str | int) -> None:
-    """Write ``model.safetensors``, or files of at most ``shard`` with an index."""
+    """Write ``model.safetensors``, or shards of at most ``shard`` and an index."""
     from huggingface_hub import save_torch_state_dict
 
-    # A part of another tensor is copied: the file holds each tensor by itself.
-    alone = {k: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for k, tensor in tensors.items()}
-    save_torch_state_dict(alone, str(folder), max_shard_size=shard, metadata={"format": "pt"})
+    # Views are copied, because the file holds each tensor separately.
+    copies = {k: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for k, tensor in tensors.items()}
+    save_torch_state_dict(copies, str(folder), max_shard_size=shard, metadata={"format": "pt"})
 
 
 def write_config(folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:
-    """Write ``config.json`` with ``quantization_config``, if given, and the generation config if there is one.
+    """Write ``config.json``, with ``quantization_config`` if given, and the model's generation config.
 
-    A model of timm gets the fields that timm's hub layout has, another only its class.
+    A model of timm gets the fields of timm's hub layout; other models get only their class.
     """
     if is_hugging_face(model):
         config: Any = copy.deepcopy(model.config)
@@ -107,7 +107,7 @@ def write_config(folder: Path, model: nn.Module, quantization: Mapping[str, Any]
 
 
 def copy_tokenizer(folder: Path, model: nn.Module, tokenizer: Saving | None) -> None:
-    """Save ``tokenizer``; without one, copy the files of tokenizer and processor that the model was loaded with."""
+    """Save ``tokenizer``; for None, copy the tokenizer and processor in the folder from which the model was loaded."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
         return

@@ -1,4 +1,4 @@
-"""``fp4graph.pack_frozen``: frozen weights as FP4 bytes between forwards, and which weights that is sound for."""
+"""``fp4graph.pack_frozen``: stores frozen weights as FP4 bytes between forwards, if that changes no result."""
 
 from __future__ import annotations
 
@@ -27,41 +27,40 @@ from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
 
 M = TypeVar("M", bound=nn.Module)
-#: A later phase of the policy: when it begins, and its plan of the model.
+#: A later phase of the policy: its beginning, and its plan of the model.
 _Phase = tuple[int | float, PhasePlan]
 
 
 def pack_frozen(model: M) -> M:
-    """Keep frozen weights that the policy quantizes as FP4 bytes, and free their high-precision values.
+    """Store frozen weights that the policy quantizes as FP4 bytes, and free their high-precision values.
 
-    Every later forward and backward is, bit for bit, what it would be without packing. That is checked now for each
-    weight, in the present phase of the policy and in every later one, before any weight is changed: the bytes must
-    give the operands of fprop and dgrad that the weight itself gives. Each call of a module makes its weight from the
-    bytes, and drops it afterwards.
+    Packing changes no forward or backward, bit for bit. This is checked for each weight, in the present and every later
+    phase of the policy, before any weight is changed: the bytes must give the same operands of fprop and dgrad as the
+    weight. Each call of a module makes the weight from the bytes, and drops it afterwards.
 
-    ``parameters()`` no longer lists a packed weight. So ``requires_grad_(True)`` does not reach it, and it stays frozen
-    until :func:`unpack_frozen`; a PolicyWarning says so where other parameters were unfrozen. An optimizer made before
-    packing holds the high-precision values on: make it afterwards, of the parameters that train. ``state_dict()`` has
-    the weight under its own name, with the values that fprop multiplies with: it loads into a plain or an applied
-    model, and into this one after :func:`unpack_frozen`.
+    ``parameters()`` no longer lists a packed weight. ``requires_grad_(True)`` therefore does not reach it, and it stays
+    frozen until :func:`unpack_frozen`; a PolicyWarning is issued if other parameters are unfrozen. An optimizer made
+    before packing keeps the high-precision values alive: make it afterwards, from the trainable parameters.
+    ``state_dict()`` has the weight under its name, with the values of fprop: it loads into a plain or an applied model,
+    and into this model after :func:`unpack_frozen`.
 
-    Under DDP call this before wrapping, after it, or on the wrapper; under FSDP2 before ``fully_shard``, which leaves
-    the bytes whole on every rank.
+    Under DDP call this before or after wrapping, or on the wrapper; under FSDP2 before ``fully_shard``, which does not
+    shard the bytes.
 
-    Under ``torch.autocast`` weights are quantized from autocast's dtype; call this in the context in which the model is
-    called. A call in another context is an Error. Weights that require gradients, and weights that the policy keeps,
-    stay as they are. Applying a policy again or removing it unpacks. Where adapters join or a phase begins, the bytes
-    stay; should the policy then ask other values of a weight, that call and every later one raise the same error.
+    Under ``torch.autocast`` weights are quantized from autocast's dtype; call this in the same context as the model. A
+    forward in another context raises an Error. Weights that require gradients, and weights that the policy keeps, do
+    not change. Applying a policy again or removing it unpacks. Adding adapters and beginning a phase do not; if the
+    policy then needs other values of a weight, that call and every later call raise the same error.
 
     Args:
-        model: applied. Where rules depend on what a graph shows, called once too.
+        model: an applied model; if its rules depend on the graph, called once too.
 
     Returns:
-        ``model`` itself.
+        ``model``.
 
     Raises:
-        PolicyError: a frozen weight cannot be packed, because its bytes do not give what a phase of the policy computes
-            from the weight; names weight, rule, file and line, and the remedy. The model is as it was.
+        PolicyError: a frozen weight cannot be packed, because its bytes give other operands in a phase of the policy;
+            names weight, rule, file and line, and the remedy. The model is unchanged.
         Error: the model is not applied, or is sharded.
     """
     runtime = require_runtime(model, "pack_frozen")
@@ -80,9 +79,9 @@ def pack_frozen(model: M) -> M:
 
 
 def unpack_frozen(model: M) -> M:
-    """Give packed weights their place as parameters back, with the values that fprop multiplied with.
+    """Make packed weights parameters again, with the values of fprop, and return ``model``.
 
-    The values before quantization are gone. Returns ``model``.
+    The values before quantization are lost.
     """
     release_all(unwrapped(model))
     return model
@@ -90,8 +89,7 @@ def unpack_frozen(model: M) -> M:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A weight under one decision about it; ``where`` begins a sentence with the decision's phase, if it is a later
-    one."""
+    """A weight under one decision about it; ``where`` names a later phase at the beginning of a sentence."""
 
     weight: Weight
     planned: PlannedWeight
@@ -99,37 +97,37 @@ class _Case:
 
     @property
     def program(self) -> MatmulProgram | None:
-        """The program of the weight's product; None where fprop multiplies in high precision."""
+        """The program of the weight's product; None if fprop multiplies in high precision."""
         program = self.planned.plan.program
         return None if program is None or program.fprop.right.spec is None else program
 
     def refusal(self, why: str, remedy: str) -> PolicyError:
         """Return the error that the weight cannot be packed."""
-        named = f"{self.weight.name} cannot be packed: {self.where}{why}. {remedy[0].upper()}{remedy[1:]}"
-        return self.planned.rule.error(named)
+        message = f"{self.weight.name} cannot be packed: {self.where}{why}. {remedy[0].upper()}{remedy[1:]}"
+        return self.planned.rule.error(message)
 
 
 def _later_cases(weight: Weight, later: Sequence[_Phase]) -> Iterator[_Case]:
-    """Yield the weight under every decision about it in later phases of the policy."""
+    """Yield the weight under every decision of later phases of the policy about it."""
     for at, plan in later:
-        alike = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
+        same = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
         view, decision = plan.policy.decide_weight(weight.view)[0]
-        for planned in alike[0].possible if alike else (PlannedWeight.of(view, decision.rule),):
+        for planned in same[0].possible if same else (PlannedWeight.of(view, decision.rule),):
             yield _Case(weight, planned, f"in the phase that begins at {at:g}, ")
 
 
 @torch.no_grad()
 def _packed(root: nn.Module, weight: Weight, later: Sequence[_Phase], frozen: Frozen) -> tuple[Unpack, Bytes] | None:
-    """Return the bytes of a weight; None where the policy keeps the weight in high precision in fprop."""
+    """Return the bytes of a weight; None if fprop keeps the weight in high precision."""
     if len(weight.choices) > 1:
-        raise Error(f"which rule decides {weight.name} depends on the graph; call the model once before pack_frozen()")
+        raise Error(f"the rule for {weight.name} depends on the graph; call the model once before pack_frozen()")
     present = _Case(weight, weight.choices[0])
     if present.program is None:
         return None
     if is_sharded(weight.stored):
         raise Error(
             f"{weight.name} is sharded, and a rank cannot pack its part; call pack_frozen() before fully_shard, which "
-            "then leaves the bytes of all frozen weights whole on every rank"
+            "does not shard the bytes"
         )
     _require_unshared(root, present)
     _require_static(present, present.program)
@@ -137,23 +135,23 @@ def _packed(root: nn.Module, weight: Weight, later: Sequence[_Phase], frozen: Fr
     w = w.mT if weight.stored_transposed else w
     dtype = dtype_to_quantize(w.device.type, w.dtype)
     unpacking, kept = _bytes(present, present.program, w, dtype, frozen)
-    again = unpacking.matrix(kept)
-    if _difference(present, present.program, w, again, dtype) is not None:
+    unpacked = unpacking.matrix(kept)
+    if _difference(present, present.program, w, unpacked, dtype) is not None:
         kept = _with_largest(kept, w)
-        again = unpacking.matrix(kept)
-        if (error := _difference(present, present.program, w, again, dtype)) is not None:
+        unpacked = unpacking.matrix(kept)
+        if (error := _difference(present, present.program, w, unpacked, dtype)) is not None:
             raise error
     unpacking.programs.add(present.program)
     for case in _later_cases(weight, later):
         if (program := case.program) is None:
             raise case.refusal(
-                "this rule keeps it in high precision, whose values packing frees",
+                "this rule keeps it in high precision, but packing frees its values",
                 "quantize it in all phases as in this one, or drop the phase",
             )
         if program in unpacking.programs:
             continue
         _require_static(case, program)
-        if (error := _difference(case, program, w, again, dtype)) is not None:
+        if (error := _difference(case, program, w, unpacked, dtype)) is not None:
             raise error
         if program.fprop.right.from_master != present.program.fprop.right.from_master:
             raise case.refusal(
@@ -169,18 +167,18 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, fr
     spec = program.spec
     assert spec is not None
     if spec.others:
-        named = ", ".join(element.name for element in spec.elements)
+        names = ", ".join(element.name for element in spec.elements)
         raise case.refusal(
-            f"each of its blocks has its own of the elements {named}, which bytes of FP4 do not say",
+            f"each of its blocks chooses one of the elements {names}, which FP4 bytes do not record",
             "quantize weights with one element, or unfreeze the weight",
         )
     if not w.isfinite().all():
-        raise case.refusal("it holds NaN or Inf", "load finite values, or keep the weight by a rule")
+        raise case.refusal("it holds NaN or Inf", "load finite values, or keep the weight with a rule")
     length = spec.block[-1] if isinstance(spec.block, tuple) else spec.block
     if not isinstance(length, int) or spec.element.code_bits != 4 or w.shape[1] % length:
         raise case.refusal(
-            f"{spec.element.name} in blocks of {spec.block} does not divide its {w.shape[1]} columns into bytes of FP4",
-            "use 4-bit elements in blocks of a fixed length that divides them, or unfreeze the weight",
+            f"its {w.shape[1]} columns cannot be stored as bytes of {spec.element.name} in blocks of {spec.block}",
+            "use 4-bit elements in blocks of a fixed length that divides the columns, or unfreeze the weight",
         )
     x = w if program.from_master else w.to(dtype)
     parts = program.quantize(x.to(torch.float32), None, {}, None)
@@ -198,78 +196,78 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, fr
 
 
 def _with_largest(kept: Bytes, w: Tensor) -> Bytes:
-    """Return ``kept`` with the largest element as it was, from which γ is taken."""
+    """Return ``kept`` with the unquantized largest element, from which γ is computed."""
     place = w.abs().flatten().argmax().reshape(1)
     return kept._replace(place=place, largest=w.flatten()[place].clone())
 
 
 def _require_static(case: _Case, program: MatmulProgram) -> None:
-    """Raise PolicyError where the weight's operands are functions of more than the weight, or no product of elements
-    and scales."""
+    """Raise PolicyError if the weight's operands depend on more than the weight, or are not elements times scales."""
     fprop, dgrad = program.fprop.right, program.dgrad.right
     if case.planned.view.op != "linear":
-        what = f"only linear layers are packed, and its operation is {case.planned.view.op}"
+        what = f"only linear layers are packed, but its operation is {case.planned.view.op}"
         raise case.refusal(what, "unfreeze it")
     acting = {technique.name for technique in case.planned.on_weight[0]}
     acting |= {s.technique for s in program.state if s.entry.operand in (Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT)}
     if acting:
-        what = f"{min(acting)} acts on the weight itself or keeps state of it"
+        what = f"{min(acting)} changes the weight itself or keeps state of it"
         raise case.refusal(what, "fine-tune under a policy without it")
     if program.fprop.transforms:
         name = program.fprop.transforms[0].name
-        raise case.refusal(f"{name} transforms it in fprop", "transform the backward alone (scope: backward)")
+        raise case.refusal(f"{name} transforms it in fprop", "transform only the backward (scope: backward)")
     for stage in ("split", "around", "after"):
-        if named := [technique.name for technique in fprop.techniques if overrides(technique, stage)]:
-            raise case.refusal(f"{named[0]} makes no FP4 of it", "fine-tune under a policy without it")
+        if names := [technique.name for technique in fprop.techniques if overrides(technique, stage)]:
+            raise case.refusal(f"{names[0]} gives it values that are not FP4", "fine-tune under a policy without it")
     if fprop.draws:
-        raise case.refusal("fprop rounds it anew at every forward", "round fprop.weight to nearest")
+        raise case.refusal("fprop rounds it stochastically at every forward", "round fprop.weight to nearest")
     if not dgrad.from_fprop and (dgrad.draws or program.dgrad.transforms):
         raise case.refusal(
-            "dgrad rounds or rotates the original anew at every step", "let dgrad.weight be {source: fprop}"
+            "dgrad rounds the original stochastically, or rotates it", "set dgrad.weight to {source: fprop}"
         )
 
 
 def _difference(
-    case: _Case, program: MatmulProgram, w: Tensor, again: Tensor, dtype: torch.dtype
+    case: _Case, program: MatmulProgram, w: Tensor, unpacked: Tensor, dtype: torch.dtype
 ) -> PolicyError | None:
-    """Return the error that bytes, of the values ``again``, give other operands than ``w``; None where they do not."""
+    """Return the error that the unpacked bytes give other operands than ``w``; None if they give the same."""
     fprop, dgrad = program.fprop.right, program.dgrad.right
-    if not _same(fprop, w, again, dtype):
-        named = ", ".join(technique.name for technique in fprop.techniques) or "its quantizer"
-        what = f"{named} gives other values for what has been quantized already"
+    if not _same(fprop, w, unpacked, dtype):
+        names = ", ".join(technique.name for technique in fprop.techniques) or "its quantizer"
+        what = f"{names} changes values that are already quantized"
         return case.refusal(what, "fine-tune under another policy")
-    if dgrad.from_fprop or _same(dgrad, w.mT.contiguous(), again.mT.contiguous(), dtype):
+    if dgrad.from_fprop or _same(dgrad, w.mT.contiguous(), unpacked.mT.contiguous(), dtype):
         return None
     read = "quantizes it from the original, along the other axis" if dgrad.spec else "reads the original"
-    remedy = "let dgrad.weight be {source: fprop}, or quantize weights in square blocks"
+    remedy = "set dgrad.weight to {source: fprop}, or quantize weights in square blocks"
     return case.refusal(f"dgrad {read}", remedy)
 
 
-def _same(program: OperandProgram, w: Tensor, again: Tensor, dtype: torch.dtype) -> bool:
+def _same(program: OperandProgram, w: Tensor, unpacked: Tensor, dtype: torch.dtype) -> bool:
     """Return whether two weights give the same operand, bit for bit."""
-    one, other = (program(x if program.from_master else x.to(dtype), None, {}, None) for x in (w, again))
-    return len(one) == len(other) and all(
-        torch.equal(a.values, b.values) and _equal(a.multiplier, b.multiplier) for a, b in zip(one, other, strict=True)
+    first, second = (program(x if program.from_master else x.to(dtype), None, {}, None) for x in (w, unpacked))
+    return len(first) == len(second) and all(
+        torch.equal(a.values, b.values) and _equal(a.multiplier, b.multiplier)
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def _require_unshared(root: nn.Module, case: _Case) -> None:
-    """Raise PolicyError where the weight is read otherwise than by the call of its module."""
+    """Raise PolicyError if the weight is read outside a call of its module."""
     module, parameter = case.weight.module, case.weight.stored
     if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
-        what = f"{type(module).__name__} may read it outside a call of its own"
+        what = f"its module, a {type(module).__name__}, may be bypassed by code that reads it directly"
         raise case.refusal(what, "keep or unfreeze the weight")
     for name, other in root.named_modules():
         if other is not module and (shared := [key for key, p in other._parameters.items() if p is parameter]):
             what = f"{f'{name}.{shared[0]}'.strip('.')} is the same parameter"
-            raise case.refusal(what, "untie the two, or keep the weight by a rule")
+            raise case.refusal(what, "untie the two, or keep the weight with a rule")
     for name, wrapper in root.named_modules():
         if wrapper._modules.get("base_layer") is module and wrapper._modules.get("lora_magnitude_vector"):
             raise case.refusal(
-                f"{name} has a DoRA adapter, which reads it for its norms",
-                "train with use_dora=False, or keep the weight by a rule",
+                f"{name} has a DoRA adapter, which reads it to compute norms",
+                "train with use_dora=False, or keep the weight with a rule",
             )

@@ -1,4 +1,4 @@
-"""GPT-OSS's layout: the experts in MXFP4, all else in high precision.
+"""GPT-OSS's layout: the experts in MXFP4, everything else in high precision.
 
 ``experts.gate_up_proj`` becomes ``experts.gate_up_proj_blocks``, uint8 ``[E, N, K/32, 16]``, and
 ``experts.gate_up_proj_scales``, uint8 ``[E, N, K/32]``; ``down_proj`` likewise.
@@ -28,12 +28,12 @@ class GptOss(Layout):
         if kind != "gpt_oss" or parameter not in _PARAMETERS or weight.elements.dim() != 3:
             raise refusal(
                 weight,
-                "this layout holds the experts of GPT-OSS alone",
-                "use format='compressed-tensors'; for a GPT-OSS model, train with a policy whose rules quantize "
-                "op: grouped and keep all else",
+                "this layout holds only the experts of GPT-OSS",
+                "use format='compressed-tensors'; for a GPT-OSS model, train with a policy whose rules quantize only "
+                "op: grouped",
             )
         if weight.scheme.weights != "mxfp4":
-            raise refusal(weight, "this layout is MXFP4, and it is NVFP4", "train its last steps with MXFP4")
+            raise refusal(weight, "this layout holds MXFP4, but the weight is NVFP4", "train its last steps with MXFP4")
         block = BLOCK["mxfp4"]
         blocks = element_bytes(weight.elements).reshape(*weight.scales.shape, block // 2)
         return {module: {f"{parameter}_blocks": blocks, f"{parameter}_scales": scale_bytes(weight.scales)}}

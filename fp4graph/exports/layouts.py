@@ -1,4 +1,4 @@
-"""What a layout is asked for, and the layouts by name: the ways in which servers lay FP4 weights out in files."""
+"""The interface of a layout: a way in which servers store FP4 weights in files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fp4graph.exports.weights import Fp4Weight, Scheme
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What a model came to in a layout.
+    """A model and its exported modules.
 
     Attributes:
-        model: whose weights these are.
-        schemes: the quantizer of every quantized module, by its name in the checkpoint.
-        kept: the modules in high precision that a reader could take for quantized ones.
+        model: the exported model.
+        schemes: the quantizer of every quantized module, by the module's name in the checkpoint.
+        kept: the modules in high precision that a reader could mistake for quantized ones.
     """
 
     model: nn.Module
@@ -29,23 +29,23 @@ class Exported:
 
 
 class Layout(ABC):
-    """A way to lay FP4 weights out in the files of one export."""
+    """A way to store FP4 weights in the files of one export."""
 
     @abstractmethod
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of ``weight`` by modules of the checkpoint and by their names in the module.
+        """Return the tensors of ``weight``, by the checkpoint's modules and by their names in the module.
 
         Args:
-            input_scale: γ of the weight's activations, fp32, 0-d; None where they have no tensor scale.
+            input_scale: γ of the weight's activations, fp32, 0-d; None if they have no tensor scale.
 
         Raises:
             ExportError: the layout cannot hold the weight.
         """
 
     def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``tensors``, which stay in high precision, under their names in the checkpoint; called last."""
+        """Return the high-precision ``tensors`` under their names in the checkpoint; called after :meth:`packed`."""
         return stored_names(model, tensors)
 
     @abstractmethod
     def write_config(self, folder: Path, exported: Exported) -> None:
-        """Write ``config.json`` and what else the readers of the layout need."""
+        """Write ``config.json`` and further files for the readers of the layout."""

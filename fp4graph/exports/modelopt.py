@@ -1,8 +1,8 @@
 """ModelOpt's layout of NVFP4, which TensorRT-LLM, vLLM and SGLang read.
 
-Each quantized linear layer has ``weight`` (uint8, two elements to a byte), ``weight_scale`` (float8_e4m3fn) and
-``weight_scale_2``, γ; ``input_scale`` is the γ of the activations. ``hf_quant_config.json`` says how, and
-``config.json`` says it again.
+Each quantized linear layer has ``weight`` (uint8, two elements per byte), ``weight_scale`` (float8_e4m3fn) and
+``weight_scale_2``, γ; ``input_scale`` is γ of the activations. ``hf_quant_config.json`` and ``config.json`` both
+describe the quantization.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.packing import element_bytes, matrices
 from fp4graph.exports.weights import BLOCK, Fp4Weight, refusal
 
-#: ModelOpt's version that the layout follows.
+#: The version of ModelOpt whose layout this is.
 VERSION = "0.47.0"
 
 
@@ -30,22 +30,22 @@ class ModelOpt(Layout):
         if weight.scheme.weights != "nvfp4":
             raise refusal(
                 weight,
-                "ModelOpt's checkpoints have no name for MXFP4 weights",
+                "ModelOpt's checkpoints do not support MXFP4 weights",
                 "use format='compressed-tensors', or 'gpt-oss' for the experts of GPT-OSS",
             )
-        found = {}
+        tensors_of = {}
         for module, matrix in matrices(model, weight).items():
-            found[module] = {
+            tensors_of[module] = {
                 "weight": element_bytes(matrix.elements),
                 "weight_scale": matrix.scales.to(torch.float8_e4m3fn),
                 "weight_scale_2": matrix.multiplier,
             }
             if weight.scheme.inputs is not None:
-                found[module]["input_scale"] = torch.ones(()) if input_scale is None else input_scale.clone()
-        return found
+                tensors_of[module]["input_scale"] = torch.ones(()) if input_scale is None else input_scale.clone()
+        return tensors_of
 
     def write_config(self, folder: Path, exported: Exported) -> None:
-        """Write ``hf_quant_config.json``, and ``config.json`` with the same in the form of ``quantization_config``."""
+        """Write ``hf_quant_config.json``, and ``config.json`` with the same facts in ``quantization_config``."""
         block, kept = BLOCK["nvfp4"], list(exported.kept)
         by_algorithm: dict[str, list[str]] = {}
         for module, scheme in exported.schemes.items():
@@ -74,7 +74,7 @@ class ModelOpt(Layout):
 
 
 def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:
-    """Return a config group as ModelOpt writes it into ``config.json``."""
+    """Return a config group in the form of ModelOpt's ``config.json``."""
     args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK["nvfp4"]}
     inputs = {} if algorithm == "W4A16_NVFP4" else {"input_activations": dict(args)}
     return {**inputs, "weights": args, "targets": targets}

@@ -1,7 +1,7 @@
-"""The names that tensors have in a checkpoint, which are not always those in the model.
+"""The names of tensors in a checkpoint, which may differ from those in the model.
 
 Transformers holds the experts of a layer in one parameter ``experts.gate_up_proj [E, 2·I, H]``; its checkpoints hold
-two matrices of each expert, ``experts.0.gate_proj.weight`` and ``experts.0.up_proj.weight``. It has functions for both
+two matrices of each expert, ``experts.0.gate_proj.weight`` and ``experts.0.up_proj.weight``. Its functions convert both
 ways.
 """
 
@@ -16,7 +16,7 @@ from fp4graph.exports.weights import Fp4Weight, refusal
 
 
 def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors``, by names of the model, under the names of a checkpoint; one may become several."""
+    """Return ``tensors``, by names of the model, under the names of a checkpoint; a tensor may become several."""
     if not is_hugging_face(model) or not tensors:
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -26,39 +26,39 @@ def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Return whether ``model`` is one of transformers' (which is not imported for others)."""
+    """Return whether ``model`` is of transformers, without importing it."""
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def by_module(model: nn.Module, weight: Fp4Weight, parts: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-    """Return parts of ``weight`` by the modules that a checkpoint has for it: one, or one of each expert and matrix.
+    """Return parts of ``weight`` by its modules in the checkpoint: one, or one for each expert and matrix.
 
     Args:
-        parts: each with the axes ``[..., N, ?]`` of the weight's own parameter, and cut as that parameter is.
+        parts: tensors ``[..., N, ?]`` with the axes of the weight's parameter, which are split like the parameter.
 
     Raises:
-        ExportError: the checkpoint holds the experts in one tensor, or the model has no checkpoint that is known.
+        ExportError: the checkpoint holds the experts in one tensor, or the model's checkpoints are unknown.
     """
-    found: dict[str, tuple[Tensor, ...]] = {}
+    of_module: dict[str, tuple[Tensor, ...]] = {}
     for part in parts:
         for name, tensor in stored_names(model, {weight.name: part}).items():
             module, _, last = name.rpartition(".")
             if last != "weight" or tensor.dim() != 2:
                 raise refusal(
                     weight,
-                    "it holds all experts in one tensor, and this format has a module for each expert",
-                    "use format='gpt-oss' for GPT-OSS; other experts must be those of a transformers model whose "
-                    "checkpoints name every expert",
+                    "it holds all experts in one tensor, but this format has a module for each expert",
+                    "use format='gpt-oss' for GPT-OSS; otherwise use a transformers model whose checkpoints name "
+                    "every expert",
                 )
-            found[module] = (*found.get(module, ()), tensor.contiguous())
-    return found
+            of_module[module] = (*of_module.get(module, ()), tensor.contiguous())
+    return of_module
 
 
 def kept_modules(model: nn.Module, names: Mapping[str, Tensor]) -> list[str]:
-    """Return the modules, by their names in a checkpoint, that a reader could take for quantized ones.
+    """Return the names in a checkpoint of modules that a reader could mistake for quantized ones.
 
     Args:
-        names: the tensors that stay in high precision, by their names in the model.
+        names: the high-precision tensors, by their names in the model.
     """
     owners = dict(model.named_modules(remove_duplicate=False))
     outside = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)

@@ -1,8 +1,8 @@
-"""Siblings: matrices that servers fuse into one, of which they then read one tensor scale.
+"""Siblings: matrices that servers fuse into one matrix with one tensor scale.
 
-vLLM's loader of compressed-tensors takes the largest stored divisor of a fused matrix, loaders of ModelOpt's layout the
-largest γ. Neither rescales the blocks, so siblings with tensor scales of their own are served with wrong values. The
-constants of their activations are read in the same way.
+vLLM's loader of compressed-tensors takes the largest stored divisor of a fused matrix; loaders of ModelOpt's layout
+take the largest γ. Neither rescales the blocks, so siblings with different tensor scales are served with wrong values.
+The same holds for the constants of their activations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4graph.exports.weights import ExportError, Fp4Weight
 from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.numerics.formats import E4M3
 
-_LISTED = 3  # groups that an error shows
+_LISTED = 3  # the most groups in an error's text
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +28,9 @@ class Sibling:
     Attributes:
         name: the last name of its module.
         gamma: γ of the weight: 0-d, or ``[E]`` for the weights of experts.
-        needed: the least γ under which no block scale overflows, in the shape of ``gamma``; 0 for zeros.
-        inputs: γ of the activations, 0-d; None where they have none, which is stored as 1.
-        weight: returns the weight.
+        needed: the least γ under which no block scale overflows, in the shape of ``gamma``; 0 for a zero weight.
+        inputs: γ of the activations, 0-d; None if they have no γ, which is stored as 1.
+        weight: computes the weight.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Group:
     @property
     def gammas(self) -> Tensor:
         """γ of each weight, ``[siblings, ...]``."""
-        return _stacked([one.gamma for one in self.siblings])
+        return _stacked([sibling.gamma for sibling in self.siblings])
 
     @property
     def input_gammas(self) -> Tensor:
         """γ of the activations of each weight, ``[siblings]``."""
-        return _stacked([torch.ones(()) if one.inputs is None else one.inputs for one in self.siblings])
+        return _stacked([torch.ones(()) if s.inputs is None else s.inputs for s in self.siblings])
 
     @property
     def factor(self) -> float:
-        """The largest quotient of two tensor scales; 1 where a server reads the right ones."""
+        """The largest quotient of two tensor scales; 1 if servers read the right scales."""
         return max(_factor(self.gammas), _factor(self.input_gammas))
 
     def __str__(self) -> str:
@@ -67,27 +67,27 @@ class Group:
         parts = []
         for what, gammas in scales.items():
             if _factor(gammas) > 1:
-                each = ", ".join(f"{one.name} {_text(g)}" for one, g in zip(self.siblings, gammas, strict=True))
+                each = ", ".join(f"{s.name} {_text(gamma)}" for s, gamma in zip(self.siblings, gammas, strict=True))
                 parts.append(f"{what} {each}, {_factor(gammas):.3g} times apart")
         return f"{self.owner}: {'; '.join(parts)}"
 
     def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
-        """Yield each weight and γ of its activations under one γ' for all, the least under which no scale overflows.
+        """Yield each weight and γ of its activations under a shared γ', the least under which no scale overflows.
 
-        Elements stay. Block scales S become S·γ/γ', rounded to E4M3. The activations are the same for all,
-        and get the largest γ that was measured.
+        Elements do not change. Block scales S become S·γ/γ', rounded to E4M3. The siblings share their activations,
+        which get the largest measured γ.
         """
         gamma = self.gammas.amax(0)
         if _factor(self.gammas) > 1:
-            needed = _stacked([one.needed for one in self.siblings]).amax(0)
+            needed = _stacked([sibling.needed for sibling in self.siblings]).amax(0)
             gamma = torch.where(needed > 0, needed, gamma)
-        measured = [one.inputs for one in self.siblings if one.inputs is not None]
+        measured = [sibling.inputs for sibling in self.siblings if sibling.inputs is not None]
         inputs = _stacked(measured).amax() if measured else None
-        for one in self.siblings:
-            weight = one.weight()
-            ratio = (one.gamma.cpu() / gamma).to(weight.scales.device)
+        for sibling in self.siblings:
+            weight = sibling.weight()
+            ratio = (sibling.gamma.cpu() / gamma).to(weight.scales.device)
             scales = weight.scales * ratio.reshape(*ratio.shape, *([1] * (weight.scales.dim() - ratio.dim())))
-            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # only zeros have larger ones
+            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # zeros may exceed it
             yield replace(weight, scales=scales, multiplier=gamma.to(weight.multiplier.device)), inputs
 
 
@@ -95,66 +95,67 @@ class Siblings:
     """The tensor scales of the weights of one export, by the groups that servers fuse."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, tuple[str, ...]], list[Sibling]] = {}
+        self._families: dict[tuple[str, tuple[str, ...]], list[Sibling]] = {}
 
     def add(self, weight: Fp4Weight, inputs: Tensor | None) -> None:
-        """Add the scales of ``weight``, and γ of its activations, if it may have siblings."""
+        """Add the scales of ``weight`` and γ of its activations, if its name belongs to a family of siblings."""
         owner, _, name = weight.name.removesuffix(".weight").rpartition(".")
         for family in SIBLINGS:
             if name in family:
                 gamma = weight.multiplier
                 blocks = weight.elements.reshape(*weight.scales.shape, -1).any(-1)
                 largest = (weight.scales * blocks).flatten(gamma.dim()).amax(-1)
-                one = Sibling(name, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
-                self._found.setdefault((owner or "(root)", family), []).append(one)
+                sibling = Sibling(name, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
+                self._families.setdefault((owner or "(root)", family), []).append(sibling)
 
     def differing(self) -> list[Group]:
         """Return the groups whose members have different scales."""
-        groups = (Group(owner, tuple(siblings)) for (owner, _), siblings in self._found.items())
+        groups = (Group(owner, tuple(siblings)) for (owner, _), siblings in self._families.items())
         return [group for group in groups if group.factor > 1]
 
 
 def require_shared(groups: Sequence[Group]) -> None:
-    """Raise an ExportError that lists ``groups``, whose tensor scales differ, if there are any."""
+    """Raise an ExportError that lists ``groups``, whose tensor scales differ, unless it is empty."""
     if not groups:
         return
     worst = sorted(groups, key=lambda group: -group.factor)
     more = f". {len(worst) - _LISTED} more groups differ" if len(worst) > _LISTED else ""
     raise ExportError(
-        "cannot export siblings with tensor scales of their own: servers (vLLM, SGLang) fuse them and read one "
-        f"scale for all, without rescaling blocks. {'. '.join(map(str, worst[:_LISTED]))}{more}. Give "
-        "sibling_scales='share' (--sibling-scales share) to write each group with one scale and see the error of that, "
-        "or 'own' for readers that fuse nothing, such as transformers"
+        "cannot export siblings with different tensor scales: servers (vLLM, SGLang) fuse them and read one scale for "
+        f"all, without rescaling blocks. {'. '.join(map(str, worst[:_LISTED]))}{more}. Give sibling_scales='share' "
+        "(--sibling-scales share) to write each group with one scale and print the resulting error, or 'own' for "
+        "readers that fuse nothing, such as transformers"
     )
 
 
 def change(group: Group, shared: Sequence[tuple[Fp4Weight, Tensor | None]]) -> dict[str, Any]:
-    """Return the scales of a group before and after, and the relative errors of its weights, as plain data.
+    """Return the scales of a group before and after sharing, and the relative errors of its weights, as plain data.
 
-    An error is the Frobenius norm of the change of a weight over the norm of what fprop multiplies with.
+    An error is the Frobenius norm of the change of a weight over the norm of the weight in fprop.
     """
-    squares, each = [], {}
-    for one, before, (weight, _) in zip(group.siblings, group.input_gammas, shared, strict=True):
-        own = one.weight().dequantized()
-        squares.append(torch.stack([(weight.dequantized() - own).square().sum(), own.square().sum()]).cpu())
-        each[one.name] = {"scale": one.gamma.tolist(), "input_scale": before.item(), "error": _error(squares[-1])}
+    squares, original = [], {}
+    for sibling, before, (weight, _) in zip(group.siblings, group.input_gammas, shared, strict=True):
+        w = sibling.weight().dequantized()
+        squares.append(torch.stack([(weight.dequantized() - w).square().sum(), w.square().sum()]).cpu())
+        scales = {"scale": sibling.gamma.tolist(), "input_scale": before.item()}
+        original[sibling.name] = {**scales, "error": _error(squares[-1])}
     weight, inputs = shared[0]
     return {
         "module": group.owner,
         "scale": weight.multiplier.tolist(),
         "input_scale": 1.0 if inputs is None else inputs.item(),
         "error": _error(torch.stack(squares).sum(0)),
-        "own": each,
+        "own": original,
     }
 
 
 def _error(squares: Tensor) -> float:
-    """Return the root of the quotient of two sums of squares; 0 for 0/0."""
+    """Return the square root of the quotient of two sums; 0 for 0/0."""
     return (squares[0] / squares[1]).sqrt().nan_to_num(0.0).item()
 
 
 def _stacked(gammas: Sequence[Tensor]) -> Tensor:
-    """Return scales of weights on the CPU, ``[siblings]``, or ``[siblings, E]`` if one has a scale for each expert."""
+    """Return scales on the CPU, ``[siblings]``, or ``[siblings, E]`` if a sibling has a scale for each expert."""
     shape = max((gamma.shape for gamma in gammas), key=len)
     return torch.stack([gamma.cpu().expand(shape) for gamma in gammas])
 

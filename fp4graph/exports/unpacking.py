@@ -1,9 +1,9 @@
-"""Frozen weights as FP4 bytes: the hooks that make a weight of them for each call of its module.
+"""Frozen weights as FP4 bytes: the hooks that make a weight from them for each call of its module.
 
-The parameter leaves its module. Before each call of the module a hook sets a plain attribute in its place, as torch's
-weight normalization does, and after the call another replaces it by a :class:`PackedWeight`, which has no values: in
-the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module,
-which no state dict holds; a state dict gets the values under the parameter's own name.
+The module loses its parameter. Before each call of the module a hook sets a plain attribute instead, as torch's weight
+normalization does. After the call another hook replaces it by a :class:`PackedWeight`, which has no values. In the
+captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module that a
+state dict leaves out; a state dict gets the values under the parameter's name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fp4graph.ops.gemm import MatmulProgram
 
 
 class Bytes(NamedTuple):
-    """The tensors that stand for a weight.
+    """The tensors that replace a weight.
 
     Attributes:
         codes, scales: of :func:`fp4graph.pack`, blocks along the weight's second axis; lines for 2-D blocks.
         factor: γ, which multiplies all values, fp32 ``[1]``, or None.
-        place, largest: where γ is taken from the largest weight: its flat index, int64 ``[1]``, and its value ``[1]``
-            as it was before it was quantized; else None. From both a quantizer takes the γ that it took at first.
+        place, largest: the flat index of the largest weight, int64 ``[1]``, and its value before quantization, ``[1]``,
+            from which a quantizer computes the same γ again; None if γ does not depend on them.
     """
 
     codes: Tensor
@@ -48,21 +48,20 @@ class Bytes(NamedTuple):
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    """Compute the operator ``fp4graph::unpack`` in tensor code."""
+    """Compute the result of the operator ``fp4graph::unpack`` in tensor code."""
     packed = Packed(codes, scales, QuantSpec.from_text(spec), (codes.shape[0], length), 1, torch.float32)
     w = unpack(packed)
     return (w if factor is None else w * factor).to(dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while Dynamo traces, which would go on without a compiler otherwise
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while Dynamo traces, which otherwise would continue uncompiled
 def refuse(message: str) -> NoReturn:
-    """Raise an Error, inside what Dynamo traces too: the runtime takes it out of Dynamo's own."""
+    """Raise an Error, also in code that Dynamo traces; the runtime extracts it from Dynamo's error."""
     raise Error(message)
 
 
 def dtype_to_quantize(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a weight of ``dtype`` is quantized from in the present context: autocast's, where it is
-    on."""
+    """Return the dtype from which a weight of ``dtype`` is quantized in the present context: autocast's if enabled."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
@@ -77,13 +76,13 @@ class Frozen:
         self._parameters += map(weakref.ref, parameters)
 
     def warn_unfrozen(self) -> None:
-        """Warn once where they train now: the packed ones do not."""
+        """Warn once if parameters now train, because packed weights do not."""
         unfrozen = [p for reference in self._parameters if (p := reference()) is not None and p.requires_grad]
         if unfrozen:
             self._parameters.clear()
             warnings.warn(
                 f"{len(unfrozen)} parameters that were frozen when fp4graph.pack_frozen() was called now require "
-                "gradients; packed weights are no parameters and stay frozen. To train them too, call "
+                "gradients; packed weights are not parameters and stay frozen. To train them too, call "
                 "fp4graph.unpack_frozen(model) before unfreezing",
                 PolicyWarning,
                 stacklevel=3,
@@ -102,12 +101,12 @@ class Unpack(Source):
     """The bytes of a weight ``[N, K]``, as its source.
 
     Args:
-        weight: that is packed.
+        weight: the weight to pack.
         spec: of the bytes: 4-bit elements in blocks of a fixed length along K.
-        by_kernel: whether an operator reads the bytes, else tensor code.
-        origin: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
-            quantizer reads the parameter itself under autocast too.
-        frozen: shared by all that are packed by one call.
+        by_kernel: whether an operator or tensor code reads the bytes.
+        origin: the dtype from which the weight was quantized (autocast's if enabled); None if the quantizer always
+            reads the parameter itself.
+        frozen: shared by all weights that one call packs.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Unpack(Source):
         self.name, self.path, self._transposed = weight.parameter_name, weight.name, weight.stored_transposed
         self.stand_in = nn.Parameter(torch.empty_like(weight.stored, device="meta"), requires_grad=False)
         self.programs: set[MatmulProgram] = set()
-        self._spec, self._dtype = spec.to_text(), weight.stored.dtype  # Dynamo traces no method of a text
+        self._spec, self._dtype = spec.to_text(), weight.stored.dtype  # Dynamo does not trace methods of strings
         self._by_kernel, self._origin, self.before_training = by_kernel, origin, frozen.warn_unfrozen
         self._buffers = tuple(f"{state.PACKED}{self.name}_{part}" for part in Bytes._fields)
 
@@ -135,7 +134,7 @@ class Unpack(Source):
         return w.mT if self._transposed else w
 
     def matrix(self, kept: Bytes) -> Tensor:
-        """Return the weight ``[N, K]`` of bytes."""
+        """Return the weight ``[N, K]`` from bytes."""
         read = torch.ops.fp4graph.unpack if self._by_kernel else _unpack
         w: Tensor = read(kept.codes, kept.scales, self._spec, 2 * kept.codes.shape[1], self._dtype, kept.factor)
         if kept.place is not None and kept.largest is not None:
@@ -143,7 +142,7 @@ class Unpack(Source):
         return w
 
     def kept(self, module: nn.Module) -> Bytes:
-        """Return the bytes that ``module`` keeps."""
+        """Return the bytes in ``module``."""
         buffers: Any = module._buffers
         codes, scales, factor, place, largest = self._buffers
         return Bytes(buffers[codes], buffers[scales], buffers[factor], buffers[place], buffers[largest])
@@ -156,14 +155,14 @@ class Unpack(Source):
             )
 
     def hold(self, module: nn.Module, kept: Bytes) -> None:
-        """Replace the parameter of ``module`` by bytes."""
+        """Replace the parameter of ``module`` with bytes."""
         del module._parameters[self.name]
         for name, part in zip(self._buffers, kept, strict=True):
             module.register_buffer(name, part, persistent=False)
-        forget = _Forget(self, PackedWeight(module, self))
-        forget(module, None, None)
+        drop = _DropWeight(self, PackedWeight(module, self))
+        drop(module, None, None)
         module.register_forward_pre_hook(self, prepend=True)  # before the mark, which carries the weight
-        module.register_forward_hook(forget, always_call=True)
+        module.register_forward_hook(drop, always_call=True)
         module.register_state_dict_post_hook(_Save(self))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_RefuseToLoad(self))  # type: ignore[no-untyped-call]
 
@@ -188,25 +187,25 @@ class Unpack(Source):
         return functools.partial(self.hold, module, kept)
 
     def _is_ours(self, hook: Any) -> bool:
-        hook = getattr(hook, "hook", hook)  # load_state_dict's are wrapped
+        hook = getattr(hook, "hook", hook)  # torch wraps hooks of load_state_dict
         return hook is self or (isinstance(hook, _Hook) and hook.source is self)
 
 
 @dataclass(eq=False)
 class _Hook:
-    """A hook beside a source."""
+    """A hook of a source."""
 
     source: Unpack
 
 
 @dataclass(eq=False)
-class _Forget(_Hook):
-    """Forward hook that takes the weight off its module again."""
+class _DropWeight(_Hook):
+    """Forward hook that replaces the weight by a :class:`PackedWeight` again."""
 
-    left: PackedWeight
+    replacement: PackedWeight
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        setattr(module, self.source.name, self.left)
+        setattr(module, self.source.name, self.replacement)
 
 
 class _Save(_Hook):
@@ -217,7 +216,7 @@ class _Save(_Hook):
 
 
 class _RefuseToLoad(_Hook):
-    """Hook before a state dict is loaded, which has no parameter to go to."""
+    """Hook that refuses to load a state dict with the packed weight."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if (name := f"{prefix}{self.source.name}") in state_dict:
@@ -227,10 +226,10 @@ class _RefuseToLoad(_Hook):
 
 
 class PackedWeight:
-    """The attribute of a module in the place of a packed weight, between calls of the module.
+    """The attribute that replaces a packed weight between calls of its module.
 
-    It answers what a parameter without values can: dtype, shape and device. Anything else is an Error, because code
-    that reads the weight beside its module (an adapter that is merged, a custom forward) would go wrong.
+    It has the dtype, shape and device of the parameter. Any other access raises an Error, because code that reads the
+    weight outside a call (merging an adapter, a custom forward) would get wrong results.
     """
 
     def __init__(self, module: nn.Module, unpacking: Unpack) -> None:
@@ -242,7 +241,7 @@ class PackedWeight:
         return self._unpacking.kept(self._module).codes.device
 
     def __getattr__(self, name: str) -> Any:
-        # Copy and pickle ask for the first before there is anything else; other libraries try what tensors may have.
+        # copy and pickle look up dunder names before _unpacking is set, and libraries probe for other attributes.
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(name)
         if name in _WITHOUT_VALUES:
@@ -253,7 +252,7 @@ class PackedWeight:
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse what torch would compute with the weight."""
+        """Refuse computations of torch with the weight."""
         weight = next(nested((args, kwargs), PackedWeight))
         return weight._refuse()
 
@@ -269,12 +268,12 @@ class PackedWeight:
 
     def _refuse(self) -> Any:
         return refuse(
-            f"{self._unpacking.path} is packed, and something reads it outside a call of its module; call "
+            f"{self._unpacking.path} is packed, but was read outside a call of its module; call "
             "fp4graph.unpack_frozen(model) before, or leave the weight trainable when packing"
         )
 
 
-#: What a :class:`PackedWeight` takes from the parameter without data.
+#: The attributes that a :class:`PackedWeight` takes from the parameter without data.
 _WITHOUT_VALUES = frozenset(
     {"dtype", "shape", "ndim", "size", "dim", "numel", "is_floating_point", "is_complex", "requires_grad"}
 )

@@ -1,4 +1,4 @@
-"""The weights of an applied model as fprop multiplies with them: FP4 elements, block scales, and a scale over them."""
+"""The weights of an applied model as in fprop: FP4 elements, block scales, and a tensor scale."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from fp4graph.technique.operands import Operand
 Kind = Literal["mxfp4", "nvfp4"]
 BLOCK: dict[Kind, int] = {"mxfp4": 32, "nvfp4": 16}
 _SCALES: dict[Kind, ScaleFormat] = {"mxfp4": E8M0, "nvfp4": E4M3}
-#: Stages that change an operand in a way that no format of ours can store.
+#: Stages whose changes to an operand no format can store.
 _REFUSED = {
-    "split": "splits the operand into parts that are multiplied apart",
-    "around": "replaces what the quantizer returns",
+    "split": "splits the operand into parts that are multiplied separately",
+    "around": "replaces the result of the quantizer",
     "after": "changes the dequantized values",
 }
 
 
 class ExportError(Error):
-    """A format cannot hold what a policy computes; names the weight, its rule and the remedy."""
+    """A format cannot hold the result of a policy; names the weight, its rule and the remedy."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantizer of a linear layer as servers know it.
+    """The quantizer of a linear layer, in the terms of servers.
 
     Attributes:
         weights: the kind of the weight's blocks.
-        inputs: the kind of the activation's blocks, or None where activations are in high precision.
+        inputs: the kind of the activation's blocks, or None if activations are in high precision.
         inputs_scaled: whether activations have a tensor scale above their block scales.
     """
 
@@ -60,16 +60,16 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Fp4Weight:
-    """One weight as fprop multiplies with it: ``elements · scales · multiplier``.
+    """A weight as in fprop: ``elements · scales · multiplier``.
 
     Attributes:
-        name: the parameter's, fully qualified.
-        rule: the name of the rule that decides it.
-        scheme: its quantizer.
-        elements: values of E2M1, fp32 ``[..., N, K]``: the contraction axis last, whatever the parameter's layout is.
-        scales: of the blocks, fp32 ``[..., N, K/block]``; 2-D blocks are written out by lines.
-        multiplier: γ, fp32: 0-d, or ``[E]`` for the weights of experts. 1 where there is no tensor scale.
-        again: returns the same once more, for who does not want to hold the elements meanwhile.
+        name: of the parameter, fully qualified.
+        rule: the name of the rule for the weight.
+        scheme: the weight's quantizer.
+        elements: values of E2M1, fp32 ``[..., N, K]``, with the contraction axis last in every layout of parameters.
+        scales: of the blocks, fp32 ``[..., N, K/block]``; scales of 2-D blocks are repeated for each line.
+        multiplier: γ, fp32: 0-d, or ``[E]`` for the weights of experts; 1 without a tensor scale.
+        again: computes the same object again, so that callers need not hold the elements.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Fp4Weight:
     again: Callable[[], Fp4Weight]
 
     def dequantized(self) -> Tensor:
-        """Return the values that fprop multiplies with, fp32 ``[..., N, K]``."""
+        """Return the values in fprop, fp32 ``[..., N, K]``."""
         return _dequantized(self.elements, self.scales, self.multiplier, BLOCK[self.scheme.weights])
 
 
@@ -94,18 +94,18 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
     """Yield every weight that the policy quantizes in fprop.
 
     Args:
-        activations: whether the quantizers of activations are wanted too.
+        activations: whether to include the quantizers of activations.
 
     Raises:
-        ExportError: no format can hold one of them.
-        Error: no forward has shown what the policy quantizes, or the model is sharded.
+        ExportError: no format can hold a weight or its activations.
+        Error: the model was not called in the present phase, or is sharded.
     """
     used = [weight for weight in runtime.weights if weight.is_captured]
-    due = runtime.policy.phase(_count(runtime), runtime.settings.total_forwards)
-    if (runtime.weights and not used) or due != runtime.phase:
+    current_phase = runtime.policy.phase(_count(runtime), runtime.settings.total_forwards)
+    if (runtime.weights and not used) or current_phase != runtime.phase:
         raise Error(
-            "export() writes what a forward multiplies with, and the model has not been called since the policy was "
-            "applied or its present phase began; call it once, in eval() and under torch.no_grad() if you like"
+            "export() writes the operands of a forward, but the model has not been called since the policy was "
+            "applied or its present phase began; call it once, for instance in eval() and under torch.no_grad()"
         )
     seen = set()
     for weight in used:
@@ -115,14 +115,14 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
         seen.add(weight.name)
         if is_sharded(weight.stored):
             raise Error(
-                "export() writes a model of one process, and this one is sharded; save a checkpoint with "
+                "export() needs the model in one process, but it is sharded; save a checkpoint with "
                 "fp4graph.training.checkpoint, load it in one process, and export there"
             )
         if (apart := plan.program.apart) is not None:
             technique = plan.program.state[apart.score].technique
             raise refusal(
                 weight,
-                f"{technique} multiplies {apart.count} of its input channels in another format, and stored weights "
+                f"{technique} multiplies {apart.count} of its input channels in another format, but stored weights "
                 "have one format",
                 "train its last steps with a policy that multiplies all channels alike",
             )
@@ -131,15 +131,15 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
 
 @torch.no_grad()
 def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool) -> Fp4Weight:
-    """Return one weight, whose program in evaluation is ``fprop``."""
+    """Return a weight, whose program in evaluation is ``fprop``."""
     program, spec = fprop.right, fprop.right.spec
     assert spec is not None
     if fprop.transforms:
         names = " and ".join(sorted(technique.name for technique in fprop.transforms))
         raise refusal(
             weight,
-            f"{names} transforms both operands of fprop, and no reader would transform the activations",
-            "train its last steps with a policy that transforms the backward alone (hadamard: {scope: backward})",
+            f"{names} transforms both operands of fprop, but readers do not transform activations",
+            "train its last steps with a policy that transforms only the backward (hadamard: {scope: backward})",
         )
     kind = _kind(weight, program)
     scheme = Scheme(kind, *(_inputs(weight, fprop, kind) if activations else (None, False)))
@@ -151,20 +151,20 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     if weight.stored_transposed and x.dim() == 2:
         raise refusal(
             weight,
-            "it is stored as [in, out], as Conv1D of transformers (GPT-2) does, and readers of FP4 weights, "
-            "transformers among them, know nn.Linear alone, [out, in]",
-            "keep such layers in high precision, or train the model with nn.Linear in their place",
+            "it is stored as [in, out], as in Conv1D of transformers (GPT-2), but readers of FP4 weights, including "
+            "transformers, support only nn.Linear, [out, in]",
+            "keep such layers in high precision, or replace them by nn.Linear for training",
         )
     if x.dim() < 2 or weight.view.op == "conv":
-        raise refusal(weight, "it is no matrix of a linear layer", "keep convolutions in high precision")
+        raise refusal(weight, "it is not the matrix of a linear layer", "keep convolutions in high precision")
     if x.shape[-1] % (block := BLOCK[scheme.weights]):
         raise refusal(
             weight,
-            f"its {x.shape[-1]} columns are not divided by the block of {block}, and readers know no padding",
+            f"its {x.shape[-1]} columns are not a multiple of the block of {block}, and readers do not pad",
             "keep it in high precision",
         )
     if not torch.isfinite(x).all():
-        raise refusal(weight, "it holds NaN or Inf", "go back to a checkpoint from before it did")
+        raise refusal(weight, "it holds NaN or Inf", "go back to an earlier checkpoint")
     step = _step(runtime).to(weight.key.device)
     draw = operand_draw(Draw(weight.key, step), Operand.FPROP_WEIGHT) if program.draws else None
     entries = weight.fprop_state(lambda entry: entry)
@@ -180,7 +180,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     if not torch.equal(_dequantized(elements, scales, multiplier, block), total(program(x, draw, entries, segments))):
         raise refusal(
             weight,
-            f"{_named(program.techniques)} give values that are no product of elements and scales",
+            f"{_named(program.techniques)} give values that are not products of elements and scales",
             "export under a policy without them",
         )
     again = partial(_of, weight, fprop, runtime, activations)
@@ -188,7 +188,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
 
 
 def _step(runtime: Runtime) -> Tensor:
-    """Return the step tensor of an eval forward now."""
+    """Return the step tensor of the next eval forward."""
     return noise.make_step(runtime.settings.seed, 0, _count(runtime))
 
 
@@ -204,19 +204,19 @@ def _shared(weight: Weight, gamma: Tensor, *, grouped: bool) -> Tensor:
     if not torch.equal(each, first.expand_as(each)):
         raise refusal(
             weight,
-            "its elements have different scales above the block scales, and the formats have one for the matrix",
+            "its elements have different scales above the block scales, but formats have one for the matrix",
             "use tensor_scaling with granularity: tensor, and no macro_block_scaling on weights",
         )
     return first.squeeze(-1).clone()  # a view would keep γ of every element alive
 
 
 def _kind(weight: Weight, program: OperandProgram) -> Kind:
-    """Return the kind of the weight's blocks; raise an ExportError where there is none."""
+    """Return the kind of the weight's blocks; raise an ExportError if they have no kind."""
     spec = program.spec
     assert spec is not None
     for stage, what in _REFUSED.items():
-        if found := [t.name for t in program.techniques if overrides(t, stage)]:
-            raise refusal(weight, f"{found[0]} {what}", "export under a policy without it on fprop.weight")
+        if names := [t.name for t in program.techniques if overrides(t, stage)]:
+            raise refusal(weight, f"{names[0]} {what}", "export under a policy without it on fprop.weight")
     if spec.needs_key:
         raise refusal(weight, "its rounding is stochastic in evaluation too", "round fprop.weight to nearest")
     if (kind := _kind_of(spec)) is None:
@@ -230,10 +230,10 @@ def _kind(weight: Weight, program: OperandProgram) -> Kind:
 
 
 def _kind_of(spec: QuantSpec) -> Kind | None:
-    """Return the kind of a spec's blocks.
+    """Return the kind of a spec's blocks, or None.
 
-    2-D blocks are of a kind too, because their scales can be written out by lines, and so are encode scales that are
-    powers of two, because the inverse of one is one.
+    2-D blocks have a kind too, because their scales can be repeated for each line. So have encode scales that are
+    powers of two, because their inverses are powers of two.
     """
     length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
     for kind, scale in _SCALES.items():
@@ -243,10 +243,10 @@ def _kind_of(spec: QuantSpec) -> Kind | None:
     return None
 
 
-def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | None, bool]:
-    """Return the kind of the activation's blocks, and whether they have a tensor scale; the weight's is ``beside``.
+def _inputs(weight: Weight, fprop: GemmProgram, weight_kind: Kind) -> tuple[Kind | None, bool]:
+    """Return the kind of the activation's blocks, which must be ``weight_kind``, and whether they have a tensor scale.
 
-    Raise an ExportError where an activation is quantized in a way that the formats do not know.
+    Raises an ExportError if the formats do not support the activation's quantizer.
     """
     program = fprop.left
     if program.spec is None:
@@ -254,13 +254,13 @@ def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | No
     stages = [*_REFUSED, "block_statistic", "group_statistic", "scale", "round", "rescale"]
     changing = [t.name for t in program.techniques if any(overrides(t, stage) for stage in stages)]
     scaling = [t for t in program.techniques if overrides(t, "group_scale")]
-    wrong = [t.name for t in scaling if not (t.normalizes and t.group_granularity in ("tensor", "all"))]
+    changing += [t.name for t in scaling if not (t.normalizes and t.group_granularity in ("tensor", "all"))]
     kind = _kind_of(program.spec)
-    if kind != beside or isinstance(program.spec.block, tuple) or changing or wrong or (scaling and kind == "mxfp4"):
-        what = _described(program.spec) + (f" with {', '.join([*changing, *wrong])}" if changing or wrong else "")
+    if kind != weight_kind or isinstance(program.spec.block, tuple) or changing or (scaling and kind == "mxfp4"):
+        what = _described(program.spec) + (f" with {', '.join(changing)}" if changing else "")
         raise refusal(
             weight,
-            f"no server knows the quantizer of its activations ({what})",
+            f"no server supports the quantizer of its activations ({what})",
             "export with activations=False (--weights-only): servers then dequantize weights and multiply in bf16",
         )
     return kind, bool(scaling)

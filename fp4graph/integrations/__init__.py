@@ -1,6 +1,6 @@
-"""One added line for training loops that other people wrote: Hugging Face's Trainer and Accelerate.
+"""Integrations with Hugging Face's Trainer and Accelerate; a training loop needs one additional line.
 
-Needs ``pip install fp4graph[hf]``; each part is imported when it is first used.
+Needs ``pip install fp4graph[hf]``; each part is imported at first use.
 """
 
 from __future__ import annotations

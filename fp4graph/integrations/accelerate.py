@@ -1,4 +1,4 @@
-"""A policy for a loop on ``accelerate.Accelerator``."""
+"""Applies a policy in a loop on ``accelerate.Accelerator``."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def apply_with_accelerate(
     options: Mapping[str, Any] | None = None,
     same_policy: bool = True,
 ) -> M:
-    """Apply ``policy`` for a loop on Accelerate; the one line to add, before ``accelerator.prepare``.
+    """Apply ``policy`` in a loop on Accelerate; the only line to add, before ``accelerator.prepare``.
 
     >>> apply_with_accelerate(accelerator, model, optimizer, "tetrajet")
     >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    Model and optimizer are prepared in place, and the accelerator scales the loss where the policy asks for it.
-    ``accelerator.save_state`` and ``load_state`` work as always: the techniques' state is in the model's file, and the
-    policy in ``fp4graph.json`` beside it.
+    Prepares model and optimizer in place, lets the accelerator scale the loss if the policy requires it, and returns
+    ``model``. ``accelerator.save_state`` and ``load_state`` work unchanged: the techniques' state is in the model's
+    file, and the policy is in ``fp4graph.json`` in the same folder.
 
-    The other arguments are those of :func:`fp4graph.apply`, and ``model`` is returned. ``same_policy=False`` lets
-    ``load_state`` read a state that was saved under another policy.
+    The other arguments are those of :func:`fp4graph.apply`. ``same_policy=False`` lets ``load_state`` read a state that
+    was saved under another policy.
 
     Raises:
-        Error: the accelerator has already prepared the model; also the errors of :func:`fp4graph.apply` and
-            :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises ``Mismatch``.
+        Error: the accelerator has already prepared the model or the optimizer; also the errors of
+            :func:`fp4graph.apply` and :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises ``Mismatch``.
     """
     if getattr(model, "_is_accelerate_prepared", False) or getattr(optimizer, "optimizer", None) is not None:
         raise Error(
-            "apply_with_accelerate() comes before accelerator.prepare(): it takes the plain model and optimizer"
+            "apply_with_accelerate() got a prepared model or optimizer; call it before accelerator.prepare()"
         )
     compiled: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "mode": mode, "options": options}
     apply(model, policy, **compiled, seed=seed, total_forwards=total_forwards)

@@ -1,7 +1,7 @@
-"""Runs a Trainer that somebody's function has made, of Hugging Face or Lightning, and logs its steps and losses.
+"""Runs the Trainer of Hugging Face or Lightning that a user's function returns, and logs its steps and losses.
 
-A log is called as ``log(step, loss)``; ``log.tick(step)`` says that a step has ended whose loss is not known, and
-``log.points`` holds the logged pairs.
+A log is called as ``log(step, loss)``; ``log.tick(step)`` notes the end of a step with unknown loss, and ``log.points``
+holds the logged pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp4graph.policy import Policy
 
 
 def run(result: Any, policy: Policy, seed: int, log: Any) -> Any:
-    """Run ``result`` if it is a Trainer, or a pair with Lightning's; return its final loss, else ``result`` itself."""
+    """Run ``result`` if it is a Trainer or Lightning's tuple, and return the final loss; else return ``result``."""
     trainer, *parts = result if isinstance(result, tuple | list) and result else (result,)
     if _is_a(trainer, "transformers.trainer"):
         return _hugging_face(trainer, policy, seed, log)
@@ -24,12 +24,15 @@ def run(result: Any, policy: Policy, seed: int, log: Any) -> Any:
 
 
 def _is_a(value: Any, module: str) -> bool:
-    """Return whether ``value`` is a Trainer of ``module``, which is not imported for the question."""
+    """Return whether ``value`` is a Trainer of ``module``, without importing the module."""
     return any(kind.__name__ == "Trainer" and kind.__module__.startswith(module) for kind in type(value).__mro__)
 
 
 def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | None:
-    """Run a Trainer, under ``policy`` unless its factory has applied it; return its evaluation loss if it has one."""
+    """Run a Trainer, under ``policy`` unless its factory has applied one.
+
+    Return the evaluation loss; without evaluation data, the training loss, or None if losses were logged.
+    """
     from transformers import TrainerCallback
 
     from fp4graph.integrations.trainer import FP4GraphCallback
@@ -52,9 +55,9 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
 
 
 def _lightning(trainer: Any, parts: list[Any], log: Any) -> Any:
-    """Fit ``(module[, datamodule])``; return the validation loss that the module logs, if it logs one."""
+    """Fit ``(module[, datamodule])``; return the validation loss that the module logs, or None."""
     package = type(trainer).__module__.rpartition(".trainer")[0].partition(".trainer")[0]
-    base: Any = getattr(__import__(package, fromlist=["Callback"]), "Callback")  # noqa: B009  # mypy does not know it
+    base: Any = getattr(__import__(package, fromlist=["Callback"]), "Callback")  # noqa: B009  # unknown to mypy
 
     class Logging(base):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:

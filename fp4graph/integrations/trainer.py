@@ -1,4 +1,4 @@
-"""A policy for ``transformers.Trainer``."""
+"""Applies a policy in ``transformers.Trainer``."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[FP4GraphCallback("tetrajet")])
 
-    The policy is applied when the Trainer is constructed, before anything wraps the model or loads a checkpoint into
-    it; the optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work as always:
-    checkpoints hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. For policies
-    with phases, ``total_forwards`` is ``max_steps`` times ``gradient_accumulation_steps``.
+    The policy is applied when the Trainer is constructed, before the model is wrapped or a checkpoint is loaded; the
+    optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work unchanged: checkpoints
+    hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. For policies with phases,
+    ``total_forwards`` is ``max_steps`` times ``gradient_accumulation_steps``.
 
     Args:
         policy, backend, seed, dynamic, mode, options: as for :func:`fp4graph.apply`.
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        Mismatch: when training resumes from a checkpoint of another policy or seed, or of none.
-        Error: the callback was added to the Trainer too late to resume or to evaluate. When training begins: the policy
-            scales the loss, which the Trainer does with ``fp16=True`` only.
+        Mismatch: training resumes from a checkpoint of another policy or seed, or from one without a policy.
+        Error: the callback was added to the Trainer too late to resume or to evaluate; or, when training begins, the
+            policy scales the loss, which needs ``fp16=True``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         self.written_under: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the entry for ``trainer_state.json``: how to make this callback, and the origin of the training."""
+        """Return the entry for ``trainer_state.json``: this callback's arguments, and the origin of the training."""
         policy = yaml.safe_load(self.policy.to_yaml())
         return {
             "args": {"policy": policy, **self.options, "same_policy": self.same_policy},
@@ -66,7 +66,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         }
 
     def on_init_end(self, *_: Any, model: nn.Module | None = None, **others: Any) -> None:
-        """Apply the policy to the model of a Trainer that was just made."""
+        """Apply the policy to the model of a new Trainer."""
         if model is not None:
             self._apply(model)
 
@@ -79,33 +79,33 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         optimizer: torch.optim.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        """Prepare the optimizer; by now model and optimizer are made, and a checkpoint is loaded."""
+        """Prepare the optimizer, after model and optimizer were made and a checkpoint was loaded."""
         assert model is not None
         assert optimizer is not None
-        # Trainer(model_init=...) has made another model, or trainer.add_callback() came late.
+        # Trainer(model_init=...) has made a new model, or trainer.add_callback() was called late.
         if runtime_of(model) is None:
             if state.global_step > 0:
                 raise Error(
-                    "training resumes, but the model was not applied when the checkpoint was loaded: give the model "
-                    "and this callback to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
+                    "training resumes, but no policy was applied when the checkpoint was loaded: give the model and "
+                    "this callback to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
                 )
             self._apply(model)
         if self.policy.phases:
             set_total_forwards(model, state.max_steps * args.gradient_accumulation_steps)
         if self.same_policy and state.global_step > 0:
             check_policy("the checkpoint", self._saved(state), model)
-        # Accelerate's wrapper has no hooks of its own.
+        # Accelerate's wrapper has no hooks.
         inner = getattr(optimizer, "optimizer", optimizer)
         if grad_scaler(model).is_enabled() and getattr(optimizer, "scaler", None) is None:
-            raise Error(f"policy {self.policy.name!r} scales the loss, and Trainer does so with fp16=True only")
+            raise Error(f"policy {self.policy.name!r} scales the loss, which Trainer does only with fp16=True; set it")
         prepare_optimizer(model, inner)
 
     def on_prediction_step(self, *_: Any, model: nn.Module | None = None, **others: Any) -> None:
-        """Refuse an evaluation in high precision, as the callback was added too late for the model to be applied."""
+        """Refuse an evaluation if the callback was added too late to apply the policy."""
         if model is not None and runtime_of(model) is None:
             raise Error(
-                "this evaluation would be in high precision: the callback came after the Trainer was made. Give it to "
-                "the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
+                "this evaluation would be in high precision, because the callback was added after the Trainer was "
+                "made. Give it to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
             )
 
     def _apply(self, model: nn.Module) -> None:
@@ -113,8 +113,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         self.written_under = written_under(model)
 
     def _saved(self, state: TrainerState) -> Mapping[str, Any] | None:
-        """Return the origin of the loaded checkpoint, as the trainer state has it."""
-        callbacks: Any = state.stateful_callbacks  # a dict by now, whatever its annotation says
-        kept = callbacks.get(type(self).__name__)
-        kept = kept[-1] if isinstance(kept, list) else kept  # one of each of several callbacks
-        return None if kept is None else kept["attributes"]["written_under"]
+        """Return the origin of the loaded checkpoint from the trainer state."""
+        callbacks: Any = state.stateful_callbacks  # a dict, despite its annotation
+        saved = callbacks.get(type(self).__name__)
+        saved = saved[-1] if isinstance(saved, list) else saved  # a list for several callbacks of this class
+        return None if saved is None else saved["attributes"]["written_under"]

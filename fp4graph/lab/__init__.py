@@ -1,4 +1,4 @@
-"""Measurements of what quantization does to a training: statistics, error decomposition, pictures."""
+"""Measurements of quantized trainings: statistics, error decomposition, diagnoses."""
 
 from fp4graph.lab.diagnose import Diagnosis, Finding, diagnose
 from fp4graph.lab.statistics.collect import Statistics

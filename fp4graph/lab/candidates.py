@@ -1,4 +1,4 @@
-"""The formats that each group of linears of a model may take, and the choice that costs least within a budget.
+"""The formats that each group of linears may take, and the cheapest choice of formats within a budget.
 
 The choice is a multiple-choice knapsack, solved exactly by HiGHS.
 """
@@ -33,7 +33,7 @@ Limit = tuple[Floats, float]
 _ROUNDING = 1e-9
 #: The format that quantizes nothing.
 EXACT = "bf16"
-#: The quantities that a budget bounds, by the names of search's arguments. A lower bound, fp4_flops has negative uses.
+#: The bounded quantities, by search's arguments. ``fp4_flops`` is bounded from below, so its uses are negative.
 BUDGETS = {"bits": "bits per weight", "fp4_flops": "share of FLOPs in FP4", "complexity": "Ω", "overhead": "overhead"}
 _LINEAR = ("linear", "grouped")
 
@@ -48,7 +48,7 @@ def within(limits: Sequence[Limit], choice: Choice) -> bool:
 
 
 def solve(costs: Floats, allowed: Bools, limits: Sequence[Limit] = ()) -> Choice | None:
-    """Return the option of each item for which the costs are least within ``limits``; None if nothing satisfies them.
+    """Return the cheapest option of each item within ``limits``; None if nothing satisfies them.
 
     The variables are x[i, o] in {0, 1}::
 
@@ -67,19 +67,19 @@ def solve(costs: Floats, allowed: Bools, limits: Sequence[Limit] = ()) -> Choice
     one_each = optimize.LinearConstraint(sparse.kron(sparse.eye(items), np.ones((1, options))), 1, 1)
     while True:
         bounds = zip(rows, sizes, stricter, strict=True)
-        found = optimize.milp(
-            objective * (1e3 / (np.abs(objective).max() or 1.0)),  # beside which HiGHS's gap of 1e-6 is nothing
+        solution = optimize.milp(
+            objective * (1e3 / (np.abs(objective).max() or 1.0)),  # makes HiGHS's gap of 1e-6 negligible
             integrality=np.ones(items * options),
             bounds=optimize.Bounds(0, allowed.ravel().astype(float)),
             constraints=[one_each, *(optimize.LinearConstraint(row / s, -np.inf, most / s) for row, s, most in bounds)],
             options={"mip_rel_gap": 0.0},
         )
-        if found.x is None:
+        if solution.x is None:
             return None
-        choice: Choice = found.x.reshape(items, options).argmax(1)
+        choice: Choice = solution.x.reshape(items, options).argmax(1)
         if within(limits, choice):
             return choice
-        # HiGHS keeps a bound to 1e-6 only; one that is exceeded is asked for more strictly.
+        # HiGHS satisfies a bound only to 1e-6. Tighten each bound that it exceeded.
         excess = np.array([total(use, choice) for use, _ in limits]) - stricter
         stricter = stricter - 2 * excess.clip(min=0)
 
@@ -93,61 +93,61 @@ class Format:
     """A policy that quantizes all of its sites alike."""
 
     policy: Policy
-    rule: Rule  # that quantizes; one that keeps for a policy that quantizes nothing
+    rule: Rule  # quantizes; for a policy that quantizes nothing, its default rule
     explanation: Explanation  # of the model under the policy
-    modules: frozenset[str]  # whose sites it quantizes
-    whole: bool  # no GEMM of a site can differ: a technique acts on them, or the backward reads operands of fprop
+    modules: frozenset[str]  # with the sites that the policy quantizes
+    joint: bool  # a site's GEMMs share the format, for a technique, or because the backward reads operands of fprop
 
     @classmethod
     def of(cls, explanation: Explanation) -> Format:
-        """Return the format that a policy is, given what it does to the model; raise an Error if it is no format."""
+        """Return the format of an explained policy; raise an Error if the policy quantizes sites differently."""
         policy = explanation.policy
-        said = f"{policy.name!r} is no uniform format: "
+        problem = f"{policy.name!r} is not a uniform format: "
         if any(technique.per_model for technique in policy.used):
-            raise Error(f"{said}it has techniques of the whole model; leave them out, and add them to the policy found")
+            raise Error(f"{problem}it has techniques of the whole model; leave them out, and add them to the result")
         quantized = [site for site in explanation.sites if site.quantized]
         if not quantized and policy.ever_quantizes:
-            why = explanation.problem or "it keeps all"
+            why = explanation.problem or "it keeps every site"
             raise Error(f"format {policy.name!r} fits no site of the model: {why}; leave it out")
         first = policy.default
         for number, site in enumerate(quantized):
             if site.op not in _LINEAR or site.module is None:
                 what = f"a {site.op} in {site.module}"
-                raise Error(f"{said}it quantizes {what}, and a search chooses for linears and experts")
+                raise Error(f"{problem}it quantizes {what}; keep it, because a search covers only linears and experts")
             rule = policy.default if site.rule_index == DEFAULT_INDEX else policy.rules[site.rule_index or 0]
             first = first if number else rule
             if (rule.specs, rule.techniques, rule.reuses) != (first.specs, first.techniques, first.reuses):
-                raise Error(f"{said}rules {first.name!r} and {rule.name!r} quantize differently; give two policies")
+                raise Error(f"{problem}rules {first.name!r} and {rule.name!r} quantize differently; give two policies")
         modules = frozenset(site.module for site in quantized if site.module is not None)
         reads = any(spec and spec.source == "fprop" for spec in first.specs.values())
-        return cls(policy, first, explanation, modules, whole=bool(first.techniques or first.reuses or reads))
+        return cls(policy, first, explanation, modules, joint=bool(first.techniques or first.reuses or reads))
 
     @property
     def name(self) -> str:
         return self.policy.name
 
     def fits(self, group: Iterable[str]) -> bool:
-        """Return whether the format can be given to all modules of a group."""
+        """Return whether every module of a group can take the format."""
         return not self.rule.quantizes or self.modules.issuperset(group)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The groups of linears of a model, and the options that each has."""
+    """The groups of linears of a model, and the options of each group."""
 
     formats: tuple[Format, ...]
     groups: tuple[tuple[str, ...], ...]  # the modules of each group of siblings
     options: Choice  # [options, 3], the numbers of the formats of fprop, dgrad and wgrad
     allowed: Bools  # [groups, options], whether the formats fit the group
-    uses: dict[str, Floats]  # [groups, options], what an option uses of each budget; of Ω it is no sum
+    uses: dict[str, Floats]  # [groups, options], the use of each budget that adds up over groups, which Ω does not
     call: Call = field(repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, batch: Any, formats: Sequence[Any], *, apart: bool) -> Candidates:
         """Return the candidates of ``model`` as ``loss`` calls it on ``batch``.
 
-        ``apart`` says whether the three GEMMs of a group may have different formats. Raises an Error if a format is no
-        uniform policy, fits no linear, or is named twice, or if a group has no format.
+        ``apart`` lets the three GEMMs of a group have different formats. Raises an Error if a format is not a uniform
+        policy, fits no linear, or is named twice, or if no format fits a group.
         """
         policies = [load_policy(each) for each in formats]
         names = [policy.name for policy in policies]
@@ -161,9 +161,9 @@ class Candidates:
         fits: Bools = np.array([[each.fits(group) for each in chosen] for group in groups])
         for group, fitting in zip(groups, fits, strict=True):
             if not fitting.any():
-                what = f"all of {', '.join(group)}, which go together"
+                what = f"all of {', '.join(group)}, which share one"
                 raise Error(f"no format quantizes {what}; add {EXACT!r} to formats")
-        free = [number for number, each in enumerate(chosen) if not each.whole]
+        free = [number for number, each in enumerate(chosen) if not each.joint]
         uniform = {(number,) * 3 for number in range(len(chosen))}
         options = np.array(sorted(uniform.union(itertools.product(free, repeat=3) if apart else ())))
         self = cls(chosen, groups, options, np.all(fits[:, options], axis=-1), {}, call)
@@ -197,7 +197,7 @@ class Candidates:
         return [(self.uses[name], bound) for name, bound in most.items() if name != "complexity"]
 
     def _by_complexity(self) -> list[tuple[float, Bools]]:
-        """Return Ω of each set of formats with techniques, and the options that it leaves, from the least Ω."""
+        """Return Ω and the usable options of each set of formats with techniques, in ascending order of Ω."""
         costly = [number for number, each in enumerate(self.formats) if each.policy.weights]
         sets: list[tuple[float, Bools]] = []
         for kept in itertools.product((False, True), repeat=len(costly)):
@@ -209,9 +209,9 @@ class Candidates:
         return sorted(sets, key=lambda each: each[0])
 
     def best(self, costs: Floats, most: Mapping[str, float]) -> Choice | None:
-        """Return the choice of least costs within ``most``, the uses by name, among finite ones; None if there is none.
+        """Return the cheapest choice within ``most``, the upper bounds by name; None if no choice of finite cost is.
 
-        Ω is no sum over groups: the problem is solved for each set of formats that it allows.
+        Ω does not add up over groups, so the problem is solved for each set of formats whose Ω is within its bound.
         """
         allowed, limits = self.allowed & np.isfinite(costs), self._limits(most)
         costs = np.where(allowed, costs, 0.0)
@@ -220,7 +220,7 @@ class Candidates:
         return min((each for each in choices if each is not None), key=lambda each: total(costs, each), default=None)
 
     def _least(self, name: str, most: Mapping[str, float]) -> float:
-        """Return the least possible use of ``name`` within ``most``; infinite if nothing satisfies these."""
+        """Return the least possible use of ``name`` within ``most``; infinite if no choice is within ``most``."""
         if name == "complexity":
             free = np.zeros(self.allowed.shape)
             values = (value for value, _ in self._by_complexity())
@@ -229,7 +229,7 @@ class Candidates:
         return math.inf if choice is None else total(self.uses[name], choice)
 
     def require(self, most: Mapping[str, float]) -> None:
-        """Raise an Error that says the nearest feasible value unless some choice is within ``most``."""
+        """Raise an Error with the nearest feasible value if no choice is within ``most``."""
         for name, bound in most.items():
             for others in ({}, {other: most[other] for other in most if other != name}):
                 least = self._least(name, others)
@@ -251,19 +251,19 @@ class Candidates:
             for place, gemm in enumerate(Gemm):
                 if not each.fits(group) or not any(each.rule.specs[operand] for operand in GROUPS[gemm]):
                     continue
-                known = [scored.get((each.name, str(gemm), module)) for module in group]
-                if None in known:
-                    raise Error(f"there is no score of {gemm} of {group[known.index(None)]} under {each.name}; measure "
+                of_group = [scored.get((each.name, str(gemm), module)) for module in group]
+                if None in of_group:
+                    raise Error(f"the scores lack {gemm} of {group[of_group.index(None)]} under {each.name}; measure "
                                 "by ('site', 'gemm')")  # fmt: skip
-                values[row, column, place] = sum(value(score) for score in dict.fromkeys(known) if score)
+                values[row, column, place] = sum(value(score) for score in dict.fromkeys(of_group) if score)
         summed: Floats = values[:, self.options, range(3)].sum(-1)
         return summed
 
     def simplified(self, choice: Choice, costs: Floats, squared: Floats, most: Mapping[str, float]) -> Choice:
         """Return a choice with fewer options, within ``most``, that costs at most one standard error more.
 
-        While that holds, all groups of one option get another's, the pair first that costs least. ``squared`` has the
-        squared standard errors.
+        Repeatedly moves all groups of one option to another, whichever pair costs least, while both conditions hold.
+        ``squared`` has the squared standard errors.
         """
         limit, limits = total(costs, choice) + math.sqrt(total(squared, choice)), self._limits(most)
         rows = np.arange(len(choice))
@@ -282,7 +282,7 @@ class Candidates:
         return fprop, dgrad, wgrad
 
     def text(self, choice: Choice, increases: Floats, name: str, description: str, header: Sequence[str]) -> str:
-        """Return the policy file of a choice; ``increases`` are the predicted ones, ``[groups, options]``."""
+        """Return the policy file of a choice; ``increases`` are the predicted loss increases, ``[groups, options]``."""
         treated: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for row, (group, option) in enumerate(zip(self.groups, choice, strict=True)):
             treated[option] |= dict.fromkeys(group, increases[row, option] / len(group))
@@ -295,14 +295,14 @@ class Candidates:
         return written(name, description, header, treatments, ops=ops, blocks=self.explanation.blocks, bases=bases)
 
     def check(self, model: nn.Module, policy: Policy, choice: Choice) -> None:
-        """Raise an Error unless every operand of the model has under ``policy`` the spec that was chosen."""
+        """Raise an Error if ``policy`` gives an operand of the model another spec than the choice."""
         formats = {m: self.chosen(option) for group, option in zip(self.groups, choice, strict=True) for m in group}
         for number, site in enumerate(explain(model, policy, self.call.args, self.call.kwargs).sites):
             chosen = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
             for operand in Operand:
                 wanted = chosen[operand.gemm].explanation.sites[number].operands[operand] if chosen else None
                 if site.operands[operand] != wanted:
-                    raise Error(f"{policy.name} gives {operand} of {site.module} {site.operands[operand]} and not "
+                    raise Error(f"{policy.name} gives {operand} of {site.module} {site.operands[operand]} instead of "
                                 f"{wanted}; please report the model")  # fmt: skip
 
 
@@ -318,4 +318,4 @@ def _rule(*chosen: Format) -> Rule:
     gemms: dict[str, list[str]] = {}
     for gemm, each in by_gemm.items():
         gemms.setdefault(each.name, []).append(str(gemm))
-    return Rule(name=", ".join(f"{' and '.join(own)} {name}" for name, own in gemms.items()), specs=specs)
+    return Rule(name=", ".join(f"{' and '.join(names)} {name}" for name, names in gemms.items()), specs=specs)

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 
 class Units(NamedTuple):
-    """The units in which values are compared, and the way back."""
+    """The units in which values are compared."""
 
-    of: Callable[[float], float]
-    back: Callable[[float], float]
+    transform: Callable[[float], float]
+    inverse: Callable[[float], float]
 
 
 _LINEAR = Units(float, float)
 _LOG2 = Units(lambda value: math.log2(max(value, 1e-12)), lambda power: 2.0**power)
-#: Logits of shares; shares below a tenth are alike, and those above 98 %.
+#: Logits of shares, which are clipped to 10 to 98 %.
 _LOGIT = Units(
     lambda share: math.log((s := min(max(share, 0.1), 0.98)) / (1 - s)), lambda logit: 1 / (1 + math.exp(-logit))
 )
@@ -37,35 +37,35 @@ _ERROR, _SWEEP, _GAUSSIAN = (
 )  # fmt: skip
 DIVERGENCE = Remedy(
     "a lower learning rate, gradient clipping, or stable_spam",
-    "it rises with the gradients; StableSPAM, which clips them, beats Adam in every format with bf16 parameters",
+    "the loss rises with the gradients; StableSPAM clips them, and beats Adam in every format with bf16 parameters",
     _GAUSSIAN,
 )
 _NONFINITE = replace(DIVERGENCE, reason="the operand was infinite or NaN before its quantizer")
 SCALES = Remedy(
     "tensor_scaling or loss_scaling",
-    "values below the smallest scale are lost; a tensor scale reduces the error of NVFP4's dY from 12.6 to 0.9 %, loss "
-    "scaling the loss on digits from 2.30 to 0.46",
+    "values below the smallest scale are lost; a tensor scale reduces the error of NVFP4's dY from 12.6 to 0.9 %, and "
+    "loss scaling reduces the loss on digits from 2.30 to 0.46",
     f"{_ERROR}; {_SWEEP}",
 )
 _OUTLIERS = Remedy(
     "outlier_clamp, outlier_fallback or hadamard",
-    "outliers set the scale of their block, and its other elements become zero; outlier_fallback reduces the dead zone "
-    "by a third or more, the others' effect on it was not measured",
+    "an outlier sets the scale of its block, and the block's other elements become zero; outlier_fallback reduces the "
+    "dead zone by a third or more; the effect of the other two on it was not measured",
     _ERROR,
 )
 _CLIPPING = Remedy(
     "scales rounded up, as in mxfp4-round-up",
-    "decode scales rounded to nearest clip, and the true weights have a loss of 36 under them, 27 under others",
+    "decode scales rounded to nearest clip; the true weights have a loss of 36 under such scales, 27 under others",
     _GAUSSIAN,
 )
 _BIAS = Remedy(
     "stochastic_rounding of gradients",
-    "it is unbiased by definition, though the sweep shows no effect of it on the loss",
+    "stochastic rounding is unbiased by definition, though the sweep shows no effect of it on the loss",
     _SWEEP,
 )
 _OSCILLATION = Remedy(
     "freeze, dampen or q_ema",
-    "they reduce the share of oscillating weights from 1.8 to 0.4, 0.8 and 1.3 %",
+    "they reduce the share of oscillating weights from 1.8 % to 0.4, 0.8 and 1.3 %",
     "Oscillation, with and without its remedies",
 )
 #: The remedies of a low signal-to-noise ratio, by the largest part of the operand's error.
@@ -77,24 +77,24 @@ OF_ERROR = {
 
 
 class Quantity(NamedTuple):
-    """A recorded field, which leaves its range above (``sense`` 1) or below (-1), and its remedy."""
+    """A recorded field, the end at which it leaves its range (``sense`` 1: above, -1: below), and its remedy."""
 
     words: str
     form: str
     sense: int
     units: Units
     width: float
-    remedy: Remedy | None  # None for those of OF_ERROR
+    remedy: Remedy | None  # None: the remedy comes from OF_ERROR
     limit: float | None = None
-    tensors: tuple[str, ...] = ("",)  # the ends of the names of the tensors that are judged
-    peers: bool = True  # whether sites of one kind are alike
+    tensors: tuple[str, ...] = ("",)  # judges tensors whose names end in one of these
+    peers: bool = True  # whether sites of one kind are comparable
 
     def badness(self, value: float) -> float:
-        return self.sense * self.units.of(value)
+        return self.sense * self.units.transform(value)
 
 
-#: The fields that are judged (docs/analysis.md). ``underflowed`` is judged of inputs and weights only: as samples are
-#: learnt, most gradients become small beside the largest, and ``snr_db`` tells whether their loss matters.
+#: The judged fields (docs/analysis.md). ``underflowed`` is judged for inputs and weights only: as a model learns, most
+#: gradients become small relative to the largest, and ``snr_db`` shows whether losing them matters.
 QUANTITIES: dict[str, Quantity] = {
     "nonfinite": Quantity("number of elements that are not finite", "{:.0f}", 1, _LINEAR, 0.5, _NONFINITE, 0.0),
     "snr_db": Quantity("signal-to-noise ratio", "{:.1f} dB", -1, _LINEAR, 6.0, None, 3.0),

@@ -31,14 +31,14 @@ from fp4graph.policy import Policy, load_policy
 
 __all__ = ["Comparison", "Log", "compare"]
 
-#: Records of the statistics in a training, and the steps between them where no length is known.
+#: Records of the statistics per training, and the steps between records where the training's length is unknown.
 RECORDS, EVERY = 8, 50
-#: A note about a training that leaves its seed alone.
+#: The note about a training that ignores its seed.
 SAME_LOSS = (
-    "{} has the same loss under every seed, so that the intervals say nothing: train() sets a seed of its own; give "
-    "torch.manual_seed the argument seed, or leave it to compare"
+    "{} has the same loss under every seed, so the intervals are meaningless: train() sets a fixed seed. Call "
+    "torch.manual_seed with the argument seed, or not at all"
 )
-#: Seconds between two writings of the page while trainings go on.
+#: Seconds between two writings of the page during the trainings.
 PAGE_EVERY = 30.0
 
 
@@ -53,7 +53,7 @@ def compare(
     timing: bool = True,
     statistics: int | None = None,
 ) -> Comparison:
-    """Run a training of yours under every policy and every seed, and compare the losses.
+    """Run a training under every policy and every seed, and compare the losses.
 
     >>> def train(policy, seed, log):
     ...     model = fp4graph.apply(make_model(), policy, seed=seed)
@@ -64,32 +64,32 @@ def compare(
     >>> print(fp4graph.compare(train, ["nvfp4", "tetrajet"], folder="runs/mine"))
 
     Before the first training, ``train`` runs under each policy up to the model's first call, where the policy is
-    checked. Calling ``compare`` again with the same folder goes on: what has ended is not repeated, what failed is
-    tried again, and more policies and seeds can be added. Python's, NumPy's and torch's random numbers are seeded
-    before each run and restored at the end.
+    checked. Another call with the same folder resumes: it skips finished runs, repeats failed runs, and may add
+    policies and seeds. Python's, NumPy's and torch's random numbers are seeded before each run and restored at the end.
 
     Args:
         train: ``train(policy, seed, log)`` applies the policy, trains, and calls ``log(step, loss, **metrics)``. It
-            returns the final loss, a mapping with ``loss`` and metrics, or None, where the last logged loss counts. It
-            may be a generator of (step, loss), or return a Hugging Face ``Trainer``, or a Lightning ``(trainer,
-            module[, datamodule])``, which then is run. ``log.folder`` is a folder for checkpoints of this run.
-        policies: paths, shipped policies' names, dicts or policies; the baseline is added. Text may hold several names
-            with commas between.
-        seeds: a number of seeds, from 0 on, or the seeds.
+            returns the final loss, a mapping with ``loss`` and metrics, or None for the last logged loss. It may be a
+            generator of (step, loss), or return a Hugging Face ``Trainer`` or a Lightning ``(trainer, module[,
+            datamodule])``, which ``compare`` then runs. ``log.folder`` is a folder for checkpoints of this run.
+        policies: paths, shipped policies' names, dicts or policies; the baseline is added. A string may hold several
+            names, separated by commas.
+        seeds: the number of seeds (0, 1, ...), or a list of seeds.
         folder: holds the result, see :class:`Comparison`; ``runs/compare-NAME`` by default.
         baseline: the policy that the others are compared with.
-        processes: trainings at a time, each in a process of its own, which must be able to import ``train``.
+        processes: the number of trainings at a time; above 1 they run in processes that must be able to import
+            ``train``.
         timing: measure the time per step after the trainings, each policy in alternation with the baseline.
-        statistics: steps between records of what quantization does in the first seed's runs; an eighth of the
+        statistics: steps between records of the operands' statistics in the first seed's runs; an eighth of the
             baseline's length by default, 0 for none.
 
     Raises:
-        Error: policies do not fit the model, which is found before any training; ``folder`` is in use or holds another
-            comparison; ``train`` takes other arguments; or it returned and logged nothing. A run that raises is
-            recorded as failed, with its traceback in ``traceback.txt``, and the others go on.
+        Error: a policy does not fit the model (before any training); ``folder`` is in use or holds another comparison;
+            ``train`` takes other arguments, or returned and logged nothing. A run that raises is recorded as failed,
+            with its traceback in ``traceback.txt``, and the other runs continue.
     """
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
-        needs(package, f"the result is written by means of {package}", "analysis")
+        needs(package, f"the result is written with {package}", "analysis")
     loaded, numbers = _policies(policies, baseline), _seeds(seeds)
     _require_fit(train, processes)
     place = Path(folder) if folder is not None else Path("runs") / f"compare-{name_of(train).rpartition(':')[2]}"
@@ -108,21 +108,21 @@ def compare(
 
 
 def _require_fit(train: Train, processes: int) -> None:
-    """Raise an Error where a training cannot be called with a policy, a seed and a log, or not in other processes."""
+    """Raise an Error if a training cannot be called with a policy, a seed and a log, or not in other processes."""
     if not callable(train):
         raise Error(f"compare calls a function as train(policy, seed, log); got {train!r:.80}")
     if type(processes) is not int or processes < 1:
-        raise Error(f"processes is a whole number of at least 1; got {processes!r}")
+        raise Error(f"processes must be a whole number of at least 1; got {processes!r}")
     try:
         inspect.signature(train, follow_wrapped=False).bind("policy", 0, print)
-    except ValueError:  # nothing is known of its arguments
+    except ValueError:  # a built-in without a signature
         pass
     except TypeError as error:
         raise Error(f"compare calls {name_of(train)} as train(policy, seed, log): {error}") from None
     try:
         pickle.dumps(train if processes > 1 else None)
     except Exception as error:
-        what = "processes= needs a train() that other processes can import, at the top of a module"
+        what = "processes= needs a train() that other processes can import; define it at the top of a module"
         raise Error(f"{what}: {error}") from error
 
 
@@ -139,12 +139,12 @@ class _Job:
 
     @property
     def pending(self) -> list[tuple[Policy, int]]:
-        """The runs to do, the baseline's first one first."""
+        """The runs to do, from the baseline's first run on."""
         runs = [(policy, seed) for seed in self._seeds for policy in self._policies]
         return [(policy, seed) for policy, seed in runs if not self._record.finished(policy, seed)]
 
     def train(self, processes: int) -> None:
-        """Do the runs that have not ended, one after the other or in processes, and show a table and a bar."""
+        """Do the pending runs, one after the other or in processes, and show a table and a bar."""
         pending, written, console = self.pending, time.monotonic(), self._console
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
@@ -174,7 +174,7 @@ class _Job:
         self, pending: Sequence[tuple[Policy, int]], processes: int, progress: Callable[[Policy, int, int, float], None]
     ) -> Iterator[Line]:
         """Yield the line of each run as it ends."""
-        alone = 1 if processes > 1 else len(pending)  # the first one's length is the measure of the statistics
+        alone = 1 if processes > 1 else len(pending)  # the length of the first run sets the statistics' interval
         for run in pending[:alone]:
             yield train_once(*self._arguments(*run), progress)
         if not (others := pending[alone:]):
@@ -186,32 +186,32 @@ class _Job:
                     yield done.result()
             except BrokenProcessPool:
                 raise Error(
-                    "a process ended in the middle of its training, as where memory runs out; the finished runs are "
-                    "kept. Call compare again to go on, with fewer processes"
+                    "a process ended during its training, possibly because memory ran out; the finished runs are "
+                    "kept. Call compare again with fewer processes to continue"
                 ) from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _arguments(self, policy: Policy, seed: int) -> tuple[Train, Policy, int, Path, int | None]:
         """Return the arguments of :func:`train_once`."""
-        usual = self._record.runs.get((self._policies[0].name, self._seeds[0]), {}).get("step")
-        every = max(1, usual // RECORDS) if usual else EVERY
-        wanted = every if self._statistics is None else self._statistics or None
+        length = self._record.runs.get((self._policies[0].name, self._seeds[0]), {}).get("step")
+        every = max(1, length // RECORDS) if length else EVERY
+        interval = every if self._statistics is None else self._statistics or None
         folder = self._record.folder / f"{policy.name}-{seed}"
-        return self._train, policy, seed, folder, wanted if seed == self._seeds[0] else None
+        return self._train, policy, seed, folder, interval if seed == self._seeds[0] else None
 
     def time(self) -> None:
         """Measure the time per step of every policy that was not measured yet."""
         baseline, *others = self._policies
         for policy in others:
             pair = {"fingerprint": policy.fingerprint, "baseline": baseline.fingerprint}
-            former = self._record.timings.get(policy.name, {})
-            if pair.items() <= former.items() or not self.result().of(policy.name):
+            recorded = self._record.timings.get(policy.name, {})
+            if pair.items() <= recorded.items() or not self.result().of(policy.name):
                 continue
             self._console.print(f"timing {policy.name}: its first steps and those of {baseline.name}, in alternation")
             try:
                 measured = timing.timed(self._train, baseline, policy, self._seeds[0])
-            except Exception as error:  # noqa: BLE001  # the losses are there; whatever a training raises
+            except Exception as error:  # noqa: BLE001  # a failed timing leaves the losses valid
                 self.notes.append(f"the time of {policy.name} was not measured: {type(error).__name__}: {error}")
                 continue
             if not measured:
@@ -219,7 +219,7 @@ class _Job:
             self._record.add({"kind": "timing", "policy": policy.name, **pair, **measured})
 
     def result(self) -> Comparison:
-        """Return what has been found so far."""
+        """Return the result so far."""
         names = [policy.name for policy in self._policies]
         runs = [run for (name, seed), run in self._record.runs.items() if name in names and seed in self._seeds]
         notes = dict.fromkeys([*self.notes, *(run["note"] for run in runs if run["note"])])
@@ -243,7 +243,7 @@ def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
         except Error as error:
             faults.append(f"\n  {policy}: {error}")
     if faults:
-        raise Error(f"{len(faults)} of the policies cannot be loaded, so none was trained:{''.join(faults)}")
+        raise Error(f"{len(faults)} of the policies cannot be loaded, so nothing was trained:{''.join(faults)}")
     first, *others = loaded
     others = [policy for policy in others if (policy.name, policy.fingerprint) != (first.name, first.fingerprint)]
     names = [policy.name for policy in (first, *others)]
@@ -257,5 +257,5 @@ def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not numbers or any(type(seed) is not int or seed < 0 for seed in numbers) or len({*numbers}) < len(numbers):
-        raise Error(f"seeds is a number of seeds, at least 1, or different whole numbers from 0 on; got {seeds!r}")
+        raise Error(f"seeds must be a number of at least 1, or a list of different whole numbers >= 0; got {seeds!r}")
     return numbers

@@ -1,4 +1,4 @@
-"""Why a training diverged: the first quantity that left its normal range, and the technique that addresses it.
+"""Finds why a training diverged: the first quantity that left its normal range, and the technique that addresses it.
 
 docs/diagnose.md describes the ranges. Each has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the
 median absolute deviation from m, and w the least half-width of the quantity in its units (:mod:`fp4graph.lab.checks`).
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Losses = Mapping[int, float | None]
 #: The half-width of a range in median absolute deviations: five robust standard deviations.
 DEVIATIONS = 5 * 1.4826
-#: The least numbers of records from which a run's own range is taken, and of losses for a running median.
+#: The least numbers of records for a range from the run itself, and of losses for a running median.
 RECORDS, WINDOW = 5, 5
 
 
@@ -53,7 +53,7 @@ class Finding:
     size: float  # the distance from the middle of the range in half-widths
     stays: bool  # whether the last record is outside too
     remedy: Remedy
-    sites: tuple[int, int] = (1, 1)  # where the quantity of this operand left its range at ``step``, and all
+    sites: tuple[int, int] = (1, 1)  # the number where this operand's quantity left its range at ``step``, and of all
 
     def words(self) -> tuple[str, str]:
         """Return the value and the normal range in words."""
@@ -70,13 +70,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of a run, the first and largest first."""
+    """The findings of a run, by step and then by size."""
 
     run: str
     headline: str  # the first finding and the technique that addresses it
     findings: tuple[Finding, ...]
     baseline: bool | None  # whether the baseline's loss left its range too; None without losses of a baseline
-    missing: tuple[str, ...]  # what was not recorded, and so is not judged
+    missing: tuple[str, ...]  # quantities that were not recorded, and so not judged
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *map(str, self.findings[:10]), *(f"Not recorded: {m}" for m in self.missing)])
@@ -106,34 +106,35 @@ def diagnose(
     *,
     losses: Losses | Sequence[float] | None = None,
 ) -> Diagnosis:
-    """Return what left its normal range in a run, in order of time.
+    """Return the quantities that left their normal range in a run, by step.
 
-    At one step, forward comes before backward and the larger before the smaller. If the loss rises there, operands that
-    left their range at less than half of their sites come before the loss and gradient norms, and the others, which
-    have a common cause, after these. A spike of the loss that passed comes last.
+    Within a step, forward precedes backward, and larger findings precede smaller ones. If the loss rises in the run,
+    operands that left their range at less than half of their sites precede the loss and the gradient norm; operands
+    that left it at more sites share a cause and follow. A spike of the loss that passed comes last.
 
     Args:
         run: a folder of ``fp4graph train``, of one run of ``fp4graph.compare``, or of a :class:`Statistics`.
         baseline: the folder of a run with the same settings, under ``bf16`` for instance; or that run's losses.
-        losses: by step, or those of steps 1, 2, ...; by default those that the folder has.
+        losses: by step, or a list for steps 1, 2, ...; by default the losses in the folder.
 
     Raises:
-        Error: there are no losses and no statistics, or no losses of the baseline; or pandas is not installed.
+        Error: the run has neither losses nor statistics, the baseline has no losses, or pandas is not installed.
     """
     needs("pandas", "diagnoses need pandas", "analysis")
     record = _read(Path(run), losses)
     if record.recorded is None and not record.losses:
-        raise Error(f"{run}: neither losses nor statistics are there; train with fp4graph train --statistics, or with "
-                    "fp4graph.lab.Statistics around a loop of your own")  # fmt: skip
+        raise Error(f"{run} has neither losses nor statistics; train with fp4graph train --statistics, or with "
+                    "fp4graph.lab.Statistics around your loop")  # fmt: skip
     folder, values = (Path(baseline), None) if isinstance(baseline, str | PathLike) else (None, baseline)
     reference = _read(folder, values)
     if folder is not None and not reference.losses:
-        raise Error(f"{folder}: no losses of a baseline are there; give one of fp4graph train, or a list of losses")
+        raise Error(f"{folder} has no losses of a baseline; give a folder of fp4graph train, or a list of losses")
     findings = loss_findings(record.losses, reference.losses)
-    sick, rises = any(each.stays for each in findings), any(each.stays and each.range == "early" for each in findings)
+    diverging = any(each.stays for each in findings)
+    rises = any(each.stays and each.range == "early" for each in findings)
     alike = {site for site, words in record.quantizers.items() if reference.quantizers.get(site, 0) == words}
     comparable = [row for row in reference.rows if row["site"].partition("#")[0] in alike]
-    findings += _outside(record.rows, comparable, sick)
+    findings += _outside(record.rows, comparable, diverging)
     findings.sort(key=lambda finding: _place(finding, rises))
     diverged = any(each.stays for each in loss_findings(reference.losses, {})) if reference.losses else None
     records = len(record.recorded.steps) if record.recorded else 0
@@ -152,7 +153,7 @@ def diagnose(
 
 
 class _Read(NamedTuple):
-    """What a run left: its losses by step, its statistics, and the rows of these and of the model's gradient norms."""
+    """The losses of a run by step, its statistics, and the rows of the statistics and of the model's gradient norms."""
 
     losses: Losses
     recorded: Recorded | None
@@ -166,7 +167,7 @@ class _Read(NamedTuple):
 
 
 def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read:
-    """Read a folder, and take the losses that are given; those of ``fp4graph.compare`` are in ``log.jsonl``."""
+    """Read a folder and its losses, unless ``losses`` has them; ``fp4graph.compare`` writes losses to ``log.jsonl``."""
     lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
     if losses is None:
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
@@ -182,7 +183,7 @@ def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read
 
 
 def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
-    """Return where the loss left its range, and where it left the baseline's.
+    """Return where the loss left the range of its run, and that of the baseline.
 
     With L the least of the first three losses, m_t the least running median before step t and σ the robust standard
     deviation of the losses from their running median until its minimum, at most L/20, a loss is outside
@@ -232,29 +233,29 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
 
 
 def _running_median(values: Sequence[float]) -> list[float]:
-    """Return the median of each value and those before it, a twentieth of all and no fewer than WINDOW."""
+    """Return the median of each value and the values before it, over a twentieth of all values, at least WINDOW."""
     width = max(WINDOW, len(values) // 20)
     return [median(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
-def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], sick: bool) -> list[Finding]:
-    """Return the first record outside of each field, tensor and site, if the next one is outside too.
+def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], diverging: bool) -> list[Finding]:
+    """Return the first record of each field, tensor and site that is outside, if the next record is outside too.
 
-    The last record counts only if the loss is outside, which ``sick`` says.
+    The last record counts only if the loss is outside (``diverging``).
     """
     row_at = {(row["site"], row["tensor"], row["step"]): row for row in rows}
     reference = _tables(baseline)
     findings: list[Finding] = []
     for (column, tensor), table in _tables(rows).items():
         quantity, outliers = QUANTITIES[column], []
-        for site, sizes, edges in _sizes(table, reference.get((column, tensor)), quantity, sick):
+        for site, sizes, edges in _sizes(table, reference.get((column, tensor)), quantity, diverging):
             outside = sizes.max(axis=1) > 1
-            confirmed = outside if column == "nonfinite" else outside & outside.shift(-1, fill_value=sick)
+            confirmed = outside if column == "nonfinite" else outside & outside.shift(-1, fill_value=diverging)
             if confirmed.any():
                 step = int(confirmed.idxmax())
                 row, origin = row_at[site, tensor, step], sizes.loc[step].idxmax()
                 size, edge = float(sizes.at[step, origin]), float(edges.at[step, origin])
-                normal, remedy = quantity.units.back(quantity.sense * edge), quantity.remedy or _of_error(row)
+                normal, remedy = quantity.units.inverse(quantity.sense * edge), quantity.remedy or _of_error(row)
                 outliers.append(Finding(step, site, tensor, column, row[column], normal, origin, size,
                                         bool(outside.iloc[-1]), remedy))  # fmt: skip
         at = Counter(finding.step for finding in outliers)
@@ -276,11 +277,11 @@ def _tables(rows: Sequence[Measurement]) -> dict[tuple[str, str], Any]:
     return tables
 
 
-def _sizes(table: Any, reference: Any, quantity: Quantity, sick: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each site, how far it is from the middle of each normal range in half-widths, and the ends of the ranges.
+def _sizes(table: Any, reference: Any, quantity: Quantity, diverging: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each site, its distance from the middle of each normal range in half-widths, and the ends of the ranges.
 
-    Both are frames with a row for each step and a column for each origin of a range. Operands change as a training goes
-    on: unless it is sick, the median drift of all sites is subtracted.
+    Both are frames with a row for each step and a column for each origin of a range. Operands drift during a training,
+    so the median drift of all sites is subtracted, unless the training is diverging.
     """
     from pandas import DataFrame
 
@@ -288,7 +289,7 @@ def _sizes(table: Any, reference: Any, quantity: Quantity, sick: bool) -> Iterat
     first = table.where((table.notna().cumsum() <= (counts // 4).clip(3, 10)) & (counts >= RECORDS))
     early, early_half = _middle(first.T, quantity.width)
     moved = table - early
-    drift = 0.0 if sick else moved.median(axis=1).where(moved.count(axis=1) >= 3, 0.0)
+    drift = 0.0 if diverging else moved.median(axis=1).where(moved.count(axis=1) >= 3, 0.0)
     limit = None if quantity.limit is None else quantity.badness(quantity.limit) - quantity.width
     for site, kind in zip(table.columns, kinds, strict=True):
         curve = table[site].dropna()
@@ -308,7 +309,7 @@ def _middle(values: Any, width: float) -> tuple[Any, Any]:
 
 
 def _of_error(row: Measurement) -> Remedy:
-    """Return the remedy of a low signal-to-noise ratio: that of the largest part of the error."""
+    """Return the remedy of a low signal-to-noise ratio, by the largest part of the error."""
     if (row.get("limit_blocks") or 0.0) > 0.1:
         return SCALES
     return OF_ERROR[max(OF_ERROR, key=lambda part: row.get(part) or 0.0)]

@@ -1,6 +1,6 @@
-"""Estimates of what quantization costs, for all sites from one forward and backward in high precision.
+"""Estimates of the cost of quantization, for all sites from one forward and backward in high precision.
 
-Both are substitutes (:class:`fp4graph.graph.observe.Substitute`): they run every site exactly, and beside it quantized.
+Both are substitutes (:class:`fp4graph.graph.observe.Substitute`): they run every site both exactly and quantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Noise:
                 self._sums[key] = self._sums.get(key, 0) + sums
 
     def ratio(self, site: str, operand: Operand) -> float | None:
-        """Return ‖Q(x) − x‖²/‖x‖²; None for an operand that was not multiplied, or is zero."""
+        """Return ‖Q(x) − x‖²/‖x‖²; None for an operand that was not multiplied or that is zero."""
         signal, noise = self._sums.get((site, operand), torch.zeros(2)).tolist()
         return noise / signal if signal else None
 
@@ -54,12 +54,12 @@ class _Estimate:
 class ForwardEstimate(_Estimate):
     """The loss increase of the fprop quantizers of each site to second order, summed over batches.
 
-    With y a site's output, Δ = Q(A)Q(B)ᵀ − ABᵀ the error of it, and g = ∂L/∂y, all in the unquantized model::
+    With y a site's output, Δ = Q(A)Q(B)ᵀ − ABᵀ its error, and g = ∂L/∂y, all in the unquantized model::
 
         L(y + Δ) − L(y) ≈ Σ g·Δ + N/2 Σ_t (g_t·Δ_t)²
 
     where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
-    empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t is in one l_n alone, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
+    empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t enters only one l_n, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
     with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; BRECQ,
     Li et al. 2021, equation 10). The two agree in expectation for the log-likelihood of a model that predicts well.
     """
@@ -94,7 +94,7 @@ class BackwardEstimate(_Estimate):
     """
 
     def begin(self, *, stepped: bool = False) -> None:
-        """Begin the forward of another batch, or with ``stepped`` that of the same batch after the step."""
+        """Begin the forward of another batch; with ``stepped``, of the same batch after the step."""
         self._calls, self._stepped = Counter[str](), stepped
         if not stepped:
             self._errors: dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]] = {}

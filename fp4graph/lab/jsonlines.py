@@ -1,4 +1,4 @@
-"""Files of JSON lines that stay readable whatever stops the process: a torn last line is skipped, and cut off later."""
+"""Files of JSON lines that stay readable after a kill: a torn last line is skipped, and cut off later."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def line(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
-    """Append all lines, or none if an OSError is raised, as on a full disk; the former lines are as they were."""
-    unwritten = memoryview(b"".join(map(line, several)))
-    with file.open("ab", buffering=0) as out:  # a buffer would be written once more when it is closed
+def append(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Append all lines, or no line if an OSError (a full disk) is raised."""
+    unwritten = memoryview(b"".join(map(line, entries)))
+    with file.open("ab", buffering=0) as out:  # closing would write a buffer again
         end = out.seek(0, os.SEEK_END)
         try:
             while unwritten:
@@ -31,20 +31,20 @@ def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
 
 
 def cut_torn_line(file: Path) -> None:
-    """Remove a torn line that a kill left behind the last whole line."""
+    """Remove a torn line that a kill left after the last complete line."""
     if file.exists():
-        whole, newline, _ = file.read_bytes().rpartition(b"\n")
-        os.truncate(file, len(whole + newline))
+        complete, newline, _ = file.read_bytes().rpartition(b"\n")
+        os.truncate(file, len(complete + newline))
 
 
 def read(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every whole line, if there is a file; raise an Error for one not in JSON."""
+    """Yield the number and the content of every complete line, if the file exists; raise an Error for invalid JSON."""
     with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
         for number, text in enumerate(lines, 1):
             if text.endswith(b"\n"):
                 try:
                     content = json.loads(text)
                 except ValueError:
-                    remedy = "it was damaged, or something else wrote it; delete this line to read the rest"
+                    remedy = "it was damaged, or something else wrote it; delete this line to read the others"
                     raise Error(f"{file}:{number} is not JSON; {remedy}") from None
                 yield number, content

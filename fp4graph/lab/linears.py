@@ -1,4 +1,4 @@
-"""The linears of a model: those that take one format together, their bits per weight, and the share of FLOPs in FP4."""
+"""The linears of a model: groups that share a format, bits per weight, and the share of FLOPs in FP4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT_BITS = 16.0
 
 
 class Call(NamedTuple):
-    """The first call of a model in a loss: its arguments, and the tensor that each module reads first, by its name."""
+    """The first call of a model in a loss: its arguments, and the first tensor that each module reads, by module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -61,9 +61,9 @@ def groups_of(
 ) -> tuple[tuple[str, ...], ...]:
     """Partition the modules ``names`` into groups of siblings, in the order of ``names``.
 
-    Two modules are siblings if they share a weight, if they stand in one module and read one tensor (``inputs``) or
-    bear names that servers fuse (:data:`fp4graph.graph.siblings.SIBLINGS`), or if their names differ in the number of
-    an expert only. Siblings of siblings are siblings.
+    Two modules are siblings if they share a weight, if they have the same parent and read one tensor (``inputs``) or
+    have names that servers fuse (:data:`fp4graph.graph.siblings.SIBLINGS`), or if their names differ only in the
+    number of an expert. Siblings of siblings are siblings.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     group_of: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def groups_of(
 
 
 def _keys(name: str, module: nn.Module, read: torch.Tensor | None) -> Iterator[Hashable]:
-    """Yield keys of which siblings have one in common."""
+    """Yield the keys of a module; siblings have at least one key in common."""
     yield from (("weight", id(weight)) for weight in weights_of(module))
     parent, _, leaf = name.rpartition(".")
     if read is not None:
@@ -96,9 +96,9 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def bits_per_element(spec: QuantSpec | None, row: int) -> float:
-    """Return the stored bits of one element and its share of the block's scale, in whole bytes; 16 in high precision.
+    """Return the stored bits of one element and its share of the block's scale, which takes whole bytes.
 
-    ``row`` is the length of a line, for blocks that are lines; the scale of a tensor counts nothing.
+    ``row`` is the length of a line, for blocks that are lines. A tensor's scale counts 0 bits, high precision 16.
     """
     if spec is None:
         return KEPT_BITS
@@ -123,7 +123,7 @@ def fp4_flops(sites: Sequence[Site]) -> float | None:
 
 
 def bits_per_weight(sites: Sequence[Site]) -> float | None:
-    """Return the mean bits, scales included, of weights that enter matrix products, each once; None without any."""
+    """Return the mean bits, scales included, over weights that enter matrix products; None without such weights."""
     weights: dict[tuple[Any, ...], tuple[int, float]] = {}
     for site in sites:
         if site.op in ("linear", "grouped") and all(isinstance(size, int) for size in site.shapes[1]):

@@ -20,7 +20,7 @@ _WIDTH = 118
 
 
 class Treatment(NamedTuple):
-    """The rule that some modules share, without its predicates, and the predicted loss increase of each module."""
+    """The rule that a set of modules shares, without its predicates, and the predicted loss increase of each module."""
 
     rule: Rule
     modules: Mapping[str, float]
@@ -30,11 +30,12 @@ def written(
     name: str, description: str, header: Sequence[str], treatments: Sequence[Treatment], *,
     ops: Mapping[str, Collection[str]], blocks: Mapping[str, BlockPosition], bases: BaseFormats,
 ) -> str:  # fmt: skip
-    """Return the text of a policy under which each module is treated by its treatment, and every other is kept.
+    """Return the text of a policy that gives each module its treatment and keeps every other module.
 
-    The treatment in blocks that needs the most globs becomes the last rule, for all blocks; the others stand before it
-    with globs for their modules alone. Where the kept modules need most, no rule is for all blocks. ``header`` has the
-    lines of the comment at the top, and ``ops`` the kinds of operation ("linear", "grouped") of all modules in reach.
+    The treatment in blocks that needs the most globs becomes the last rule, which matches all blocks; the other rules
+    precede it, with globs for their modules alone. If the kept modules need the most globs, no rule matches all blocks.
+    ``header`` has the paragraphs of the comment at the top; ``ops`` has the kinds of operation ("linear", "grouped") of
+    every module that a rule may match.
     """
     outside = {module: 0.0 for module in ops if not any(module in each.modules for each in treatments)}
     others = [Treatment(Rule(name="others", keep="no format fits"), outside)] if outside else []
@@ -42,12 +43,12 @@ def written(
     inside = {module for module in ops if block_of(module, blocks) is not None}
     general = [each for each in covers if not each[0].rule.quantizes or inside.issuperset(each[0].modules)]
     last, _ = max(general, key=lambda each: (len(each[1]), len(each[0].modules)), default=(None, {}))
-    rest = last.rule.quantizes if last else False
+    general_last = last.rule.quantizes if last else False
     rules: list[str] = []
     for part, globs in sorted(covers, key=lambda each: len(each[1])):
-        if part is not last and (part.rule.quantizes or (rest and not inside.isdisjoint(part.modules))):
+        if part is not last and (part.rule.quantizes or (general_last and not inside.isdisjoint(part.modules))):
             rules += _rule(part, globs, ops, bases)
-    if last and rest:
+    if last and general_last:
         rules += _rule(last, {}, ops, bases)
     lines = [f"# {line}".rstrip() for paragraph in header for line in textwrap.wrap(paragraph, _WIDTH) or [""]]
     lines += ["version: 1", f"name: {_flow(name)}", f"description: {_flow(description)}", "default: keep"]
@@ -58,7 +59,7 @@ def written(
 def _rule(
     part: Treatment, globs: Mapping[str, set[str]], ops: Mapping[str, Collection[str]], bases: BaseFormats
 ) -> Iterator[str]:
-    """Yield the lines of a rule for ``globs``, each with its cost; without any, for all blocks."""
+    """Yield the lines of a rule for ``globs``, each with its cost; an empty ``globs`` matches all blocks."""
     kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
     op = _flow(kinds[0] if len(kinds) == 1 else kinds)
     yield f"  - name: {_flow(part.rule.name)}  # {sum(part.modules.values()):+.3g}"
@@ -89,7 +90,7 @@ def _flow(value: Any) -> str:
 def _cover(
     modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]
 ) -> Iterator[tuple[str, set[str]]]:
-    """Yield few globs that fit all ``modules`` alone, each with those that it adds: greedy set cover, short first."""
+    """Cover exactly ``modules`` with few globs by greedy set cover; yield each glob with the modules that it adds."""
     exact = {
         each: fitting
         for each in dict.fromkeys(_candidates(modules, all_modules, blocks))
@@ -103,27 +104,27 @@ def _cover(
 
 
 def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]) -> Iterator[str]:
-    """Yield globs that may fit ``modules`` alone: names, layer kinds and parts of blocks, in all blocks or a range."""
-    #: By stack, name of the block after its number, and tail: the modules at each number.
+    """Yield globs that may match only ``modules``: names, layer kinds and parts of blocks, in all blocks or a range."""
+    #: The modules at each block number, by stack, suffix of the block's name after its number, and tail.
     numbered: defaultdict[tuple[str, str, str], defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in all_modules:
-        around = next((each for each in upwards(name) if each in blocks), "")
-        tails = [glob.escape(name[len(around) :].lstrip("."))]
+        block = next((each for each in upwards(name) if each in blocks), "")
+        tails = [glob.escape(name[len(block) :].lstrip("."))]
         tails += [f"{each}.*" for each in upwards(tails[0]) if each and each != tails[0]] + ["*"]
-        stack, _, after = blocks[around].stack.partition("*") if around else ("", "", "")
-        number = around.removeprefix(stack).removesuffix(after)  # of a block with one number
+        stack, _, suffix = blocks[block].stack.partition("*") if block else ("", "", "")
+        number = block.removeprefix(stack).removesuffix(suffix)  # digits only if the block has one number
         for tail in tails:
             if name in modules:
-                yield f"*.{tail}" if around and tail != "*" else tail
+                yield f"*.{tail}" if block and tail != "*" else tail
             if number.isdigit():
-                numbered[stack, after, tail][int(number)].add(name)
+                numbered[stack, suffix, tail][int(number)].add(name)
         if name in modules:
             yield glob.escape(name)
-    for (stack, after, tail), by_number in numbered.items():
+    for (stack, suffix, tail), by_number in numbered.items():
         numbers = sorted(number for number, names in by_number.items() if names <= modules)
-        for decade, several in itertools.groupby(numbers, lambda number: number // 10):
-            digits = _digits("".join(str(number % 10) for number in several))
-            yield f"{stack}{decade or ''}{digits}{after}.{tail}"
+        for decade, in_decade in itertools.groupby(numbers, lambda number: number // 10):
+            digits = _digits("".join(str(number % 10) for number in in_decade))
+            yield f"{stack}{decade or ''}{digits}{suffix}.{tail}"
 
 
 def _digits(digits: str) -> str:

@@ -1,4 +1,4 @@
-"""HTML pages that refer to nothing outside: the frame of all pages, and the page about one run."""
+"""Self-contained HTML pages: the frame of all pages, and the page about one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run
 from fp4graph.lab.statistics import storage
 from fp4graph.lab.statistics.storage import Recorded
 
-#: The pictures of the page, in its order. Their docstrings are its titles.
+#: The pictures of the page, in order. Their docstrings are the headings.
 PICTURES = (
     plots.snr, plots.decomposition, plots.shares, plots.scales, plots.gradients, plots.oscillation, plots.trajectories,
     plots.confidence, plots.latent, plots.rates_of_change, plots.flips,
@@ -37,7 +37,7 @@ _SETTINGS = (
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return a page of this package, filled with ``values``."""
+    """Return a template of this package, filled with ``values``."""
     import jinja2
 
     loader = jinja2.PackageLoader("fp4graph", "lab")
@@ -50,29 +50,29 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     """Write the report of the run or the statistics in ``directory`` to ``report.html`` there, or to ``output``.
 
     Raises:
-        Error: there is no run, its files are damaged, the report cannot be written, or a package is not installed.
+        Error: the folder has no run or its files are damaged, a package is missing, or the report cannot be written.
     """
     for package in ("matplotlib", "jinja2", "pandas"):
-        needs(package, f"the report is written by means of {package}", "analysis")
+        needs(package, f"the report is written with {package}", "analysis")
     directory = Path(directory)
     if not directory.exists():
-        raise Error(f"{directory}: there is no such folder")
+        raise Error(f"{directory} does not exist; give the folder of a run")
     run = read_run(directory) if (directory / RUN).exists() else None
     metrics, outcome = ([], None) if run is None else (read_metrics(directory), read_outcome(directory))
     recorded = storage.read(directory) if storage.find(directory) else None
     if run is None and recorded is None:
         raise Error(
-            f"{directory}: no run and no statistics there; fp4graph train writes the one, "
-            "fp4graph.lab.Statistics the other"
+            f"{directory} has neither a run nor statistics; write a run with fp4graph train, or statistics with "
+            "fp4graph.lab.Statistics"
         )
     drawn = {draw: picture for draw in PICTURES if recorded and (picture := draw(recorded)) is not None}
     curves = {"losses": plots.losses(metrics), "metrics": plots.other_metrics(metrics)}
-    asked, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
-    policy = (recorded.header.get("policy") if recorded else None) or asked.get("policy")
+    request, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))
+    policy = (recorded.header.get("policy") if recorded else None) or request.get("policy")
     page = rendered(
         "report.html.jinja",
-        task=asked.get("task") or directory.resolve().name,
-        policy=Path(policy).stem if isinstance(policy, str) else "a policy of its own",
+        task=request.get("task") or directory.resolve().name,
+        policy=Path(policy).stem if isinstance(policy, str) else "a custom policy",
         run=run,
         settings={name: value for name in _SETTINGS if (value := settings.get(name)) is not None},
         outcome=outcome,
@@ -90,7 +90,7 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
 
 
 def _table(recorded: Recorded) -> tuple[str, str]:
-    """Return the sites with the values that were last recorded for each as a table, and the key to its colours."""
+    """Return a table of the last recorded values of each site, and the key to its colours."""
     from pandas import DataFrame, MultiIndex
 
     shapes = {weight["site"]: "×".join(map(str, weight["shape"])) for weight in recorded.header.get("weights", ())}

@@ -29,19 +29,19 @@ FORMAT, VERSION = "fp4graph.sensitivity", 1
 
 @dataclass(frozen=True)
 class Score:
-    """The loss that one unit costs under one policy."""
+    """The loss increase that one unit causes under one policy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
-    unit: str  # a site, a block, an operand, a GEMM, or several of these with ", " between them
+    unit: str  # a site, block, operand or GEMM, or a combination such as "fc1, fprop"
     sites: tuple[str, ...]  # of the unit, by the names of their modules; "(root)" is the root
     operands: tuple[str, ...]  # of the unit that the policy quantizes, such as "fprop.input"
     policy: str
-    increase: float  # of the mean loss; NaN where only estimated, infinite where a quantized loss was not finite
-    error: float  # the standard error of ``increase``; NaN where there is one difference only
-    snr_db: float | None = None  # of the unit's operands; None where none was multiplied
+    increase: float  # of the mean loss; NaN if only estimated, infinite if a quantized loss was not finite
+    error: float  # the standard error of ``increase``; NaN for a single difference
+    snr_db: float | None = None  # of the unit's operands; None if no operand was multiplied
     estimate: float | None = None  # of ``increase``
-    #: The loss of the forward, or of a unit of dgrad and wgrad alone that after steps of SGD.
+    #: Whose loss increased: that of the forward, or (for units of dgrad and wgrad only) that after steps of SGD.
     measure: Literal["forward", "step"] = "forward"
 
     def to_json(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def value(self) -> float:
-        """The increase where it was measured, else the estimate."""
+        """The increase if it was measured, else the estimate."""
         return (self.estimate or 0.0) if math.isnan(self.increase) else self.increase
 
 
@@ -61,14 +61,14 @@ class Score:
 class Sensitivity:
     """The scores of every unit under every policy."""
 
-    scores: tuple[Score, ...]  # by policy, and within it in the order of the model
-    loss: float  # the mean of the unquantized model's over the batches
+    scores: tuple[Score, ...]  # by policy, and within a policy in the order of the model
+    loss: float  # of the unquantized model, averaged over the batches
     batches: int
-    repeats: int  # seeds of noise, where a policy draws
-    keep: bool = False  # whether all but the unit was quantized; increases are then over the fully quantized model
+    repeats: int  # seeds of noise, if a policy draws
+    keep: bool = False  # True: all but the unit was quantized; increases are relative to the fully quantized model
 
     def ranking(self, policy: str | None = None, measure: str | None = None) -> tuple[Score, ...]:
-        """Return the scores, of a policy and measure if named, what hurts most first, by measurement or estimate."""
+        """Return the scores, of one policy and measure if named, from the most harmful unit on."""
         chosen = [s for s in self.scores if policy in (None, s.policy) and measure in (None, s.measure)]
         return tuple(sorted(chosen, key=lambda score: score.value if self.keep else -score.value))
 
@@ -76,7 +76,7 @@ class Sensitivity:
     def correlation(self) -> dict[tuple[str, str], float]:
         """Spearman's rank correlation of ``estimate`` with ``increase`` over units, by policy and measure.
 
-        It needs three measured units or more, and is NaN where one of the two is constant.
+        It needs at least three measured units, and is NaN if the estimates or the increases are constant.
         """
         needs("scipy", "rank correlations need scipy", "analysis")
         from scipy.stats import spearmanr
@@ -90,8 +90,8 @@ class Sensitivity:
             return {key: float(spearmanr(each).statistic) for key, each in pairs.items() if len(each) > 2}
 
     def table(self, limit: int | None = 20) -> Table:
-        """Return the ranking as a table for a terminal: of each policy and measure the first ``limit`` units."""
-        what = "everything but one unit quantized, over all quantized" if self.keep else "one unit quantized, over none"
+        """Return the ranking as a table for a terminal: the first ``limit`` units of each policy and measure."""
+        what = "all but one unit quantized, relative to all" if self.keep else "one unit quantized, relative to none"
         table = Table(title=f"loss {self.loss:.4g}; {what}; {self.batches} batches", title_justify="left")
         for name in ("policy", "unit", "measure", "increase", "± se", "estimate", "SNR, dB"):
             words = name in ("policy", "unit", "measure")
@@ -110,7 +110,7 @@ class Sensitivity:
 
     @styled()
     def figure(self, policy: str | None = None) -> Figure:
-        """Draw heat maps of the increase, sites by operands, of one policy, by default the first, one for a measure."""
+        """Draw heat maps of the increase under a policy, by default the first: sites by operands, a map per measure."""
         policy = policy or self.scores[0].policy
         groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
         sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
@@ -139,5 +139,5 @@ class Sensitivity:
         """Read what :meth:`to_json` wrote."""
         data = read_json(Path(file))
         if not isinstance(data, dict) or (data.pop("format", None), data.pop("version", None)) != (FORMAT, VERSION):
-            raise Error(f"{file} holds no sensitivity of this version of fp4graph; measure it again")
+            raise Error(f"{file} was not written by Sensitivity.to_json of this version of fp4graph; measure it again")
         return TypeAdapter(cls).validate_python(data)

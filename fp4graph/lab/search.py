@@ -1,4 +1,4 @@
-"""A policy under a budget: the format of each GEMM of each group of linears that the loss suffers least from."""
+"""A policy under a budget: chooses the format of each GEMM of each group of linears that increases the loss least."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fp4graph.training import prepare_optimizer
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "fp8-block", EXACT)
 #: The file of scores in a search's folder, its lock, and the format of its first line.
 SCORES, LOCK, FILE_FORMAT = "scores.jsonl", "search.lock", "fp4graph.search"
-#: How often a policy that exceeds a measured overhead is searched again under a smaller bound.
+#: The most searches under ever smaller bounds while the measured overhead exceeds the budget.
 _ROUNDS = 6
 
 
@@ -49,7 +49,7 @@ class Option(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """A bound, and the value that the policy reaches; ``name`` is one of search's arguments."""
+    """A bound, and the policy's value; ``name`` is an argument of :func:`search`."""
 
     name: str
     bound: float
@@ -66,8 +66,8 @@ class Search:
     policy: Policy
     text: str  # the policy file, from which ``policy`` is loaded
     choices: tuple[Option, ...]  # an option for each group, in the order of the model
-    predicted: float  # the loss increase, as the sum of those of the choices
-    measured: float  # the increases of fprop, dgrad and wgrad, each measured at all sites together, added
+    predicted: float  # the loss increase, as the sum over the choices
+    measured: float  # the sum of the increases of fprop, dgrad and wgrad, each measured at all sites together
     budgets: tuple[Budget, ...]
     scores: tuple[Score, ...]
 
@@ -117,33 +117,33 @@ def search(
     where g is a group and f the formats of its three GEMMs, whose costs are added.
 
     Args:
-        model: a plain model, trained as far as the policy is to fit it; it stays as it is.
+        model: a plain model, trained to the stage for which the policy is wanted; it is not changed.
         loss, batches: as for :func:`fp4graph.sensitivity`; ``options`` are its further arguments.
         formats: uniform policies, each as for :func:`fp4graph.apply`. A format with techniques, or whose backward reads
             operands of fprop, takes all three GEMMs of a site or none.
         bits: the most bits per weight, scales included, on average over all linears that some format quantizes. Weights
             are stored as fprop reads them, so this binds fprop alone.
-        fp4_flops: the least share of FLOPs whose operands both have four bits, of all matrix work of a training step.
+        fp4_flops: the least share of a training step's matrix FLOPs whose operands both have four bits.
         complexity: the largest Ω.
         overhead: the largest ``cost``. Costs of mixed policies are interpolated by FLOPs; the result is measured.
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
-        scores: by ("site", "gemm"), to be used instead of measuring.
-        caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
+        scores: scores by ("site", "gemm") that replace the measurement.
+        caution: the number of standard errors added to each increase, against scores that are small by chance.
         simplify: make few rules, within one standard error of the least cost (Breiman et al. 1984).
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
             machine under ``backend``, in alternation with the unquantized model.
-        folder: keeps every score as soon as it is measured; a search that was stopped goes on there.
+        folder: keeps every score as soon as it is measured; an interrupted search resumes there.
 
     Raises:
-        Error: there is no budget, or one that nothing satisfies; formats are no uniform policies or fit no linear; a
-            loss is not finite; or the folder holds another search.
+        Error: no budget is given or nothing satisfies it; a format is not a uniform policy or fits no linear; a loss is
+            not finite; or the folder holds another search.
     """
-    asked = {"bits": bits, "fp4_flops": fp4_flops, "complexity": complexity, "overhead": overhead}
-    bounds = {key: float(value) for key, value in asked.items() if value is not None}
+    arguments = {"bits": bits, "fp4_flops": fp4_flops, "complexity": complexity, "overhead": overhead}
+    bounds = {key: float(value) for key, value in arguments.items() if value is not None}
     if not bounds or not all(map(math.isfinite, bounds.values())):
-        raise Error(f"a search needs a finite budget; give one or several of {', '.join(BUDGETS)}")
+        raise Error(f"a search needs a finite budget; give one or more of {', '.join(BUDGETS)}")
     if tuple(by) not in (("site", "gemm"), ("site",)):
-        raise Error(f"formats are chosen by ('site', 'gemm') or by ('site',), and not by {by!r}")
+        raise Error(f"by must be ('site', 'gemm') or ('site',); got {by!r}")
     if not (batches := list(batches)):
         raise Error("there are no batches to measure the loss on; give at least one")
     candidates = Candidates.of(model, loss, batches[0], formats, apart="gemm" in by)
@@ -160,7 +160,7 @@ def search(
     for _ in range(_ROUNDS):
         choice = candidates.best(costs, most)
         if choice is None:
-            raise Error("all that the budget leaves makes the loss infinite; relax it, or give other formats")
+            raise Error("every policy within the budget makes the loss infinite; relax it, or give other formats")
         if simplify:
             choice = candidates.simplified(choice, costs, squared, most)
         policy = load_policy(yaml.safe_load(candidates.text(choice, increases, name, description, ())))
@@ -171,38 +171,38 @@ def search(
         reached["overhead"] = cost(policy)
         if reached["overhead"] <= overhead:
             break
-        # The square overshoots: the bound itself would approach a cost that interpolation underestimates, from above.
+        # The square overshoots. Without it the cost would only approach the bound, if interpolation underestimates it.
         most["overhead"] = 1 + (most["overhead"] - 1) * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         candidates.require(most)
     else:
-        raise Error(f"no policy was measured to have {bound_text('overhead', bounds['overhead'])}; relax the budget")
+        raise Error(f"no policy was measured with {bound_text('overhead', bounds['overhead'])}; relax the budget")
     candidates.check(model, policy, choice)
     budgets = tuple(Budget(key, bound, reached[key]) for key, bound in bounds.items())
-    own = [float(increases[row, option]) for row, option in enumerate(choice)]
+    predicted = [float(increases[row, option]) for row, option in enumerate(choice)]
     measured = 0.0
     if policy.quantizes:
         together = sensitivity(model, loss, batches, [policy], by="gemm", **options).scores
         measured = sum(score.increase for score in together)
     numbers = [f"budget     {budget}" for budget in budgets]
-    numbers.append(f"predicted  {sum(own):+.3g} as the sum of all; measured together {measured:+.3g}")
+    numbers.append(f"predicted  {sum(predicted):+.3g} as the sum of all; measured together {measured:+.3g}")
     if uniform := _uniform(candidates, increases):
         numbers.append(f"uniform    {', '.join(uniform)}, predicted likewise")
     count = sum(map(len, candidates.groups))
     header = [
         f"The formats that cost a {type(model).__name__} the least loss within a budget, found by fp4graph.search.", "",
-        f"model      {count} linears in {len(candidates.groups)} groups that go together",
+        f"model      {count} linears in {len(candidates.groups)} groups, each with one choice of formats",
         f"measured   on {len(batches)} batches, one group and GEMM at a time; the numbers below are increases of the "
         "loss",
         *numbers, "", f"Ω = {policy.complexity:g}",
     ]  # fmt: skip
     text = candidates.text(choice, increases, name, description, header)
     names = [(a.name, b.name, c.name) for a, b, c in map(candidates.chosen, choice)]
-    choices = tuple(map(Option, candidates.groups, names, own))
-    return Search(load_policy(yaml.safe_load(text)), text, choices, sum(own), measured, budgets, scores)
+    choices = tuple(map(Option, candidates.groups, names, predicted))
+    return Search(load_policy(yaml.safe_load(text)), text, choices, sum(predicted), measured, budgets, scores)
 
 
 def _uniform(candidates: Candidates, increases: Floats) -> list[str]:
-    """Return the predicted increases of the formats that fit everywhere, in words."""
+    """Return in words the predicted increase of each format that fits every group."""
     return [
         f"{each.name} {increases[:, (candidates.options == number).all(-1)].sum():+.3g}"
         for number, each in enumerate(candidates.formats)
@@ -214,7 +214,7 @@ def _scores(
     model: nn.Module, loss: Loss, batches: Sequence[Any], candidates: Candidates,
     folder: str | PathLike[str] | None, options: Mapping[str, Any],
 ) -> tuple[Score, ...]:  # fmt: skip
-    """Measure the formats at every group and GEMM; in ``folder`` each score is kept at once, and found again."""
+    """Measure the formats at every group and GEMM; store each score in ``folder``, and skip those stored there."""
     policies = [each.policy for each in candidates.formats if each.rule.quantizes]
     if not policies:
         return ()
@@ -227,13 +227,13 @@ def _scores(
     for leaf in nested((model.state_dict(), batches), object):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
-    file, about = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
+    file, header = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
     with locked(file.with_name(LOCK), lambda: "another search"):
         jsonlines.cut_torn_line(file)
         first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [None]
         if first is None:
-            jsonlines.append(file, [about])
-        elif first != about:
+            jsonlines.append(file, [header])
+        elif first != header:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
         known = map(Score.from_json, lines)
         return measured(known=known, report=lambda score: jsonlines.append(file, [score.to_json()])).scores

@@ -1,4 +1,4 @@
-"""Where quantization hurts: the loss increase of quantizing one part of a model at a time, measured and estimated."""
+"""The loss increase of quantizing one part of a model at a time, measured and estimated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fp4graph.training import prepare_optimizer
 __all__ = ["Score", "Sensitivity", "sensitivity"]
 
 KINDS = ("site", "block", "operand", "gemm")
-#: The sites and operands that are quantized: a unit.
+#: A unit: the sites and operands that are quantized together.
 _Parts = Collection[tuple[str, Operand]]
 _FPROP = frozenset(GROUPS[Gemm.FPROP])
 
@@ -61,43 +61,44 @@ def sensitivity(
 ) -> Sensitivity:
     """Quantize one unit of ``model`` at a time, and measure and estimate how much the loss increases.
 
-    Everything runs on a copy, uncompiled, in the mode (training or evaluation) that ``model`` is in: in evaluation
-    fprop rounds to nearest whatever the policy says. For a unit u, batch b and seed r of the noise::
+    Everything runs on an uncompiled copy, in the mode (training or evaluation) of ``model``. In evaluation, fprop
+    rounds to nearest under every policy. For a unit u, batch b and seed r of the noise::
 
         d_br = L_b(only u quantized, noise r) − L_b(nothing quantized)
         d_br = L_b(all but u quantized, noise r) − L_b(all quantized, noise r)              with keep=True
 
-    ``increase`` is the mean of d_b = mean_r d_br, and ``error`` its standard error s(d_b)/√B (of one batch, that of the
-    d_r). For a unit without operands of fprop L_b is the loss on the batch after ``steps`` steps of SGD on it, at the
-    learning rate η_b = decrease · |L_b| / ‖∇L_b‖². With ``keep`` estimates are negative: errors are taken to add up.
+    ``increase`` is the mean of d_b = mean_r d_br, and ``error`` its standard error s(d_b)/√B (for one batch, over the
+    d_r). For a unit without operands of fprop, L_b is the loss on the batch after ``steps`` steps of SGD on it, at the
+    learning rate η_b = decrease · |L_b| / ‖∇L_b‖². With ``keep``, estimates are negated: errors are taken to add up.
 
     Args:
         model: a plain or an applied model. A policy's state, such as a moving average, begins anew at the weights.
-        loss: ``loss(model, batch)`` calls the model that it is given, and returns a differentiable scalar.
-        policies: one or several, each as for :func:`fp4graph.apply`. Of a policy with phases the first counts.
-        by: "site" (a module with all of its products), "block" (of a repeated stack; a site outside of all is one by
-            itself), "operand", "gemm", or several, such as ``("site", "operand")``.
-        together: groups of modules, such as q, k and v, each of which is one site.
-        exact: False estimates only (:mod:`fp4graph.lab.estimates`).
-        repeats: seeds of noise, where a policy draws any.
-        terms: the number of terms that a batch's loss is the mean of: images, or the tokens of a language model. By
-            default the length of the first axis of the first tensor of a batch.
-        known, report: scores of an earlier call with the same arguments; what is called with each further score.
+        loss: ``loss(model, batch)`` calls its argument ``model``, and returns a differentiable scalar.
+        policies: a policy or a list of them, each as for :func:`fp4graph.apply`. Only the first phase of each counts.
+        by: "site" (a module with all of its products), "block" (of a repeated stack; a site outside every block is a
+            unit by itself), "operand", "gemm", or a combination such as ``("site", "operand")``.
+        together: groups of modules, such as q, k and v; each group counts as one site.
+        exact: False skips the measurement and only estimates (:mod:`fp4graph.lab.estimates`).
+        repeats: the number of seeds of noise, if a policy draws.
+        terms: the number of terms that a batch's loss averages: images, or the tokens of a language model. By default
+            the length of the first axis of the first tensor of a batch.
+        known: scores of an earlier call with the same arguments, which are not measured again.
+        report: is called with each new score.
 
     Raises:
-        Error: a unit is unknown, there are no batches, or the loss is no finite scalar. PolicyError: a policy does not
-            fit the model.
+        Error: a unit is unknown, there are no batches, or the loss is not a finite scalar. PolicyError: a policy does
+            not fit the model.
     """
     refuse_other_models(model, "sensitivity")
     kinds = (by,) if isinstance(by, str) else tuple(by)
     for kind in kinds:
         if kind not in KINDS:
-            raise Error(f"a unit is a site, block, operand or gemm, and not {kind!r}; {suggest(str(kind), KINDS)}")
+            raise Error(f"by has {kind!r}, but units are sites, blocks, operands or gemms; {suggest(str(kind), KINDS)}")
     for name, value in (("repeats", repeats), ("steps", steps), ("terms", terms)):
         if value is not None and (type(value) is not int or value < 1):
-            raise Error(f"{name} is a whole number of at least 1; got {value!r}")
-    several = policies if isinstance(policies, list | tuple) else [policies]
-    loaded = [dataclasses.replace(load_policy(policy), phases=()) for policy in several]
+            raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
+    listed = policies if isinstance(policies, list | tuple) else [policies]
+    loaded = [dataclasses.replace(load_policy(policy), phases=()) for policy in listed]
     if not (batches := list(batches)):
         raise Error("there are no batches to measure the loss on; give at least one")
     if not kinds or not loaded:
@@ -106,11 +107,11 @@ def sensitivity(
     site_of = {module: f"{g[0]} and {len(g) - 1} more" for g in together if len(g) > 1 for module in g}
     scores = {(score.policy, score.unit): score for score in known}
     wanted: list[tuple[str, str]] = []
-    # Forwards run without Dynamo and with random numbers of their own.
+    # Forwards run without Dynamo, and leave the caller's random numbers unchanged.
     with torch.random.fork_rng(), seeded(0), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # of what runs uncompiled
+        warnings.simplefilter("ignore", PolicyWarning)  # about calls that run uncompiled
         twin = _Twin(model, loss, batches, decrease)
-        studies = [_Study(twin, policy, kinds, site_of) for policy in loaded]  # what does not fit is raised first
+        studies = [_Study(twin, policy, kinds, site_of) for policy in loaded]  # raises here if a policy does not fit
         for study in studies:
             names = {(study.policy.name, unit): unit for unit in study.units}
             wanted += names
@@ -120,7 +121,8 @@ def sensitivity(
                     continue
                 parts, (estimate, snr) = study.units[unit], estimates[unit]
                 measured = study.differences(parts, keep=keep, repeats=repeats, steps=steps) if exact else []
-                operands = tuple(str(operand) for operand in Operand if any(operand is own for _, own in parts))
+                quantized = {operand for _, operand in parts}
+                operands = tuple(str(operand) for operand in Operand if operand in quantized)
                 scores[key] = Score(unit, tuple(_by_site(parts)), operands, study.policy.name, *_mean(measured), snr,
                                     -estimate if keep else estimate, _measure(parts))  # fmt: skip
                 report(scores[key])
@@ -139,7 +141,7 @@ def _measure(parts: _Parts) -> Literal["forward", "step"]:
 
 
 def _mean(differences: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean of the differences of each batch, by seed, and its standard error."""
+    """Return the mean of the differences, ``[batches][seeds]``, and its standard error."""
     means = [statistics.fmean(row) for row in differences]
     if not all(map(math.isfinite, means)):
         return math.inf, math.nan
@@ -149,10 +151,10 @@ def _mean(differences: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 class _Twin:
-    """A copy of the model, whose losses are measured from the same weights, buffers and random numbers every time.
+    """A copy of the model; each loss is measured from the same weights, buffers and random numbers.
 
     Attributes:
-        exact: the loss of each batch where nothing is quantized.
+        exact: the loss of each batch with nothing quantized.
         rates: the learning rate at which one exact step lowers the loss of each batch by the share ``decrease``.
     """
 
@@ -176,7 +178,7 @@ class _Twin:
             self.rates.append(decrease * abs(exact) / norm if norm else 0.0)
 
     def use(self, policy: Policy | None) -> None:
-        """Put the model under a policy; None quantizes nothing."""
+        """Apply a policy to the model; None quantizes nothing."""
         self._reset()
         if policy is None:
             detach(self.model)
@@ -196,7 +198,7 @@ class _Twin:
         self.model.zero_grad()
 
     def value(self, batch: int, seed: int = 0, *, gradients: bool = False) -> Tensor:
-        """Return the loss of a batch; ``seed`` is that of the policy's noise."""
+        """Return the loss of a batch; ``seed`` is the seed of the policy's noise."""
         if self._applied:
             runtime = require_runtime(self.model, "sensitivity")
             runtime.settings = dataclasses.replace(runtime.settings, seed=seed * len(self.batches) + batch)
@@ -239,7 +241,7 @@ class _Twin:
 
 
 class _Study:
-    """The ``units`` of a model under one policy by name, in the order of the model, and what they cost."""
+    """Measures the ``units`` of a model under one policy, by name and in the order of the model."""
 
     def __init__(self, twin: _Twin, policy: Policy, kinds: Sequence[str], site_of: Mapping[str, str]) -> None:
         if not policy.quantizes:
@@ -251,7 +253,7 @@ class _Study:
         )
         self._measured: dict[Any, list[list[float]]] = {}
         self._only: dict[frozenset[Operand], Policy] = {}
-        self._modules: defaultdict[int, set[str]] = defaultdict(set)  # those that each rule quantizes
+        self._modules: defaultdict[int, set[str]] = defaultdict(set)  # by the rule that quantizes them
         twin.use(policy)
         twin.value(0)
         runtime = require_runtime(twin.model, "sensitivity")
@@ -260,20 +262,21 @@ class _Study:
             if not site.quantized or site.rule_index is None:
                 continue
             if site.module is None:
-                raise Error(f"policy {policy.name!r} quantizes a {site.op} of no module, which no rule names; keep it")
+                raise Error(f"policy {policy.name!r} quantizes a {site.op} outside every module, so no rule can select "
+                            "it; keep it")  # fmt: skip
             quantized[site.module] |= {operand for operand, spec in site.operands.items() if spec is not None}
             self._modules[site.rule_index].add(site.module)
         blocks = runtime.plan.names.blocks
         self.units: defaultdict[str, list[tuple[str, Operand]]] = defaultdict(list)
         for module, operands in quantized.items():
             name = module or "(root)"
-            block = next((around for around in upwards(module) if around in blocks), module) or "(root)"
+            block = next((parent for parent in upwards(module) if parent in blocks), module) or "(root)"
             for operand in filter(operands.__contains__, Operand):
                 labels = {"site": site_of.get(module, name), "block": block, "operand": operand, "gemm": operand.gemm}
                 self.units[", ".join(str(labels[kind]) for kind in kinds)].append((name, operand))
 
     def _use(self, parts: _Parts) -> None:
-        """Put the twin under the policy that quantizes ``parts`` and nothing else."""
+        """Apply to the twin the policy that quantizes only ``parts``."""
         groups: defaultdict[frozenset[Operand], set[str]] = defaultdict(set)
         for site, operands in _by_site(parts).items():
             groups[operands].add(site.removeprefix("(root)"))
@@ -281,14 +284,14 @@ class _Study:
         for operands, modules in groups.items():
             part = self._only.setdefault(operands, only(self.policy, operands))
             for index, names in self._modules.items():
-                if own := sorted(names & modules):
+                if matched := sorted(names & modules):
                     rule = part.default if index == DEFAULT_INDEX else part.rules[index]
-                    match = rule.match.model_copy(update={"module": tuple(map(glob.escape, own))})
+                    match = rule.match.model_copy(update={"module": tuple(map(glob.escape, matched))})
                     rules.append(dataclasses.replace(rule, match=match, required=False))
         self._twin.use(Policy(name=self.policy.name, rules=tuple(rules), default=DEFAULT) if rules else None)
 
     def differences(self, parts: _Parts, *, keep: bool, repeats: int, steps: int) -> list[list[float]]:
-        """Return the loss increase that a unit causes, of each batch by seeds of noise."""
+        """Return the loss increase that a unit causes, ``[batches][seeds]``."""
         seeds, steps = range(repeats if self._draws else 1), steps if _measure(parts) == "step" else 0
         unit, reference = frozenset(parts), frozenset[tuple[str, Operand]]()
         if keep:
@@ -322,8 +325,8 @@ class _Study:
         result = {}
         for name, parts in self.units.items():
             counted = _FPROP if _measure(parts) == "forward" else frozenset(Operand)
-            known = [ratio for part in parts if (ratio := noise.ratio(*part)) is not None]
-            mean = statistics.fmean(known) if known else 0.0
-            increase = math.fsum(values.get((site, own & counted), 0.0) for site, own in _by_site(parts).items())
+            ratios = [ratio for part in parts if (ratio := noise.ratio(*part)) is not None]
+            mean = statistics.fmean(ratios) if ratios else 0.0
+            increase = math.fsum(values.get((site, ops & counted), 0.0) for site, ops in _by_site(parts).items())
             result[name] = increase, -10 * math.log10(mean) if mean else None
         return result

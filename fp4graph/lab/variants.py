@@ -1,4 +1,4 @@
-"""Policies derived from one policy, with all but some operands in high precision.
+"""Policies derived from one policy, with only some operands quantized.
 
 TetraJet (Chen et al. 2025) Table 1 enables its quantizers Q1 to Q6 one at a time. "Pretraining Large Language Models
 with MXFP4 on Native FP4 Hardware" enables fprop, then dgrad, then wgrad.
@@ -19,7 +19,7 @@ from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
 
-#: The operands that each variant quantizes, by what is varied and by the variant's name.
+#: The operands that each variant quantizes, by kind of ablation and by name.
 VARIANTS: dict[str, dict[str, tuple[Operand, ...]]] = {
     "operand": {f"Q{number}": (operand,) for number, operand in enumerate(Operand, 1)},
     "gemm": {gemm.value: GROUPS[gemm] for gemm in Gemm} | {"fprop+dgrad": GROUPS["fprop"] + GROUPS["dgrad"]},
@@ -27,29 +27,29 @@ VARIANTS: dict[str, dict[str, tuple[Operand, ...]]] = {
 
 
 def variants(policy: Any, by: str = "operand") -> dict[str, Policy]:
-    """Return the policies of an ablation by their names, in the order of its table.
+    """Return the policies of an ablation by name, in the order of its table.
 
-    The first is "none", which quantizes nothing, and the last "all", the policy itself. Between them ``by="operand"``
-    has TetraJet's Q1 to Q6, each alone, and ``by="gemm"`` has fprop, dgrad, wgrad, and fprop with dgrad, without those
-    that the policy keeps anyway. A derived policy is named "tetrajet-Q1".
+    The first is "none", which quantizes nothing; the last is "all", the policy itself. Between them ``by="operand"``
+    has TetraJet's Q1 to Q6, each alone, and ``by="gemm"`` has fprop, dgrad, wgrad, and fprop with dgrad. Variants that
+    would quantize nothing are left out. A derived policy is named like "tetrajet-Q1".
 
     Raises:
         PolicyError: a technique does not go with a part of the policy.
     """
     if by not in VARIANTS:
-        raise Error(f"variants differ by operand or by gemm, and not by {by!r}; {suggest(str(by), VARIANTS)}")
-    whole = load_policy(policy)
-    parts = {name: only(whole, operands, f"{whole.name}-{name}") for name, operands in VARIANTS[by].items()}
+        raise Error(f"by must be 'operand' or 'gemm'; got {by!r}; {suggest(str(by), VARIANTS)}")
+    loaded = load_policy(policy)
+    parts = {name: only(loaded, operands, f"{loaded.name}-{name}") for name, operands in VARIANTS[by].items()}
     parts = {name: part for name, part in parts.items() if part.ever_quantizes}
-    return {"none": only(whole, (), f"{whole.name}-none"), **parts, "all": whole}
+    return {"none": only(loaded, (), f"{loaded.name}-none"), **parts, "all": loaded}
 
 
 def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
-    """Return ``policy`` with all operands but these in high precision, wherever it quantizes.
+    """Return ``policy`` with only ``operands`` quantized, wherever the policy quantizes them.
 
-    An operand with ``source: fprop`` quantizes the original where fprop's operand is exact. Where only its own
-    quantizer is off, it reads fprop's quantized operand: the straight-through gradient of the remaining network.
-    Techniques that have nothing left to act on are dropped.
+    An operand with ``source: fprop`` quantizes the original if fprop's operand is exact. If only its own quantizer is
+    off, it reads fprop's quantized operand: the straight-through gradient of the remaining network. Techniques with
+    nothing left to act on are dropped.
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
     rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]
@@ -61,11 +61,11 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
     )  # fmt: skip
     if not derived.quantizes:
         return dataclasses.replace(derived, implied=(), phases=(), expect=Expect())
-    return load_policy(yaml.safe_load(derived.to_yaml()))  # what specs amount to, and what does not fit, is found anew
+    return load_policy(yaml.safe_load(derived.to_yaml()))  # resolves the specs and checks them again
 
 
 def _left(techniques: Collection[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
-    """Return the techniques that still act on something; exact operands are removed from their lists of operands."""
+    """Return the techniques that still act on an operand, without exact operands in their options."""
     site = SiteView(None, "linear", None, None, None, producer="swiglu")
     quantized = {operand for each in specs for operand, spec in each.items() if spec is not None}
     gemms = {operand.gemm for operand in quantized}
@@ -79,7 +79,7 @@ def _left(techniques: Collection[Technique], specs: Sequence[Specs]) -> tuple[Te
         acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
         changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
         idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)
-        if overrides(technique, "partition"):  # it names no operands of its own
+        if overrides(technique, "partition"):  # the technique has no list of operands
             by_name = {each.name: each for each in techniques}
             idle = all(technique.inert(each, by_name) is not None for each in specs if any(each.values()))
         if technique.per_model or (quantized and not idle):

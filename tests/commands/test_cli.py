@@ -227,7 +227,7 @@ def test_without_timm(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     result = fp4graph("explain", "--model", "deit_tiny_patch16_224", "bf16")
     assert result.code == 1
-    assert result.err == "models are made by timm, which is not installed; pip install 'fp4graph[vision]'\n"
+    assert result.err == "models are made with timm, which is not installed; pip install 'fp4graph[vision]'\n"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_a_run(tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["architecture"].startswith("vit")
     again = run("export", tmp_path / "run", "--output", tmp_path / "out")
     assert again.exit_code != 0
-    assert "exists, and an export replaces nothing" in str(again.exception)
+    assert "already exists" in str(again.exception)
 
 
 @pytest.mark.long

@@ -79,8 +79,8 @@ def test_an_object_of_the_current_folder_is_imported() -> None:
     [
         ("mine.nets", "write package.module:name"),
         ("mine/nets.py:alone", "without .py"),
-        ("mine.nest:alone", "there is no module 'mine.nest' in "),
-        ("yours.nets:alone", "there is no module 'yours' in "),
+        ("mine.nest:alone", "module 'mine.nest' is neither in "),
+        ("yours.nets:alone", "module 'yours' is neither in "),
         ("mine.nets:alon", "has no 'alon'; did you mean 'alone'?"),
         ("mine.broken:x", "importing mine.broken raised ZeroDivisionError"),
         ("mine.needy:x", "importing mine.needy raised ModuleNotFoundError: No module named 'a_package_that_is_absent'"),
@@ -116,13 +116,13 @@ def test_a_class_or_a_model_takes_its_inputs_from_the_size() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mine.nets:wrong", "mine.nets:wrong gave list; return a model, (model, args) or (model, args, kwargs)"),
+        ("mine.nets:wrong", "mine.nets:wrong returned list; return a model, (model, args) or (model, args, kwargs)"),
         ("mine.nets:picky", "missing 1 required positional argument: 'width'"),
         ("mine.nets:Net", "the inputs of mine.nets:Net are unknown; return (model, args)"),
         ("nothing.json", "nothing.json cannot be read as a config of transformers"),
-        ("hf:LlamaConfig(hidden_size=64", "is no config; write hf:LlamaConfig("),
-        ("hf:LlamaConfig(64)", "is no config; write hf:LlamaConfig("),
-        ("hf:LlamaConfig(hidden_size=open('x'))", "is no config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(hidden_size=64", "is not a config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(64)", "is not a config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(hidden_size=open('x'))", "is not a config; write hf:LlamaConfig("),
         ("hf:LamaConfig()", "has no config 'LamaConfig'; did you mean 'LlamaConfig'?"),
         ("hf:LlamaModel()", "has no config 'LlamaModel'"),
         ("hf:LlamaConfig(hidden_size=63, num_attention_heads=2)", "raised"),
@@ -185,7 +185,7 @@ def test_explain_and_check_take_every_kind_of_model() -> None:
     assert "2 of 2 sites quantized" in mine.output
     narrow = run.invoke(app, ["check", "tetrajet", "--model", "mine.nets:narrow"])
     assert isinstance(narrow.exception, Error)
-    assert "mine.nets:narrow: its forward raised" in str(narrow.exception)
+    assert "mine.nets:narrow: the forward raised" in str(narrow.exception)
     assert "shapes (4, 31)" in str(narrow.exception)
 
 

@@ -134,7 +134,7 @@ def test_a_technique_that_says_nothing_has_a_page() -> None:
         "# bare\n\n"
         "|  |  |\n| --- | --- |\n"
         "| complexity weight | by options |\n"
-        "| weight declared as | nothing said |\n"
+        "| weight declared as | not documented |\n"
         "| overhead | compute O(1), memory O(1), not fusable |\n"
         "| stages | none |\n"
         "| acts on | depends on options and site |\n"
@@ -142,7 +142,7 @@ def test_a_technique_that_says_nothing_has_a_page() -> None:
         "## Options\n\n"
         "| option | type | default | meaning |\n| --- | --- | --- | --- |\n| `strength` | number | required |  |\n\n"
         "In a policy:\n\n```yaml\ntechniques:\n  - bare: {strength: '...'}\n```\n\n"
-        "## Policies that use it\n\nNone of those shipped.\n"
+        "## Policies that use it\n\nNo shipped policy.\n"
     )
 
 
@@ -212,7 +212,7 @@ def test_a_policy_files_comment_becomes_prose(tmp_path: Path) -> None:
     page = reference.policy_page(load_policy(path, REGISTRY))
     assert "\n\nFirst.\n\nThen:\n\n```text\n  a   1\n  b   2\n```\n\nLast.\n\n## Rules\n" in page
     assert "## YAML\n\n```yaml\nversion: 1\nextends: bf16\n# not prose\n```\n" in page
-    assert "## With what it extends written out\n\n```yaml\nversion: 1\nname: p\n" in page
+    assert "## YAML without `extends`\n\n```yaml\nversion: 1\nname: p\n" in page
     assert str(tmp_path) not in page
 
 

@@ -30,16 +30,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_site_at_every_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two steps of the digits' eight linears; without techniques the shares are those of the bare quantizer."""
     monkeypatch.setattr(script, "STEPS", 4)
-    monkeypatch.setattr(script, "LOOKED_AT", (3, 4))
+    monkeypatch.setattr(script, "OBSERVED", (3, 4))
     first = []
-    measure = script.Taking.measure
+    measure = script.OperandErrors.measure
 
     def keeping(self: object, *sides: object) -> None:
         if not first:
             first.append(sides[1].given.detach().clone())
         measure(self, *sides)
 
-    monkeypatch.setattr(script.Taking, "measure", keeping)
+    monkeypatch.setattr(script.OperandErrors, "measure", keeping)
     shares = script.measure()
     assert {len(each) for each in shares.values()} == {2 * 8}
     assert len(shares) == len(script.RECIPES) * 6

@@ -36,7 +36,7 @@ def test_a_packed_weight_is_not_read_into_a_conv1d(tmp_path):
     linear = fp4graph.apply(Sequential(Linear(64, 64)), {"version": 1, "name": "p", "rules": [rule]}, backend="eager")
     linear(torch.randn(2, 64))
     fp4graph.export(linear, tmp_path / "out")
-    with pytest.raises(fp4graph.Error, match=r"'0\.weight_packed' is \[out, in\], and 0\.weight belongs to a Conv1D"):
+    with pytest.raises(fp4graph.Error, match=r"'0\.weight_packed' is \[out, in\], but 0\.weight belongs to a Conv1D"):
         fp4graph.load_quantized(Sequential(Conv1D(64, 64)), tmp_path / "out")
 
 

@@ -157,5 +157,5 @@ def test_formats_without_a_tensor_scale_are_not_concerned(tmp_path):
 
 
 def test_another_treatment_is_an_error(tmp_path):
-    with pytest.raises(Error, match="no sibling_scales 'shared'; did you mean 'share'"):
+    with pytest.raises(Error, match="unknown sibling_scales 'shared'; did you mean 'share'"):
         fp4graph.export(applied(Net()), tmp_path / "out", sibling_scales="shared")

@@ -453,9 +453,9 @@ def test_after_it_is_closed_nothing_is_left(tmp_path):
     ("options", "message"),
     [
         ({"metrics": ["snr", "confidense"]}, "unknown metric 'confidense'; did you mean 'confidence'"),
-        ({"metrics": []}, "empty list of metrics; choose from snr"),
-        ({"sites": "frist"}, "no quantized site is called 'frist'; did you mean 'first'"),
-        ({"sites": ["second", "sceond"]}, "no quantized site is called 'sceond'; did you mean 'second'"),
+        ({"metrics": []}, "metrics is empty; choose from snr"),
+        ({"sites": "frist"}, "no quantized site matches 'frist'; did you mean 'first'"),
+        ({"sites": ["second", "sceond"]}, "no quantized site matches 'sceond'; did you mean 'second'"),
     ],
 )
 def test_what_there_is_not(options, message, tmp_path):
@@ -470,7 +470,7 @@ def test_a_further_site_that_there_is_not(tmp_path):
     model, optimizer = make(policy())
     with (
         Statistics(model, optimizer, every=2, directory=tmp_path, sites="second#2"),
-        pytest.raises(fp4graph.Error, match=r"no quantized site is called 'second#2'; did you mean 'second#1'"),
+        pytest.raises(fp4graph.Error, match=r"no quantized site matches 'second#2'; did you mean 'second#1'"),
     ):
         steps(model, optimizer, 2)
 
@@ -486,7 +486,7 @@ def test_models_and_optimizers_that_will_not_do(tmp_path):
     model, _ = make(policy())
     with pytest.raises(fp4graph.Error, match="Own runs no hooks around its step"):
         Statistics(model, Own.__new__(Own), directory=tmp_path)
-    with pytest.raises(ValueError, match="every is a whole number of at least 1"):
+    with pytest.raises(ValueError, match="every must be a whole number of at least 1"):
         Statistics(model, torch.optim.SGD(model.parameters(), 0.1), directory=tmp_path, every=0)
 
 

@@ -285,7 +285,7 @@ def test_a_training_without_a_loss(tmp_path: Path, returned: Any, says: str) -> 
         assert not (tmp_path / "report.html").exists()
     else:
         result = compare(train, "tetrajet", seeds=1, folder=tmp_path)
-        assert "a loss is a number or a tensor with one element; got str" in result.rows[0]["failed"][0][1]
+        assert "a loss must be a number or a tensor with one element; got str" in result.rows[0]["failed"][0][1]
         assert "Only 0 of 1 runs of the baseline bf16 finished." in result.verdict
 
 
@@ -297,7 +297,7 @@ def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_pa
     with pytest.raises(Error) as caught:
         compare(loop, ["tetrajet", "nvfp4-te", nowhere, late], folder=tmp_path)
     first, *lines = str(caught.value).splitlines()
-    assert first == "3 of the policies cannot train this model, so none was trained:"
+    assert first == "3 of the policies cannot train this model, so nothing was trained:"
     text = "\n".join(lines)
     assert re.search(r"nvfp4-te: .*\n.*Kept: 2 by rule 'first block'.*2 by rule 'last block'", text)
     assert "nowhere: rule 'all': no module of the model is called 'absent.*'" in text
@@ -361,7 +361,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         compare(train, str(tmp_path / "edited.yaml"), folder=tmp_path)
     with (
         recording(tmp_path, train, []),
-        pytest.raises(Error, match=r"is in use by process \d+ on .*; let it end"),
+        pytest.raises(Error, match=r"is in use by process \d+ on .*; wait until it ends"),
     ):
         compare(train, POLICIES, folder=tmp_path)
 
@@ -511,8 +511,8 @@ def made(losses: dict[str, list[float]], folder: Path = Path("out")) -> Comparis
         ([1.2, 1.31, 1.1], "nvfp4: its loss is higher by 0.103 (95 % interval +0.089 to +0.118, 3 seeds)."),
         ([0.9, 1.0, 0.8], "nvfp4: its loss is lower by 0.2 (95 % interval"),
         ([1.0, 1.4, 0.8], "nvfp4: 3 seeds are too few to tell it from bf16: the difference is -0.03 (95 % interval"),
-        ([1.1, 1.2, 1.0], "nvfp4: its losses are the baseline's, in all 3 seeds."),
-        ([1.3], "nvfp4: the difference is +0.2, and one seed cannot tell whether that is chance"),
+        ([1.1, 1.2, 1.0], "nvfp4: its losses equal the baseline's, in all 3 seeds."),
+        ([1.3], "nvfp4: the difference is +0.2, and one seed cannot show whether that is chance"),
     ],
     ids=["higher", "lower", "unclear", "equal", "one"],
 )
@@ -525,7 +525,7 @@ def test_the_verdict_ranks_what_it_can_tell_apart() -> None:
     near, far = [1.1, 1.61, 1.34], [1.4, 1.91, 1.64]
     text = made({"bf16": usual, "nvfp4": far, "tetrajet": near}).verdict.splitlines()[0]
     lowest = "Among the policies beside bf16, tetrajet has the lowest loss (+0.1)."
-    assert text == f"{lowest} The loss of every other one is measurably higher."
+    assert text == f"{lowest} The loss of every other policy is measurably higher."
     text = made({"bf16": usual, "nvfp4": near, "tetrajet": [1.08, 1.62, 1.33]}).verdict.splitlines()[0]
     assert text.endswith("These seeds cannot tell it from nvfp4.")
 
@@ -645,7 +645,7 @@ def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(co
         linecache.checkcache()
         code, _, err = command(*arguments)
         assert code == status, err
-        assert ("2 of 2 runs failed; the same command tries them again" in err) == bool(status)
+        assert ("2 of 2 runs failed; the same command repeats them" in err) == bool(status)
         sys.modules.pop("mine")
     assert "bf16-0" in {path.name for path in (tmp_path / "runs/mended").iterdir()}
     found = fp4graph.lab.diagnose(tmp_path / "runs/mended/tetrajet-0", tmp_path / "runs/mended/bf16-0")
@@ -655,18 +655,18 @@ def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(co
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["digits"], "say which policies to compare"),
-        (["--policies=tetrajet"], "say what to train"),
-        (["digits", "--train=a:b", "--policies=tetrajet"], "say what to train"),
+        (["digits"], "give the policies to compare"),
+        (["--policies=tetrajet"], "give either a task"),
+        (["digits", "--train=a:b", "--policies=tetrajet"], "give either a task"),
         (["digitz", "--policies=tetrajet"], "unknown task 'digitz'; did you mean"),
         (["digits", "--policies=bf16"], "there is no policy to compare with the baseline 'bf16'"),
         (["digits", "--policies=tetrajett"], "did you mean the shipped policy 'tetrajet'"),
         (["digits", "--policies=tetrajet,tetrajet"], "two of the policies are called 'tetrajet'"),
         (["digits", "--policies=tetrajet", "--device=abacus"], "device 'abacus' cannot be used"),
         (["imagenet100", "--policies=tetrajet"], "task 'imagenet100' needs ImageNet-100"),
-        (["--train=absent:fn", "--policies=tetrajet"], "there is no module 'absent'"),
+        (["--train=absent:fn", "--policies=tetrajet"], "module 'absent' is neither in"),
         (["--train=json:fn", "--policies=tetrajet"], "has no 'fn'"),
-        (["--train=json:load", "--policies=tetrajet", "--lr=1"], "--lr is a setting of a task"),
+        (["--train=json:load", "--policies=tetrajet", "--lr=1"], "--lr is only for tasks"),
     ],
 )
 def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list[str], says: str) -> None:
@@ -678,7 +678,7 @@ def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list
 
 @pytest.mark.parametrize("seeds", [0, [], [1, 1], [-1], [1.5]], ids=str)
 def test_seeds_are_different_whole_numbers(tmp_path: Path, seeds: Any) -> None:
-    with pytest.raises(Error, match="seeds is a number of seeds, at least 1"):
+    with pytest.raises(Error, match="seeds must be a number of at least 1"):
         compare(loop, "tetrajet", seeds=seeds, folder=tmp_path)
 
 

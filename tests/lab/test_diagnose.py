@@ -193,4 +193,4 @@ def test_evidence_is_there():
             assert f"\n## {section}\n" in text, section
         assert all(word in known for word in remedy.techniques.replace(",", "").split() if "_" in word)
     assert [name for name, quantity in QUANTITIES.items() if not quantity.remedy] == ["snr_db"]
-    assert all(math.isclose(q.units.back(q.units.of(0.5)), 0.5) for q in QUANTITIES.values())
+    assert all(math.isclose(q.units.inverse(q.units.transform(0.5)), 0.5) for q in QUANTITIES.values())

@@ -358,7 +358,7 @@ def test_the_score_of_three_numbers() -> None:
     assert runner.invoke(app, [*numbers, "--rule", "text"]).stdout == "-0.1\n"
     with pytest.raises(Error, match="reference loss must be positive"):
         score_command(loss=1.0, reference=0.0, complexity=1.0)
-    with pytest.raises(Error, match="name a sweep's folder or database, or give --loss"):
+    with pytest.raises(Error, match="give a sweep's folder or database, or --loss"):
         score_command(loss=1.0)
     with pytest.raises(Error, match="not both"):
         score_command(sources=["x"], loss=1.0)

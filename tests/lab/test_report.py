@@ -183,8 +183,8 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "no run and no statistics there"),
-        (lambda folder: folder.rmdir(), "there is no such folder"),
+        (lambda folder: None, "has neither a run nor statistics"),
+        (lambda folder: folder.rmdir(), "does not exist"),
         (lambda folder: (folder / "run.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "delete this line"),
     ],

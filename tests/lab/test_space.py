@@ -360,22 +360,22 @@ WRONG = {
     "setting of the sweep": (ONE + "      b: {run: {steps: 3}} #!\n", "'steps'", "known: "),
     "bad setting": (ONE + "      b:\n        run: {lr: -1} #!\n", "lr must be a positive number"),
     "condition on nothing": (
-        ONE + "  y:\n    when: {z: a} #!\n    choices: {a: {}}\n", "'z'", "no parameter before this one"
+        ONE + "  y:\n    when: {z: a} #!\n    choices: {a: {}}\n", "'z'", "not an earlier parameter"
     ),
     "condition on a later parameter": (
         BASE + "parameters:\n  x:\n    when: {y: a} #!\n    choices: {a: {}}\n  y: {choices: {a: {}}}\n",
-        "no parameter before this one",
+        "not an earlier parameter",
     ),
     "condition on no label": (ONE + "  y:\n    when: {x: aa} #!\n    choices: {a: {}}\n", "no choice 'aa'", "did you mean 'a'?"),
     "condition that is a number": (ONE + "  y:\n    when: {x: 3} #!\n    choices: {a: {}}\n", "label of a choice"),
     "condition that never holds": (
         ONE + "      b: {}\n  y:\n    when: {x: a}\n    choices:\n      c: {}\n      d: {when: {x: b}} #!\n",
-        "its conditions never hold",
+        "never hold",
     ),
-    "family without parameter": (ONE + "family: z #!\n", "names no parameter", "known: x"),
+    "family without parameter": (ONE + "family: z #!\n", "is not a parameter", "known: x"),
     "family with a condition": (
         ONE + "  y: {when: {x: a}, choices: {a: {}}}\nfamily: y #!\n",
-        "a parameter that every configuration has",
+        "a parameter without a condition",
     ),
     "also without condition": (ONE + "also:\n  - {quantize: {ties: up}} #!\n", "add 'when'"),
     "also impossible": (
@@ -409,7 +409,7 @@ def test_wrong_spaces(case: str, tmp_path: Path) -> None:
 
 
 def test_a_space_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"no search space 'designspace' is shipped.*did you mean 'design-space'"):
+    with pytest.raises(PolicyError, match=r"'designspace' is neither .* did you mean 'design-space'"):
         load_space("designspace")
     (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xff\n")
     with pytest.raises(PolicyError, match=r"latin\.yaml: cannot be read"):

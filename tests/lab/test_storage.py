@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
     said = full_disk(tmp_path, 10_000)
     failed = int(said.split()[0])
     assert "cannot write statistics to" in said
-    assert "recorded before is there and readable" in said
+    assert "Earlier records are readable" in said
     assert read(tmp_path).steps == list(range(1, failed))
     assert (tmp_path / FILE).read_bytes().endswith(b"}\n")
 
@@ -214,12 +214,12 @@ def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no statistics there"),
-        ("", "no statistics are in it"),
+        (None, "has no statistics"),
+        ("", "has no statistics"),
         ('{"a": 1}\n', "not a line of statistics"),
         ('{"format": "fp4graph.statistics", "version": 99}\n', "another version"),
         ('{"format": "fp4graph.statistics", "version": 1}\n{oops\n', ":2 is not JSON"),
-        ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2: this is not a line"),
+        ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2 is not a line"),
     ],
 )
 def test_files_that_are_something_else(tmp_path: Path, text, message):

@@ -101,7 +101,7 @@ def test_batches_are_a_function_of_seed_and_number() -> None:
         assert key == whole[start][0] == start
         assert torch.equal(rows, whole[start][1])
     assert not torch.equal(next(Order(10, 4, seed=4).rows())[1], whole[0][1])
-    with pytest.raises(Error, match="batch size 11 is more than the 10 training samples"):
+    with pytest.raises(Error, match="batch size 11 exceeds the 10 training samples"):
         Order(10, 11, seed=0)
 
 

@@ -405,7 +405,7 @@ def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
     short.write_text("too short")
     with pytest.raises(Error, match="too few for sequences of 64; give more text"):
         train(Run("text", data=str(short), device="cpu"))
-    with pytest.raises(Error, match="nowhere: there is no such file or folder"):
+    with pytest.raises(Error, match="nowhere does not exist"):
         train(Run("text", data=str(tmp_path / "nowhere"), device="cpu"))
 
 
@@ -462,10 +462,10 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
         train(Run("llama-9m", device="cpu"))
     parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(parts))
-    assert language.given("wikitext") == language.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
+    assert language.load("wikitext") == language.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
     for part in ("train", "valid", "test"):
         (tmp_path / f"wiki.{part}.raw").write_text(part)
-    assert language.given(str(tmp_path)) == language.Parts(["train"], ["valid"])
+    assert language.load(str(tmp_path)) == language.Parts(["train"], ["valid"])
 
 
 # ------------------------------------------------------------------ the rest

@@ -275,7 +275,7 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train(chosen, directory=tmp_path / "stopped", report=stop)
-    with pytest.raises(Error, match="holds a run already"):
+    with pytest.raises(Error, match="already holds a run"):
         train(chosen, directory=tmp_path / "stopped")
     with pytest.raises(Error, match=r"another run: seed was 0, is 3; lr was 0.002, is 0.1"):
         train(run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2, lr=0.1, seed=3),
@@ -287,7 +287,7 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     assert resumed.steps == whole.steps
     curves = [[{**line, "seconds": None} for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
     assert curves[0] == curves[1]
-    with pytest.raises(Error, match="it has ended"):
+    with pytest.raises(Error, match="has already ended"):
         train(chosen, directory=tmp_path / "stopped", resume=True)
 
 
@@ -339,7 +339,7 @@ def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
     with pytest.raises(Error, match=f"in use by process {os.getpid()} "):
         RunFolder(tmp_path).begin(content, resume=True)
     first.close()
-    with pytest.raises(Error, match="holds a run already"):
+    with pytest.raises(Error, match="already holds a run"):
         RunFolder(tmp_path).begin(content, resume=False)
 
 
@@ -389,7 +389,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path: Path) 
     for step in range(2):
         folder.line(step, train_loss=1 / 3)
     folder.close()  # TensorBoard's thread writes when it likes, and would otherwise meet the limit too
-    with files_no_larger_than(100), pytest.raises(Error, match=r"cannot write .*metrics.jsonl: .*What was written"):
+    with files_no_larger_than(100), pytest.raises(Error, match=r"cannot write .*metrics.jsonl: .*Earlier lines"):
         folder.line(2, train_loss=1 / 3)
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert 0 < len(content) <= 100
@@ -448,9 +448,9 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ({"seed": 2**63}, "seed must be .* at most 9223372036854775807; got 9223372036854775808"),
         ({"warmup": 1.5}, r"warmup must be a number of \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay must be"),
-        ({"batch_size": 5000}, "batch size 5000 is more than the 1437 training samples"),
+        ({"batch_size": 5000}, "batch size 5000 exceeds the 1437 training samples"),
         ({"policy": "mxfp44"}, "did you mean the shipped policy 'mxfp4'"),
-        ({"data": "/somewhere"}, "task 'digits' makes its own data; leave --data out"),
+        ({"data": "/somewhere"}, "task 'digits' makes its data itself; leave --data out"),
         ({"device": "toaster"}, "device 'toaster' cannot be used"),
         ({"optimizer_options": {"betta": 1}}, "optimizer adam does not take {'betta': 1}"),
         ({"optimizer_options": {"betas": [2, 2]}}, "optimizer adam does not take"),
@@ -536,10 +536,10 @@ def test_the_command_lists_the_tasks(command: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say which task to train"),
+        ([], "give a task to train"),
         (["gausian"], "did you mean 'gaussian'"),
-        (["digits", "--optimizer-option=beta"], "takes name=value, not 'beta'"),
-        (["digits", "--resume"], "--resume goes on with the run in a folder"),
+        (["digits", "--optimizer-option=beta"], "takes name=value; got 'beta'"),
+        (["digits", "--resume"], "--resume needs the folder of the run"),
         (["digits", "--stream=wandbb"], "unknown stream 'wandbb'; did you mean 'wandb'"),
     ],
 )

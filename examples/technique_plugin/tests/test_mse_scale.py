@@ -1,4 +1,4 @@
-"""The technique against its equation written as a loop, the format against its list, and a model trained with both."""
+"""The technique against a loop over blocks, the format against its values, and a model trained with both."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ def policy(factors=(1.0, 0.5, 2.0), **quantize):
 
 
 def nearest(u, grid):
-    """The value of ``grid`` (with signs) nearest to ``u``; of two, the one of even code."""
+    """Return the value of ``grid`` (with signs) nearest to ``u``; ties go to the even code."""
     codes = range(len(grid))
     code = min(codes, key=lambda i: (abs(grid[i] - min(abs(u), grid[-1])), i % 2))
     return math.copysign(grid[code], u)
 
 
 def reference(block, factors, grid):
-    """Dequantized values of one block: decode scales 2^(floor(log2(c·Z)) - floor(log2 Qmax)), the best of them."""
+    """Return one block dequantized under the best of the decode scales 2^(floor(log2(c·Z)) - floor(log2 Qmax))."""
     best, least = None, math.inf
     for factor in factors:
         z = factor * max(map(abs, block))

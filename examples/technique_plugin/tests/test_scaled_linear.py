@@ -1,4 +1,4 @@
-"""The operator as a site: listed, counted, quantized as its equation says, and trained."""
+"""The operator as a site: listed, counted, quantized by its equation, and trained."""
 
 import pytest
 import torch

@@ -1,1 +1,1 @@
-"""The parts of fp4graph.compare: calling the training, its check and timing, the record, the result and its files."""
+"""The parts of fp4graph.compare: calls, checks and times the training; keeps the record, the result and its files."""

@@ -1,4 +1,4 @@
-"""Checks every policy on the model that a training makes, before anything is trained."""
+"""Checks every policy on a training's model before the first training."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fp4graph.policy import Policy, load_policy
 
 
 def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
-    """Run ``train`` under each policy up to the model's first call, and see whether that call fits the policy.
+    """Run ``train`` under each policy up to the model's first call, and check that the policy fits that call.
 
-    The call is captured on fake tensors under the policy, and under each of its phases, as ``train`` has applied it and
-    in the training's own autocast.
+    The call is captured on fake tensors under the policy and each of its phases, with the options that ``train`` gave
+    ``apply`` and in the training's autocast.
 
     Returns:
         Sentences about policies that could not be checked.
 
     Raises:
-        Error: policies do not fit, quantize nothing or keep every block; all are named with the reasons. Or ``train``
+        Error: policies do not fit, quantize nothing or keep every block (all are named with the reasons), or ``train``
             never applies a policy.
     """
     faults: dict[str, str] = {}
@@ -42,23 +42,23 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
         except _Unchecked as why:
             unchecked.append(f"policy {policy.name!r} was not checked before the training: {why}")
     if len(faults) == len(policies) and len({*faults.values()}) == 1:
-        raise Error(next(iter(faults.values())))  # nothing to do with the policies
+        raise Error(next(iter(faults.values())))  # independent of the policies
     if faults:
         reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
-        raise Error(f"{len(faults)} of the policies cannot train this model, so none was trained:{reasons}")
+        raise Error(f"{len(faults)} of the policies cannot train this model, so nothing was trained:{reasons}")
     return unchecked
 
 
 class _Unchecked(BaseException):
-    """The first call of the model cannot be looked at; the text says why."""
+    """The first call of the model cannot be checked; the text says why."""
 
 
 class _Called(BaseException):
-    """Ends the first call of a model, with a problem or None; no Exception, so that no training catches it."""
+    """Ends the first call of a model, with a problem or None. A BaseException, which trainings do not catch."""
 
 
 class _Probe(Silent):
-    """Looks at the first call of an applied model, in the place of that call."""
+    """Checks the first call of an applied model instead of running it."""
 
     heard = False
 
@@ -67,7 +67,7 @@ class _Probe(Silent):
         runtime = require_runtime(model, "compare")
 
         def intercept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            runtime.intercept = None  # the captures copy the model
+            runtime.intercept = None  # because the captures copy the model
             raise _Called(_problem(runtime.root, runtime.policy, args, kwargs))
 
         runtime.intercept = intercept
@@ -80,12 +80,12 @@ def _first_call(train: Train, policy: Policy, seed: int) -> None:
         raise Stop
 
     probe = _Probe()
-    ended = "train() logged a loss before it called the applied model itself, as where it calls a part of the model"
+    ended = "train() logged a loss before it called the applied model itself; perhaps it calls a part of the model"
     with tempfile.TemporaryDirectory() as folder, seeded(seed), listening(probe), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # the training says so too
+        warnings.simplefilter("ignore", PolicyWarning)  # the training warns again
         try:
             call(train, policy, seed, Log(Path(folder), stop))
-            ended = "train() returned without a call of the applied model"
+            ended = "train() returned without calling the applied model"
         except _Called as first:
             (problem,) = first.args
             if problem is not None:
@@ -95,7 +95,7 @@ def _first_call(train: Train, policy: Policy, seed: int) -> None:
             pass
         except Error:
             raise
-        except Exception as error:  # the training will raise it too, and is recorded as failed
+        except Exception as error:  # the training will raise again, and is recorded as failed
             raise _Unchecked(f"train() raised {type(error).__name__} before it called the model") from error
     if not probe.heard:
         raise Error("train() never called fp4graph.apply(model, policy), so every policy would train alike; call it")
@@ -106,7 +106,7 @@ def _problem(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: di
     for phase in (policy, *(phase.policy for phase in policy.phases)):
         if phase.quantizes and (problem := _fault(model, phase, args, kwargs)) is not None:
             if _fault(model, load_policy("bf16"), args, kwargs) is not None:
-                raise _Unchecked("the model cannot be captured on tensors without data, whatever the policy")
+                raise _Unchecked("the model cannot be captured on tensors without data, under any policy")
             return problem
     return None
 

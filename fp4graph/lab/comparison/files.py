@@ -24,7 +24,7 @@ def write_all(result: Comparison) -> None:
     import matplotlib as mpl
     import pandas as pd
 
-    frame = pd.DataFrame(result.rows, dtype=object)  # in which a count beside None stays whole
+    frame = pd.DataFrame(result.rows, dtype=object)  # object: counts stay integers in columns with None
     for state in ("diverged", "failed"):
         frame[state] = frame[state].map(len)
     cells = [shown(row, result.metrics) for row in result.rows]
@@ -47,9 +47,9 @@ def write_all(result: Comparison) -> None:
 
 @styled()
 def losses(result: Comparison) -> Figure | None:
-    """Draw each policy's loss over steps, and below it the loss minus the baseline's where runs can be subtracted.
+    """Draw each policy's loss over steps, and below it the loss minus the baseline's if runs can be subtracted.
 
-    Lines are means over seeds, bands reach from the lowest to the highest. None where no loss was logged.
+    Lines are means over seeds; bands span the range over seeds. Returns None if no loss was logged.
     """
     colors = dict(zip(result.others, PALETTE * len(result.others), strict=False)) | {result.baseline: "#333333"}
     points: dict[str, list[tuple[int, float | None]]] = {name: [] for name in (result.baseline, *result.others)}
@@ -79,16 +79,16 @@ def losses(result: Comparison) -> Figure | None:
 
 
 def _differences(result: Comparison, policy: str) -> Iterator[tuple[int, float | None]]:
-    """Yield the points of a policy's finished runs minus those of the baseline's with the same seed.
+    """Yield the points of a policy's finished runs minus those of the baseline's runs with the same seed.
 
-    A point is the mean of several steps in a long run, so only curves with points at the same steps are subtracted.
+    A point of a long run averages over steps, so only curves with points at the same steps are subtracted.
     """
-    others = {run["seed"]: run["curve"] for run in result.of(result.baseline)}
+    references = {run["seed"]: run["curve"] for run in result.of(result.baseline)}
     for run in result.of(policy):
-        pairs = list(zip(run["curve"], others.get(run["seed"], ()), strict=False))
-        if len(pairs) == len(run["curve"]) and all(own[0] == other[0] for own, other in pairs):
-            for (step, loss), (_, beside) in pairs:
-                yield step, None if loss is None or beside is None else loss - beside
+        pairs = list(zip(run["curve"], references.get(run["seed"], ()), strict=False))
+        if len(pairs) == len(run["curve"]) and all(point[0] == reference[0] for point, reference in pairs):
+            for (step, loss), (_, reference) in pairs:
+                yield step, None if loss is None or reference is None else loss - reference
 
 
 def as_tex(rows: Sequence[Mapping[str, str]]) -> str:

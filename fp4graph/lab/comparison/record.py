@@ -1,8 +1,8 @@
-"""The folder of a comparison, which a kill at any instant leaves readable.
+"""The folder of a comparison, which stays readable after a kill at any instant.
 
 ``runs.jsonl`` has a line for each finished run, written when the run ends, a line for each timing, and a line where a
-comparison begins or goes on. ``POLICY-SEED/`` is the folder of a run: ``log.jsonl`` with its losses, ``statistics/``,
-and what the training keeps there itself. ``comparison.lock`` is locked while a process writes here.
+comparison begins or resumes. ``POLICY-SEED/`` is the folder of a run: ``log.jsonl`` with its losses, ``statistics/``,
+and files of the training. ``comparison.lock`` is locked while a process writes here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fp4graph.lab.runs.run import finite
 from fp4graph.policy import Policy
 
 RUNS, LOCK = "runs.jsonl", "comparison.lock"
-LOG = "log.jsonl"  # of a run, in its folder
+LOG = "log.jsonl"  # in a run's folder
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
 
 
 def name_of(train: Callable[..., Any]) -> str:
-    """Return ``module:name`` of a training, or what it calls itself."""
+    """Return ``module:name`` of a training function, or ``str(train)`` of another callable."""
     if isinstance(train, functools.partial):
         return f"{name_of(train.func)} with {train.args}, {train.keywords}"
     name = getattr(train, "__qualname__", None)
@@ -43,7 +43,7 @@ def name_of(train: Callable[..., Any]) -> str:
 
 
 def _source_of(train: Callable[..., Any]) -> str | None:
-    """Return a digest of a function's source, or of a dataclass's settings; None where nothing is known of them."""
+    """Return a digest of a function's source, or of a dataclass's settings; None if neither is available."""
     try:
         source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
     except (OSError, TypeError):
@@ -53,16 +53,16 @@ def _source_of(train: Callable[..., Any]) -> str | None:
 
 @contextmanager
 def locked(file: Path, user: Callable[[], str]) -> Iterator[None]:
-    """Lock a file, in a folder that is made if need be, until the context ends.
+    """Lock a file until the context ends; make its folder if necessary.
 
     Raises:
-        Error: another process, which ``user`` names, has locked it, or it cannot be written.
+        Error: another process, which ``user`` names, has locked the file, or the file cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(file).acquire(timeout=0)
     except Timeout:
-        raise Error(f"{file.parent} is in use by {user()}; let it end, or give another folder") from None
+        raise Error(f"{file.parent} is in use by {user()}; wait until it ends, or give another folder") from None
     except OSError as error:
         raise Error(f"cannot write {file.parent}: {error.strerror or error}; give another folder") from error
     with lock:
@@ -81,22 +81,22 @@ class Record:
             if line.get("format") == FORMAT and line.get("version") == VERSION:
                 self.header = line
             elif not self.header or not {"policy", "kind"} <= line.keys():
-                raise Error(f"{self._file}:{number} is no line of a comparison; give another folder")
+                raise Error(f"{self._file}:{number} is not a line of a comparison; give another folder")
             else:
                 self._take(line)
 
     def finished(self, policy: Policy, seed: int) -> bool:
-        """Return whether a run has ended, by itself or because its loss was not finite; a failed one has not."""
+        """Return whether a run has finished or diverged; a failed run counts as unfinished."""
         return self.runs.get((policy.name, seed), {}).get("state") in ("finished", "diverged")
 
     def add(self, line: Line) -> None:
-        """Write a run or a timing; raise an Error, with the former lines as they were, where the disk is full, say."""
+        """Write a run or a timing; raise an Error, and keep the earlier lines, if the disk is full."""
         try:
             jsonlines.append(self._file, [finite(line)])
         except OSError as error:
             raise Error(
-                f"cannot write {self._file}: {error.strerror or error}. The finished runs are in it; make room, and "
-                "call compare again to go on"
+                f"cannot write {self._file}: {error.strerror or error}. It holds the finished runs; make room, and "
+                "call compare again to continue"
             ) from error
         self._take(finite(line))
 
@@ -108,10 +108,10 @@ class Record:
 
     def require_same(self, train: str, source: str | None, policies: Sequence[Policy]) -> None:
         """Raise an Error if the runs are of another training, or of policies that were edited since."""
-        known = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
-        changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
+        recorded = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
+        changed = [p.name for p in policies if recorded.get(p.name, p.fingerprint) != p.fingerprint]
         if all(line["state"] == "failed" for line in self.runs.values()):
-            return  # they are run again, by a training that may have been mended
+            return  # failed runs are repeated, and the training may have been corrected
         if self.header["train"] != train:
             why = f"a comparison of {self.header['train']}, and this is one of {train}"
         elif self.header["source"] != source:
@@ -125,22 +125,22 @@ class Record:
 
 @contextmanager
 def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy]) -> Iterator[Record]:
-    """Return the record in ``folder``, which no other process writes until the context ends.
+    """Yield the record in ``folder``, locked against other processes until the context ends.
 
     Raises:
         Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
-            training, of one that was edited since, or of other policies under the same names.
+            or a since edited training, or of other policies under the same names.
     """
     with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
         name, source = name_of(train), _source_of(train)
         record.require_same(name, source, policies)
-        about = {
+        header = {
             "format": FORMAT, "version": VERSION, "train": name, "source": source,
             "process": f"process {os.getpid()} on {socket.gethostname()}",
             "versions": {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()},
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         }  # fmt: skip
-        jsonlines.append(folder / RUNS, [about])
+        jsonlines.append(folder / RUNS, [header])
         yield record

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def paired(differences: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean d̄ of paired differences, and half the width of its 95 % confidence interval.
+    """Return the mean d̄ of paired differences, and the half-width of its 95 % confidence interval.
 
     d̄ ± t · s/√n, with s² = Σ(d_i − d̄)²/(n − 1) and t the quantile 0.975 of Student's distribution with n − 1 degrees of
     freedom (Student 1908). The half-width is None for n = 1.
@@ -45,10 +45,10 @@ class Comparison:
         name: the name of the training.
         baseline: the name of the policy that the others are compared with.
         policies: all policies, the baseline first.
-        seeds: the seeds that were asked for.
-        runs: the lines of ``runs.jsonl`` about them, without runs that have not ended.
+        seeds: the requested seeds.
+        runs: the lines of ``runs.jsonl`` about the runs that have ended.
         timings: the time of each policy, measured in alternation with the baseline.
-        notes: sentences about what could not be checked or measured.
+        notes: sentences about failed checks and measurements.
     """
 
     folder: Path
@@ -61,22 +61,22 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def of(self, policy: str, state: str = "finished") -> list[Row]:
-        """Return the runs of a policy that have ended in ``state``: finished, diverged or failed."""
+        """Return the runs of a policy that ended in ``state``: finished, diverged or failed."""
         return [run for run in self.runs if run["policy"] == policy and run["state"] == state]
 
     def differences(self, policy: str, other: str) -> list[float]:
-        """Return the losses of ``policy`` minus those of ``other``, for each seed that both have finished."""
+        """Return the loss of ``policy`` minus that of ``other`` for each seed that both have finished."""
         losses = {run["seed"]: run["loss"] for run in self.of(other)}
         return [run["loss"] - losses[run["seed"]] for run in self.of(policy) if run["seed"] in losses]
 
     @property
     def others(self) -> list[str]:
-        """The names of the policies beside the baseline."""
+        """The names of the policies except the baseline."""
         return [policy.name for policy in self.policies if policy.name != self.baseline]
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics beside the loss."""
+        """The names of the metrics except the loss."""
         return list(dict.fromkeys(name for run in self.runs for name in run["metrics"]))
 
     @property
@@ -84,8 +84,8 @@ class Comparison:
         """A row for each policy, as plain data; None is unknown.
 
         ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low``
-        to ``high`` its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
-        alternation, and ``ms_per_step`` this ratio times the baseline's time; None where that was not measured.
+        to ``high`` is its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
+        alternation, and ``ms_per_step`` is this ratio times the baseline's time; None if not measured.
         """
         return [self._row(policy) for policy in self.policies]
 
@@ -97,7 +97,7 @@ class Comparison:
         low, high = (None, None) if mean is None or half is None else (mean - half, mean + half)
         model: Row = next((run["model"] for run in self.runs if run["policy"] == policy.name and run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
-        beside = [timing["baseline_ms_per_step"] for timing in self.timings.values()]  # times of the baseline
+        baseline_times = [timing["baseline_ms_per_step"] for timing in self.timings.values()]
         return {
             "policy": policy.name,
             "loss": _mean(losses),
@@ -107,7 +107,7 @@ class Comparison:
             "high": high,
             **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
             "complexity": policy.complexity,
-            "ms_per_step": None if ratio is None else ratio * median(beside),
+            "ms_per_step": None if ratio is None else ratio * median(baseline_times),
             "ratio": ratio,
             **{name: model.get(name) for name in ("fp4_flops", "bits_per_weight", "quantized", "sites")},
             "finished": len(finished),
@@ -117,52 +117,52 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The meaning of the numbers in words, a paragraph for each policy, and where the seeds are too few to tell."""
-        others = [row for row in self.rows if row["policy"] != self.baseline]
-        known = [row for row in others if row["difference"] is not None]
-        paragraphs = [self._ranking(known), *map(self._about, others)]
-        usual = len(self.of(self.baseline))
-        if usual < len(self.seeds):
-            paragraphs.insert(0, f"Only {usual} of {len(self.seeds)} runs of the baseline {self.baseline} finished.")
+        """The result in words, with a paragraph for each policy that also says if the seeds are too few to tell."""
+        rows = [row for row in self.rows if row["policy"] != self.baseline]
+        compared = [row for row in rows if row["difference"] is not None]
+        paragraphs = [self._ranking(compared), *map(self._paragraph, rows)]
+        finished = len(self.of(self.baseline))
+        if finished < len(self.seeds):
+            paragraphs.insert(0, f"Only {finished} of {len(self.seeds)} runs of the baseline {self.baseline} finished.")
         return "\n".join(filter(None, paragraphs))
 
     def _ranking(self, rows: Sequence[Row]) -> str:
-        """Name the policy with the lowest loss, and those that cannot be told from it."""
+        """Name the policy with the lowest loss, and the policies that the seeds cannot distinguish from it."""
         if len(rows) < 2:
             return ""
         best, *others = sorted(rows, key=lambda row: row["difference"])
-        alike = []
+        tied = []
         for name in (row["policy"] for row in others):
             mean, half = paired(self.differences(name, best["policy"]) or [0.0])
             if half is None or mean - half <= 0:
-                alike.append(name)
+                tied.append(name)
         lowest = f"{best['policy']} has the lowest loss ({_signed(best['difference'])})"
         text = f"Among the policies beside {self.baseline}, {lowest}."
-        if not alike:
-            return text + " The loss of every other one is measurably higher."
-        tell = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
-        return f"{text} {tell} tell it from {', '.join(alike)}."
+        if not tied:
+            return text + " The loss of every other policy is measurably higher."
+        seeds = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
+        return f"{text} {seeds} tell it from {', '.join(tied)}."
 
-    def _about(self, row: Row) -> str:
-        """Say of one policy whether its loss differs from the baseline's."""
+    def _paragraph(self, row: Row) -> str:
+        """Return a paragraph on the difference of one policy's loss from the baseline's."""
         sentences, mean, pairs = [], row["difference"], len(self.differences(row["policy"], self.baseline))
         if row["low"] is not None:
             half = row["high"] - mean
             low, middle, high = (_signed(row[column], half) for column in ("low", "difference", "high"))
             interval = f"95 % interval {low} to {high}, {pairs} seeds"
             if half == mean == 0:
-                sentences += [f"its losses are the baseline's, in all {pairs} seeds."]
+                sentences += [f"its losses equal the baseline's, in all {pairs} seeds."]
             elif abs(mean) > half:
                 sentences += [f"its loss is {'higher' if mean > 0 else 'lower'} by {middle[1:]} ({interval})."]
             else:
                 few = f"{pairs} seeds are too few to tell it from {self.baseline}"
                 sentences += [f"{few}: the difference is {middle} ({interval})."]
-                sentences += [f"A difference of less than {half:.2g} takes more seeds to see."]
+                sentences += [f"More seeds are needed to see a difference of less than {half:.2g}."]
         elif mean is not None:
-            chance = "one seed cannot tell whether that is chance; use three"
+            chance = "one seed cannot show whether that is chance; use three"
             sentences += [f"the difference is {_signed(mean)}, and {chance}."]
         elif not row["diverged"] and not row["failed"]:
-            sentences += ["no seed has been finished by it and the baseline."]
+            sentences += ["it and the baseline have no finished seed in common."]
         if row["diverged"]:
             places = ", ".join(f"seed {seed} at step {step:,}" for seed, step in row["diverged"])
             count = f"{len(row['diverged'])} of {len(self.seeds)}"
@@ -174,7 +174,7 @@ class Comparison:
     def worst(self, policy: str) -> list[dict[str, Any]]:
         """Return the operands with the lowest signal-to-noise ratio in the last record of the first seed.
 
-        Each is a site, an operand, its ratio in dB, and the shares of its elements that are rounded to zero or clipped.
+        Each item has a site, an operand, the ratio in dB, and the shares of elements rounded to zero and clipped.
         """
         folder = self.folder / f"{policy}-{self.seeds[0]}" / "statistics"
         rows = storage.read(folder).having("snr_db") if storage.find(folder) else []
@@ -211,7 +211,7 @@ class Comparison:
 
     def to_frame(self) -> Any:
         """Return the rows as a ``pandas.DataFrame``."""
-        needs("pandas", "tables are made by pandas", "analysis")
+        needs("pandas", "tables are made with pandas", "analysis")
         import pandas as pd
 
         return pd.DataFrame(self.rows)
@@ -245,11 +245,11 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _signed(value: float, half: float = 0.0) -> str:
-    """Return a difference with its sign, and with the decimals that give the half-width of its interval two digits."""
+    """Return a difference with its sign, rounded so that the half-width of its interval would have two digits."""
     if not value:
         return "0"
-    known = half > 1e-6 * abs(value)
-    return f"{value:+.{max(0, 1 - math.floor(math.log10(half)))}f}" if known else f"{value:+.3g}"
+    has_interval = half > 1e-6 * abs(value)
+    return f"{value:+.{max(0, 1 - math.floor(math.log10(half)))}f}" if has_interval else f"{value:+.3g}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

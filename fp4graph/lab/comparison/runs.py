@@ -1,4 +1,4 @@
-"""Trains one policy under one seed, and sums up the run as a line of ``runs.jsonl``."""
+"""Trains one policy under one seed, and returns the run's line of ``runs.jsonl``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fp4graph.model.listening import Silent, listening
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
 
-#: Points of a run's curve in its line, each the mean of the steps since the one before.
+#: Points of a run's curve in its line; each is the mean of the steps since the point before.
 POINTS = 200
 #: Statistics that the page of a comparison shows.
 METRICS = ("snr", "error", "saturation", "underflow")
-#: Of a run that raised, in its folder.
+#: The file in the folder of a run that raised.
 TRACEBACK = "traceback.txt"
 Progress = Callable[[Policy, int, int, float], None]
 
@@ -54,12 +54,12 @@ def train_once(
     """
     watcher = _Watcher(folder / "statistics", statistics if policy.ever_quantizes else None)
     intervals: list[float] = []
-    former: list[tuple[int, float]] = []
+    last_look: list[tuple[int, float]] = []
 
     def look(step: int, loss: float | None) -> None:
         now = time.perf_counter()
-        intervals.extend((now - then) / (step - last) for last, then in former if step > last)
-        former[:] = [(step, now)]
+        intervals.extend((now - then) / (step - last) for last, then in last_look if step > last)
+        last_look[:] = [(step, now)]
         watcher.look(step)
         if loss is not None:
             progress(policy, seed, step, loss)
@@ -67,7 +67,7 @@ def train_once(
                 raise Stop
 
     log = Log(folder, look)
-    (folder / TRACEBACK).unlink(missing_ok=True)  # of a former attempt
+    (folder / TRACEBACK).unlink(missing_ok=True)  # of an earlier attempt
     error, loss, metrics = None, math.nan, dict[str, float]()
     started = time.perf_counter()
     with seeded(seed), listening(watcher):
@@ -77,16 +77,16 @@ def train_once(
             pass
         except NoLoss:
             raise
-        except Exception as raised:  # noqa: BLE001  # whatever the training raises is the result of this run
+        except Exception as raised:  # noqa: BLE001  # any exception of the training is the result of this run
             frames = traceback.extract_tb(raised.__traceback__)
             place = [frame for frame in frames if not _of_a_library(frame.filename)] or frames
             error = f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
-            with suppress(Error, UnicodeError):  # a full disk is reported by what must be written
+            with suppress(Error, UnicodeError):  # writing the record reports a full disk
                 write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
         finally:
             watcher.close()
     gc.collect()
-    points = log.points if log.begun or error is None else []  # else they are those of a former attempt
+    points = log.points if log.begun or error is None else []  # else they belong to an earlier attempt
     return {
         "kind": "run", "policy": policy.name, "fingerprint": policy.fingerprint, "seed": seed,
         "state": "failed" if error is not None else "finished" if math.isfinite(loss) else "diverged",
@@ -103,11 +103,11 @@ def train_once(
 
 
 def _of_a_library(file: str) -> bool:
-    """Return whether code is Python's, fp4graph's or another package's, where users do not look for their mistakes."""
+    """Return whether code belongs to Python, fp4graph or an installed package, not to the user."""
     generated = file.startswith(("<frozen", "<eval_with_key")) or "torchinductor_" in file
     installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    own = sysconfig.get_path("stdlib"), Path(__file__).parents[2]
-    return generated or bool(installed) or any(Path(file).is_relative_to(folder) for folder in own)
+    folders = sysconfig.get_path("stdlib"), Path(__file__).parents[2]
+    return generated or bool(installed) or any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -118,7 +118,7 @@ def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 class _Watcher(Silent):
-    """Listens to a training; at its first logged step, sums up the model and attaches statistics to it."""
+    """Listens to a training; at its first logged step, summarizes the model and attaches statistics."""
 
     _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     _optimizer: Callable[[], torch.optim.Optimizer | None] = staticmethod(lambda: None)
@@ -144,7 +144,7 @@ class _Watcher(Silent):
                 self._statistics = Statistics(model, optimizer, step=step, **self._options)
             except Error as error:
                 self.note = f"no statistics were recorded: {error}"
-        # Recompilations, generations and other modes capture a product again.
+        # Recompilations, generations and other modes capture a GEMM again; count it once.
         served = coverage.served_sites(runtime.root, runtime.capture)
         sites = list({(name, site.op, site.occurrence): site for site, names in served for name in names}.values())
         self.model = {
@@ -162,7 +162,7 @@ class _Watcher(Silent):
 
 
 def orphan_watch() -> None:
-    """End this process when its parent has ended, so that a killed comparison leaves no training behind."""
+    """End this process when its parent ends, so that a killed comparison leaves no training behind."""
     parent = parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-"""Times two trainings in alternation, so that what else the machine does slows both down alike."""
+"""Times two trainings in alternation, so that other load on the machine slows both alike."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ import torch
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.policy import Policy
 
-#: Logged intervals of the first turn, which compile and fill caches; and of a turn, whose first one is left out.
+#: Logged intervals of the first turn, which compiles and fills caches, and of later turns. A turn's first is left out.
 WARM_UP, INTERVALS = 5, 4
-#: The turns of each training, fewer where they take longer than so many seconds.
+#: The number of turns of each training, and the seconds after which no turn begins.
 TURNS, SECONDS = 9, 120.0
 
 
 def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
-    """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short.
+    """Return the baseline's ms per step, and the policy's time over it; empty if the training is too short.
 
     The trainings run in two threads, which wait inside ``log`` for their turns. They end after :data:`TURNS` turns, or
-    with the shorter training. Times are medians over the turns, and the ratio that of the turns' ratios.
-
-    Raises:
-        Exception: what a training raises.
+    with the shorter training. Both results are medians over the turns. An exception of a training passes through.
     """
     pair = _Training(train, baseline, seed), _Training(train, policy, seed)
     turns: list[list[float]] = []
@@ -49,8 +46,8 @@ def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str
     if not (measured := turns[1:]):
         return {}
     return {
-        "baseline_ms_per_step": 1000 * median(usual for usual, _ in measured),
-        "ratio": median(own / usual for usual, own in measured),
+        "baseline_ms_per_step": 1000 * median(reference for reference, _ in measured),
+        "ratio": median(seconds / reference for reference, seconds in measured),
     }
 
 
@@ -67,7 +64,7 @@ class _Training(threading.Thread):
         self.start()
 
     def turn(self, count: int) -> float | None:
-        """Let the training log ``count`` intervals; return their median in seconds a step, or None at its end."""
+        """Let the training log ``count`` intervals; return their median in seconds per step, or None at its end."""
         self._asked.put(count)
         seconds = self._done.get()
         if isinstance(seconds, Exception):
@@ -75,7 +72,7 @@ class _Training(threading.Thread):
         return seconds
 
     def end(self) -> None:
-        """End the training, at its next call of ``log`` if it is having its turn."""
+        """End the training; during a turn, at its next call of ``log``."""
         self._ends = True
         self._asked.put(0)
 
@@ -93,9 +90,9 @@ class _Training(threading.Thread):
         self._done.put(error)
 
     def _look(self, step: int, loss: float | None) -> None:
-        """Take the time of a step; sleep where the turn has ended."""
+        """Take the time of a step; sleep if the turn has ended."""
         if self._last is not None and step <= self._last[0]:
-            return  # a validation, or the loss of a step whose end is known
+            return  # a validation, or the loss of a step that was timed by its tick
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         now = time.perf_counter()

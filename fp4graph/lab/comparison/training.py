@@ -1,4 +1,4 @@
-"""Calls a user's training function, whatever it returns, and keeps the losses that it logs."""
+"""Calls a user's training function, reads its result, and keeps the losses that it logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Train = Callable[[Policy, int, "Log"], Any]
 
 
 class Stop(BaseException):
-    """Ends a training from inside ``log``. It is no Exception, so that no training catches it."""
+    """Ends a training from inside ``log``. A BaseException, which trainings do not catch."""
 
 
 class NoLoss(Error):
@@ -32,25 +32,25 @@ class NoLoss(Error):
 
 
 class Log:
-    """What a training calls with its losses: ``log(step, loss, **metrics)``.
+    """Records the losses of a training, which calls ``log(step, loss, **metrics)``.
 
-    Every call adds a line to ``log.jsonl`` in :attr:`folder`. A training that goes on from a checkpoint of its own,
-    after a kill, continues the former lines; one that begins again replaces them.
+    Every call adds a line to ``log.jsonl`` in :attr:`folder`. After a kill, a training that resumes from its checkpoint
+    continues the earlier lines; a training that begins again replaces them.
 
     Attributes:
-        folder: a folder of this run, where the training may keep checkpoints; ``log.jsonl``, ``traceback.txt`` and
-            ``statistics`` in it are written by fp4graph.
+        folder: a folder of this run, where the training may keep checkpoints; fp4graph writes ``log.jsonl``,
+            ``traceback.txt`` and ``statistics`` there.
         points: each logged step with its loss.
         metrics: the last value of each metric.
         begun: whether this attempt has logged.
     """
 
     def __init__(self, folder: Path, look: Callable[[int, float | None], None]) -> None:
-        """``look`` is called with each step and its loss, None for a step without one; it may raise :class:`Stop`."""
+        """Call ``look(step, loss)`` at each step, with None for an unknown loss; it may raise :class:`Stop`."""
         self.folder, self._look, self._file = folder, look, folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
-        former = [line for _, line in jsonlines.read(self._file)]
-        self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in former]
+        lines = [line for _, line in jsonlines.read(self._file)]
+        self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in lines]
         self.metrics: dict[str, float] = {}
         self.begun = False
 
@@ -68,16 +68,16 @@ class Log:
         self._look(step, value)
 
     def tick(self, step: int) -> None:
-        """Note that a step has ended whose loss is not known."""
+        """Note the end of a step whose loss is unknown."""
         self._look(step, None)
 
 
 def number(value: Any) -> float:
-    """Return a loss or a metric as a float; raise an Error if ``value`` is no number."""
+    """Return a loss or a metric as a float; raise an Error if ``value`` is not a number."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise Error(f"a loss is a number or a tensor with one element; got {type(value).__name__}") from None
+        raise Error(f"a loss must be a number or a tensor with one element; got {type(value).__name__}") from None
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
     """Run a training to its end; return its final loss and metrics.
 
     Raises:
-        NoLoss: nothing was returned or logged. Anything that the training raises passes through.
+        NoLoss: the training returned no loss and logged none. Its own exceptions pass through.
     """
     result = train(policy, seed, log)
     result = _exhausted(result, log) if isinstance(result, Generator) else runs.run(result, policy, seed, log)
@@ -118,7 +118,7 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
 
 
 def _exhausted(steps: Generator[Any, Any, Any], log: Log) -> Any:
-    """Log what a generator yields, (step, loss) or (step, loss, metrics); return what it returns."""
+    """Log each (step, loss) or (step, loss, metrics) that a generator yields; return its return value."""
     with closing(steps):
         while True:
             try:

@@ -24,7 +24,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Split:
     """Training and validation images of one data set, with the mean and std of their channels, in [0, 1].
 
-    Each part is a map-style data set of (PIL image, class number).
+    ``train`` and ``validation`` are map-style data sets of (PIL image, class number).
     """
 
     train: Any
@@ -37,9 +37,9 @@ class Split:
 def digits(data: str | None = None) -> Split:
     """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
 
-    The split is stratified, 80/20, and the same for runs of any seed, so that they are comparable.
+    The split is stratified, 80/20, and the same for every seed, so that runs are comparable.
     """
-    needs("sklearn", "digits are scikit-learn's")
+    needs("sklearn", "digits are from scikit-learn")
     from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -53,20 +53,20 @@ def digits(data: str | None = None) -> Split:
 
 
 def mnist(data: str | None = None) -> Split:
-    """Return MNIST from the folder ``data``, fetched there by torchvision if need be."""
+    """Return MNIST from the folder ``data``, where torchvision downloads it if necessary."""
     files = "{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
     return _torchvision("MNIST", data, files, (0.1307,), (0.3081,))
 
 
 def cifar10(data: str | None = None) -> Split:
-    """Return CIFAR-10 from the folder ``data``, fetched there by torchvision if need be."""
+    """Return CIFAR-10 from the folder ``data``, where torchvision downloads it if necessary."""
     files = "{root}/cifar-10-batches-py exists (unpack cifar-10-python.tar.gz in {root})"
     return _torchvision("CIFAR10", data, files, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def _torchvision(name: str, data: str | None, files: str, mean: tuple[float, ...], std: tuple[float, ...]) -> Split:
-    """Return a data set of 10 classes; an error says that ``files`` are needed."""
-    needs("torchvision", f"{name} is read by torchvision")
+    """Return a data set of 10 classes; ``files`` is the remedy in an error's text."""
+    needs("torchvision", f"{name} is read with torchvision")
     from torchvision import datasets
 
     root = data_folder(name.lower(), data)
@@ -79,8 +79,8 @@ def _torchvision(name: str, data: str | None, files: str, mean: tuple[float, ...
     return Split(train, validation, 10, mean, std)
 
 
-def given(data: str | None, needed: str, *, labelled: bool) -> Split:
-    """Return the images that ``--data`` names: ``hf:NAME``, or a folder; ``needed`` begins the error without it."""
+def load(data: str | None, needed: str, *, labelled: bool) -> Split:
+    """Return the images that ``--data`` names: ``hf:NAME`` or a folder; ``needed`` begins the error for None."""
     if data is None:
         classes = "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg"
         layout = classes if labelled else "its images as .png or .jpg, in any subfolders"
@@ -93,7 +93,7 @@ def given(data: str | None, needed: str, *, labelled: bool) -> Split:
 
 def image_folder(root: Path) -> Split:
     """Return the images of a folder in ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
-    needs("timm", "image folders are read by timm")
+    needs("timm", "image folders are read with timm")
     from timm.data.dataset_factory import create_dataset
 
     parts = root / "train", root / "val"
@@ -120,18 +120,18 @@ def flat_folder(root: Path) -> Split:
 def hugging_face(name: str, *, labelled: bool) -> Split:
     """Return a dataset of the Hugging Face hub, or of a folder that ``datasets.load_dataset`` reads.
 
-    The dataset needs a column with images, and for classification one with class numbers. Its splits ``train`` and
-    ``validation`` (or ``val``, ``test``) are used. Images without labels that have only ``train`` are divided as in
+    The dataset needs a column with images, and for classification a column with class numbers. Its splits ``train``
+    and ``validation`` (or ``val``, ``test``) are used. Images without labels that have only ``train`` are divided as in
     :func:`flat_folder`.
     """
-    needs("datasets", "hf: names are loaded by Hugging Face's datasets")
+    needs("datasets", "hf: names are loaded with Hugging Face's datasets")
     import datasets
 
     try:
         parts = datasets.load_dataset(name)
-    except Exception as error:  # whatever the hub, the network or a loading script raises
+    except Exception as error:  # any error of the hub, the network or a loading script
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        places = "hf:NAME of the hub where there is a network, or hf:FOLDER with its files"
+        places = "hf:NAME of the hub if there is a network, or hf:FOLDER with its files"
         raise Error(f"dataset {name!r} cannot be loaded ({what}); give {places}") from error
     columns = parts["train"].features if "train" in parts else {}
     image, label = (
@@ -141,8 +141,8 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     if image is None or (labelled and label is None):
         lacks = "images" if image is None else "class labels"
         raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(columns)}")
-    if other := next((key for key in ("validation", "val", "test") if key in parts), None):
-        train, validation = (_Images(parts[part], image, label) for part in ("train", other))
+    if held_out := next((key for key in ("validation", "val", "test") if key in parts), None):
+        train, validation = (_Images(parts[part], image, label) for part in ("train", held_out))
         return Split(train, validation, 1 if label is None else columns[label].num_classes, *IMAGENET)
     if labelled:
         raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(parts)}")
@@ -150,7 +150,7 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
 
 
 class _Images(Dataset[Any]):
-    """The images and class numbers of rows in columns of these names, or the images of files; without label 0."""
+    """Images and class numbers from the columns ``image`` and ``label`` of rows, or images of files with class 0."""
 
     def __init__(self, items: Any, image: str | None = None, label: str | None = None) -> None:
         self.items, self.image, self.label = items, image, label
@@ -176,7 +176,7 @@ def _unlabelled(images: _Images) -> Split:
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seed the three generators that augmentations draw from, and put them back afterwards."""
+    """Seed Python's, NumPy's and torch's CPU generators in this context, and restore them after it."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     words = [int(word) for word in np.random.SeedSequence(key).generate_state(3)]
     random.seed(words[0])

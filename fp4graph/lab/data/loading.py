@@ -1,4 +1,4 @@
-"""Batches of samples, and their order: functions of the seed and the step, also after an interruption."""
+"""Batches of samples, and their order; both are functions of the seed and the step, so that runs can resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp4graph.lab.data.images import Split, seeded
 
 #: Tensors with the samples along their first axis.
 Batch = tuple[Tensor, ...]
-#: The rows of each batch, int64 ``[batch]``, with the number that seeds the augmentation of its samples.
+#: The key that seeds the augmentation of a batch, and the batch's rows, int64 ``[batch]``.
 Rows = Iterator[tuple[int, Tensor]]
 
 
@@ -27,16 +27,16 @@ def generator(*key: int) -> torch.Generator:
 
 
 class Order:
-    """The rows of each batch: all samples in one random order after another, cut every ``batch_size``.
+    """The rows of each batch: passes over all samples in random order, cut every ``batch_size``.
 
-    A batch at the end of a pass takes what it lacks from the next pass, and its key is its number. With ``like_loader``
-    the rows are those of a shuffling ``DataLoader`` with ``drop_last`` that is seeded with ``seed + epoch`` before each
-    pass: a short batch at the end is left out, ``samples`` counts those that a pass shows, and a key is an epoch.
+    A short batch at the end of a pass is filled from the next pass, and a batch's key is its number. With
+    ``like_loader`` the rows are those of a shuffling ``DataLoader`` with ``drop_last`` that is seeded with
+    ``seed + epoch`` before each pass: a short batch is dropped, ``samples`` excludes it, and the key is the epoch.
     """
 
     def __init__(self, samples: int, batch_size: int, seed: int, like_loader: bool = False) -> None:
         if batch_size > samples:
-            raise Error(f"batch size {batch_size} is more than the {samples} training samples")
+            raise Error(f"batch size {batch_size} exceeds the {samples} training samples; give a smaller one")
         self.available, self.batch_size, self.seed, self.like_loader = samples, batch_size, seed, like_loader
         self.samples = samples // batch_size * batch_size if like_loader else samples
 
@@ -55,12 +55,12 @@ class Order:
         if not self.like_loader:
             return torch.randperm(self.samples, generator=generator(self.seed, epoch))
         drawn = torch.empty(2, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(self.seed + epoch))
-        sampler = torch.Generator().manual_seed(int(drawn[1]))  # the loader draws the seed of its workers first
+        sampler = torch.Generator().manual_seed(int(drawn[1]))  # the first draw of a loader seeds its workers
         return torch.randperm(self.available, generator=sampler)[: self.samples]
 
 
 class InMemory:
-    """Tensors with the samples along their first axis; ``prepare`` makes the first of a batch what a model takes."""
+    """Tensors with the samples along their first axis; ``prepare`` converts a batch's first tensor for the model."""
 
     def __init__(self, *tensors: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
         self.tensors, self.prepare = tensors, prepare
@@ -75,7 +75,7 @@ class InMemory:
 
 
 class Streamed(Dataset[Any]):
-    """Images that are read and transformed on the way, as a function of seed, image and the batch's key."""
+    """Images that are read and transformed on demand, as a function of the seed, the image and the batch's key."""
 
     def __init__(self, images: Any, transform: Callable[[Any], Tensor], seed: int, workers: int) -> None:
         self.images, self.transform, self.seed, self.workers = images, transform, seed, workers
@@ -90,20 +90,20 @@ class Streamed(Dataset[Any]):
 
     def batches(self, rows: Rows) -> Iterator[Batch]:
         keys: Any = ([(key, int(index)) for index in chosen] for key, chosen in rows)
-        random = torch.Generator()  # else each loader would draw a number that the model is to draw
+        random = torch.Generator()  # else a loader would draw from the generator of the model
         return map(tuple, DataLoader(self, batch_sampler=keys, num_workers=self.workers, generator=random))
 
 
 Samples = InMemory | Streamed
 
 
-@lru_cache(maxsize=2)  # a sweep trains on one data set many times
+@lru_cache(maxsize=2)  # a sweep trains many times on one data set
 def in_memory(
     load: Callable[[str | None], Split], data: str | None, *, centred: bool = False
 ) -> tuple[Split, InMemory, InMemory]:
-    """Return ``load(data)``, and its images ``[N, channels, height, width]`` to train on and to validate on.
+    """Return ``load(data)``, and its training and validation images ``[N, channels, height, width]``.
 
-    These are normalized per channel, to (x - mean)/std, or with ``centred`` to [-1, 1].
+    Batches are normalized per channel, to (x - mean)/std, or with ``centred`` to [-1, 1].
     """
     from torchvision import transforms
 

@@ -1,1 +1,1 @@
-"""Pictures of what quantization does to a training: panels, figures, colours."""
+"""Pictures of a training's statistics: panels, figures, colours."""

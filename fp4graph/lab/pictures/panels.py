@@ -1,4 +1,4 @@
-"""Parts of pictures: curves over steps with a range, histograms of two steps, bars of an error's terms."""
+"""Parts of pictures: curves over steps with ranges, histograms of two steps, bars of an error's terms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Kinds of sites that get a line of their own.
+#: The most kinds of sites with separate lines.
 KINDS = 7
-#: Steps with the values of several sites.
+#: The values of several sites, by step.
 Curve = Mapping[int, Sequence[float]]
 Curves = Mapping[str, Curve]
 
@@ -31,11 +31,11 @@ def gathered(points: Iterable[tuple[int, float | None]]) -> Curve:
 
 
 def curves_by(name: Callable[[Measurement], str], recorded: Recorded, column: str, factor: float = 1.0) -> Curves:
-    """Return the curves of a column, a curve for the rows of each name."""
+    """Return the curves of a column by the names of its rows."""
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in recorded.having(column):
         points[name(row)].append((row["step"], factor * row[column]))
-    return {name: gathered(own) for name, own in points.items()}
+    return {name: gathered(of_name) for name, of_name in points.items()}
 
 
 def operand_curves(recorded: Recorded, column: str, factor: float = 1.0) -> Curves:
@@ -49,25 +49,25 @@ def kind_of(row: Measurement) -> str:
 
 
 def by_kind(recorded: Recorded, column: str) -> Curves:
-    """Return a curve in percent for each kind of site: beyond KINDS the highest at the end, and one of the others."""
+    """Return a curve in percent for each kind of site, or for the KINDS highest at the end and one for the others."""
     curves = curves_by(kind_of, recorded, column, 100)
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     if len(others := ranked[KINDS:]) < 2:
         return curves
-    rest = f"{len(others)} others"
-    curves = curves_by(lambda row: rest if kind_of(row) in others else kind_of(row), recorded, column, 100)
-    return {kind: curve for kind, curve in curves.items() if kind != rest} | {rest: curves[rest]}
+    label = f"{len(others)} others"
+    curves = curves_by(lambda row: label if kind_of(row) in others else kind_of(row), recorded, column, 100)
+    return {kind: curve for kind, curve in curves.items() if kind != label} | {label: curves[label]}
 
 
 def error_panels(
     picture: Figure, panels: Any, errors: Mapping[str, Mapping[str, Mapping[str, float]]], label: str, *,
     small: bool = False,
 ) -> None:  # fmt: skip
-    """Fill the panels, each with a title and its named errors, one bar for each; ``small`` texts are for many panels.
+    """Fill each panel with a title and a bar for each of its named errors; ``small`` shrinks texts for many panels.
 
-    An error has its ``total`` and its parts (:data:`TERMS`), in percent of the signal; an empty one is unknown, and
-    keeps its place. A bar is as long as the total. The parts divide it in the ratio of their squares, which may add up
-    to more, where scale bias and grid noise cancel.
+    An error has its ``total`` and its parts (:data:`TERMS`), in percent of the signal; an unknown error is empty and
+    keeps its place. A bar is as long as the total. The parts divide the bar in the ratio of their squares, which may
+    add up to more than the total's, because scale bias and grid noise can cancel.
     """
     ticks, labels = (8.5, 9.0) if small else ("medium", "medium")
     for axes, (title, bars) in zip(panels.flat, errors.items(), strict=False):
@@ -89,7 +89,7 @@ def error_panels(
 
 
 def loss_scale(axes: Axes, values: Sequence[float], quantity: str = "loss") -> None:
-    """Label the axis of values, logarithmic where they span more than a factor of 5, with its numbers written out."""
+    """Label the axis of values; make it logarithmic if they span more than a factor of 5."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = min(values), max(values)
@@ -102,19 +102,19 @@ def loss_scale(axes: Axes, values: Sequence[float], quantity: str = "loss") -> N
 
 
 def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
-    steps, several = list(curve), list(curve.values())
+    steps, values = list(curve), list(curve.values())
     marker, style = "o" if len(steps) <= 30 else None, "--" if dashed else "-"
-    axes.plot(steps, list(map(statistics.fmean, several)), color=color, label=label, marker=marker, markersize=3,
+    axes.plot(steps, list(map(statistics.fmean, values)), color=color, label=label, marker=marker, markersize=3,
               linestyle=style)  # fmt: skip
     if shade:
-        axes.fill_between(steps, list(map(min, several)), list(map(max, several)), color=color, alpha=0.13, linewidth=0)
+        axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.13, linewidth=0)
     axes.set_xlabel("optimizer step")
 
 
 def draw(axes: Axes, curves: Curves, quantity: str, *, shade: bool = False, log: bool = False) -> None:
-    """Draw the curves as lines over steps, or those of a single step as bars; ``shade`` shows ranges."""
+    """Draw the curves as lines over steps, or as bars if there is a single step; ``shade`` shows ranges."""
     steps = {step for curve in curves.values() for step in curve}
-    values = [value for curve in curves.values() for several in curve.values() for value in several]
+    values = [value for curve in curves.values() for of_step in curve.values() for value in of_step]
     if not values:
         return
     for place, (label, curve) in enumerate(curves.items()):
@@ -136,12 +136,12 @@ def draw(axes: Axes, curves: Curves, quantity: str, *, shade: bool = False, log:
 
 
 def curves_picture(height: float, curves: Curves, quantity: str, **options: bool) -> Figure | None:
-    """Draw curves, their mean over sites and their range, with a legend beside them; None without any curve."""
+    """Draw curves as means over sites with their range, and a legend beside them; return None without curves."""
     if not any(curves.values()):
         return None
     picture, axes = subplots(height)
     draw(axes, {label: curve for label, curve in curves.items() if curve}, quantity, **options)
-    if axes.get_legend_handles_labels()[0]:  # bars have their names beside them
+    if axes.get_legend_handles_labels()[0]:  # bars have no legend, because the axis names them
         title = "mean over sites,\nshaded: lowest to highest" if options.get("shade") else None
         axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left",
                     title_fontsize=8.5)  # fmt: skip
@@ -151,10 +151,10 @@ def curves_picture(height: float, curves: Curves, quantity: str, **options: bool
 def first_last_histogram(
     axes: Axes, histograms: Iterable[tuple[int, int, Sequence[int]]], low: float, width: float, color: str | None = None
 ) -> None:
-    """Draw the distribution at the last step filled, that at the first step as an outline, in percent.
+    """Draw the distribution at the last step filled, and at the first step as an outline, in percent.
 
-    A histogram has a step, the number of its first class, and the counts of this class and the following; ``low`` is
-    where class 0 begins, and ``width`` that of every class.
+    A histogram has a step, the number of its first class, and the counts of this and the following classes; ``low`` is
+    the lower end of class 0, and ``width`` the width of every class.
     """
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
     for step, first, counts in histograms:

@@ -1,6 +1,6 @@
-"""Pictures of recorded statistics. Each function returns a matplotlib Figure, or None where nothing was recorded.
+"""Pictures of recorded statistics. Each function returns a matplotlib Figure, or None if nothing was recorded.
 
-The docstrings of pictures of a :class:`Recorded` are their titles in the report, whose template has their texts.
+The docstring of a function of a :class:`Recorded` is its title in the report; the report's template explains it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Draw = Callable[[Recorded], "Figure | None"]
 
 
 def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
-    """Decorate a function that draws what was recorded: our style, and None where none of the columns was."""
+    """Decorate a drawing function: apply our style, and return None if no column was recorded."""
 
     def decorated(draw: Draw) -> Draw:
         @functools.wraps(draw)
@@ -39,7 +39,7 @@ def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
 
 @styled()
 def losses(metrics: Sequence[Measurement]) -> Figure | None:
-    # A line of a validation repeats the training loss, as a mean since the validation before.
+    # Lines of validations repeat the training loss, as a mean since the last validation.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
     curves = {"training": _points(between or metrics, "train_loss"), "validation": _points(metrics, "validation_loss")}
     if not any(curves.values()):
@@ -55,15 +55,15 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
 
 @styled()
 def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
-    """The other metrics of the validations, one panel each."""
-    known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
-    every = {name: _points(metrics, name) for name in dict.fromkeys(chain(*metrics)) if name not in known}
-    shown = [name for name, points in every.items() if points and all(type(v) in (int, float) for _, v in points)][:4]
+    """Draw the other metrics of the validations, one panel each."""
+    excluded = {"step", "train_loss", "validation_loss", "lr", "seconds"}
+    points_of = {name: _points(metrics, name) for name in dict.fromkeys(chain(*metrics)) if name not in excluded}
+    shown = [name for name, ps in points_of.items() if ps and all(type(v) in (int, float) for _, v in ps)][:4]
     if not shown:
         return None
     picture, panels = subplots(2.6, 1, len(shown), squeeze=False)
     for axes, name in zip(panels.flat, shown, strict=True):
-        _line(axes, every[name], PALETTE[2])
+        _line(axes, points_of[name], PALETTE[2])
         axes.set_ylabel(name.replace("_", " "))
     return picture
 
@@ -82,7 +82,7 @@ def _line(axes: Any, points: Sequence[tuple[int, float]], color: str, **options:
 
 
 def _grid(count: int, height: float, more: float, **options: Any) -> tuple[Figure, Any]:
-    """Return a picture with up to three panels a row, each ``height`` inches high, and ``more`` inches in all."""
+    """Return a picture with up to three panels per row, each ``height`` inches high, plus ``more`` inches in total."""
     columns = min(3, count)
     lines = math.ceil(count / columns)
     picture, panels = subplots(lines * height + more, lines, columns, squeeze=False, **options)

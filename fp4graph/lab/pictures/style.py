@@ -30,7 +30,7 @@ WIDTH = 8.8
 
 
 def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure, sized in inches, and its axes in rows and columns. To be called inside :func:`styled`."""
+    """Return a figure, sized in inches, and its axes in rows and columns. Call it inside :func:`styled`."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(width, height))
@@ -39,8 +39,8 @@ def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply our style to figures made in this context, or in the function that this decorates."""
-    needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
+    """Apply our style to figures made in this context, or in the decorated function."""
+    needs("matplotlib", "pictures are drawn with matplotlib", "analysis")
     from matplotlib import style
 
     with style.context(Path(__file__).with_name("page.mplstyle")):

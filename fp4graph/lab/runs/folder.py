@@ -1,7 +1,7 @@
 """The folder of a run, which stays readable after a crash or a kill: docs/tasks.md lists its files.
 
-``run.json`` is written first, ``metrics.jsonl`` line by line, ``outcome.json`` once the run has ended. ``run.lock`` is
-locked by the process that writes here, until it ends, however it does. A loss that is not finite is null.
+``run.json`` is written first, ``metrics.jsonl`` line by line, ``outcome.json`` at the end of the run. The writing
+process holds a lock on ``run.lock``, which even a kill releases. A loss that is not finite is null.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +21,25 @@ from fp4graph.errors import Error
 from fp4graph.files import read_json, write
 from fp4graph.lab import jsonlines
 from fp4graph.lab.comparison.record import locked
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.runs.run import Outcome, finite
 from fp4graph.lab.statistics import storage
 
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 LOCK = "run.lock"
 FORMAT, VERSION = "fp4graph.run", 1
-#: Settings that say where a run takes place, not what it computes, or what is compared as its number of steps.
+#: Settings that do not change the computation (such as the device), or that the number of steps already covers.
 NOT_COMPARED = ("device", "backend", "mode", "workers", "epochs", "tokens", "validations")
 
 
 class Ended(Error):
-    """The run to resume has ended: nothing of it is left to do."""
+    """The run to resume has already ended."""
 
 
 class RunFolder:
     """Writes the files of one run into the folder ``path``, which no other process uses until :meth:`close`.
 
-    ``streams``, which are those of :class:`fp4graph.lab.Statistics`, get every line of metrics too. By default these are
-    TensorBoard's events below ``path``, where TensorBoard is installed.
+    ``streams``, as for :class:`fp4graph.lab.Statistics`, get every line of metrics too; by default TensorBoard's events
+    below ``path``, if TensorBoard is installed.
     """
 
     def __init__(self, path: Path, streams: Any = None) -> None:
@@ -54,31 +52,32 @@ class RunFolder:
         self._lock, self._open = ExitStack(), ExitStack()
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
-        """Lock the folder and write ``run.json``, or with ``resume`` check that the run there is this one.
+        """Lock the folder and write ``run.json``; with ``resume``, first check that the folder holds this run.
 
         Raises:
-            Error: another process writes here, the folder holds a run, or another one, or cannot be written.
+            Error: another process writes here, the folder holds a run (with ``resume``, another run), or the folder
+                cannot be written.
         """
         self._lock.enter_context(locked(self.path / LOCK, self._holder))
         ended, metrics = (self.path / OUTCOME).exists(), self.path / METRICS
         if ended or self.checkpoint.exists() or (metrics.exists() and metrics.stat().st_size):  # not run.json alone
             if not resume:
-                raise Error(f"{self.path} holds a run already: resume it, or give another folder")
+                raise Error(f"{self.path} already holds a run; resume it, or give another folder")
             if changed := _changes(read_run(self.path), finite(content)):
-                raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
+                raise Error(f"{self.path} holds another run: {'; '.join(changed)}; give another folder")
             if ended:
-                raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
+                raise Ended(f"the run in {self.path} has already ended; {OUTCOME} has its result")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, "process": process, **content})
 
     def _holder(self) -> str:
-        with suppress(Error, KeyError, TypeError):  # where it has just begun
+        with suppress(Error, KeyError, TypeError):  # the other process has not written run.json yet
             return "process {pid} on {host}".format(**read_run(self.path)["process"])
         return "another process"
 
     def keep_until(self, step: int) -> None:
-        """Drop the lines after ``step``, and hide TensorBoard's events: a run that goes on there writes them again."""
+        """Drop the lines after ``step``, and hide TensorBoard's events; the resumed run writes them again."""
         self._first_step = step + 1
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         write(self.path / METRICS, b"".join(map(jsonlines.line, kept)))
@@ -87,32 +86,24 @@ class RunFolder:
         """Add a line to ``metrics.jsonl``, and hand its values to the streams."""
         with self._writing(METRICS):
             jsonlines.append(self.path / METRICS, [finite({"step": step, **values})])
-        # MLflow's files cannot have gradient_norm beside the gradient_norm/SITE of statistics.
+        # MLflow's files cannot have both gradient_norm and the gradient_norm/SITE of statistics.
         names = {"gradient_norm": "gradient_norm/all"}
         self.stream(step, {names.get(name, name): value for name, value in values.items()})
 
     def stream(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand values to the streams, which are opened at the first call."""
+        """Hand values to the streams; the first call opens them."""
         with self._writing(EVENTS):
             if self._sinks is None:
-                self._sinks = [storage.sink_of(self._opened(each)) for each in self._streams]
+                self._sinks = [storage.sink_of(each, self._open, self._first_step) for each in self._streams]
             for sink in self._sinks:
                 sink(step, values)
-
-    def _opened(self, stream: Any) -> Any:
-        if not isinstance(stream, str | PathLike):
-            return stream
-        needs("tensorboard", "events are written by TensorBoard", "analysis")
-        from torch.utils.tensorboard import SummaryWriter
-
-        return self._open.enter_context(SummaryWriter(str(stream), purge_step=self._first_step))
 
     def end(self, outcome: Outcome) -> None:
         """Write ``outcome.json``."""
         self._replace(OUTCOME, outcome.to_json())
 
     def close(self) -> None:
-        """Flush TensorBoard's events, and let others write."""
+        """Flush TensorBoard's events, and unlock the folder."""
         self._open.close()
         self._sinks = None
         self._lock.close()
@@ -122,22 +113,22 @@ class RunFolder:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Turn the system's errors into ours while ``name`` is written."""
+        """Convert the system's errors into an Error while ``name`` is written."""
         try:
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
+            remedy = "make room and resume the run" if full else "check that the folder is writable"
             what = f"cannot write {self.path / name}: {error.strerror or error}"
-            raise Error(f"{what}. What was written before is readable; {remedy}") from error
+            raise Error(f"{what}. Earlier lines are readable; {remedy}") from error
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two runs in what they compute, from the contents of ``run.json``."""
-    was, is_ = ({**run["settings"], "steps": run.get("steps")} for run in (before, now))
-    names = [name for name in is_ if name not in NOT_COMPARED and was.get(name) != is_[name]]
-    changed = [f"{name} was {was.get(name)!r}, is {is_[name]!r}" for name in names]
-    return changed + (["the policy is another one"] if before["policy"] != now["policy"] else [])
+    """Return the settings that change the computation and differ between two contents of ``run.json``."""
+    old, new = ({**run["settings"], "steps": run.get("steps")} for run in (before, now))
+    names = [name for name in new if name not in NOT_COMPARED and old.get(name) != new[name]]
+    changed = [f"{name} was {old.get(name)!r}, is {new[name]!r}" for name in names]
+    return changed + (["the policy differs"] if before["policy"] != now["policy"] else [])
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -146,18 +137,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         content = read_json(file)
     except OSError as error:
-        raise Error(f"{folder} holds no run: {RUN} cannot be read ({error.strerror})") from None
+        raise Error(f"{folder} holds no run: cannot read {RUN} ({error.strerror})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Error(f"{file} is not the record of a run")
+        raise Error(f"{file} is not the record of a run; give the folder of a run")
     if content.get("version") != VERSION:
-        raise Error(f"{file} is of version {content.get('version')}; this fp4graph reads version {VERSION}")
+        raise Error(f"{file} has version {content.get('version')}; this fp4graph reads version {VERSION}")
     return content
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of ``metrics.jsonl``, without one that a kill cut off."""
-    file = folder / METRICS
-    return [line for _, line in jsonlines.read(file)] if file.exists() else []
+    """Read the complete lines of ``metrics.jsonl``; without the file, return no lines."""
+    return [line for _, line in jsonlines.read(folder / METRICS)]
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:

@@ -12,13 +12,13 @@ from typing import Any, Self
 from fp4graph.errors import Error, suggest
 from fp4graph.graph.backend import BACKENDS
 
-#: Seeds are below this: torch's generators take 64 bits, and tasks add the number of an epoch.
+#: The upper bound of seeds: torch's generators take 64 bits, and tasks add the number of an epoch.
 SEEDS = 2**63
 NAMES = {
     "optimizer": ("adam", "adamw", "sgd", "stablespam"), "dtype": ("fp32", "bf16"),
     "schedule": ("constant", "cosine", "timm"), "backend": BACKENDS,
 }  # fmt: skip
-#: Numbers, what they must be, the interval that they are in, without its end, and their type.
+#: The fields that are numbers, the requirement in words and as a half-open interval, and their type.
 NUMBERS = (
     (("batch_size", "accumulate", "steps", "validate_every", "validation_batches"), "a whole number of at least 1",
      (1, sys.maxsize), int),
@@ -32,18 +32,18 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that determines a training run, as plain data. The task's recipe chooses what is None.
+    """The settings of a training run, as plain data. For None, the task's recipe chooses.
 
-    ``fp4graph train --help`` explains the options of these names. Besides:
+    ``fp4graph train --help`` explains the options of the same names.
 
     Attributes:
-        policy: a shipped policy's name, a policy file's path, or a policy as data; loss scaling is a technique of it.
-        optimizer: stablespam counts in Ω as the technique ``stable_spam`` does.
+        policy: a shipped policy's name, a policy file's path, or a policy as data; includes loss scaling.
+        optimizer: stablespam counts in Ω like the technique ``stable_spam``.
         optimizer_options: arguments of the optimizer's constructor besides lr and weight_decay.
-        seed: of weights, order of the data, what the model draws, and the policy's noise; of synthetic data too.
+        seed: of weights, the order of data, the model's random numbers, the policy's noise, and synthetic data.
         weight_decay: of weights; vectors (biases, norms' gains) do not decay.
-        schedule: constant, or cosine to a hundredth of lr; after warm-up. ``timm`` is the cosine of timm's scheduler,
-            whose warm-up begins at 1e-6 and takes the place of the cosine's beginning.
+        schedule: constant, or cosine to a hundredth of lr, after warm-up. ``timm`` is the cosine of timm's scheduler,
+            whose warm-up begins at 1e-6 and replaces the beginning of the cosine.
     """
 
     task: str
@@ -71,9 +71,9 @@ class Run:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in NAMES.items():
-            if (value := getattr(self, name)) is not None and value not in known:
-                raise Error(f"unknown {name} {value!r}; {suggest(str(value), known)}")
+        for name, choices in NAMES.items():
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise Error(f"unknown {name} {value!r}; {suggest(str(value), choices)}")
         for names, what, (first, end), kind in NUMBERS:
             for name in names:
                 value = getattr(self, name)
@@ -81,7 +81,7 @@ class Run:
                 if value is not None and not (fits and first <= value < end):
                     raise Error(f"{name} must be {what}; got {value!r}")
         if self.epochs is not None and self.steps is not None:
-            raise Error("epochs and steps both say how long to train; give one of them")
+            raise Error("epochs and steps both set the length of the training; give only one")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, which :meth:`from_json` reads."""
@@ -90,17 +90,17 @@ class Run:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read the data that :meth:`to_json` wrote; raise an Error for an unknown key or a value out of its range."""
-        known = sorted(item.name for item in dataclasses.fields(cls))
-        unknown = sorted(set(data).difference(known))
+        names = sorted(item.name for item in dataclasses.fields(cls))
+        unknown = sorted(set(data).difference(names))
         if unknown or "task" not in data:
             what = f"it has {', '.join(map(repr, unknown))}" if unknown else "it names no task"
-            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(known)}")
+            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(names)}")
         return cls(**data)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Means after ``step`` steps: ``train_loss`` since the former validation, the others over the validation samples."""
+    """Means after ``step`` steps: ``train_loss`` since the last validation, the others over the validation samples."""
 
     step: int
     train_loss: float
@@ -110,15 +110,15 @@ class Validation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run; losses are NaN where it diverged.
+    """The outcome of a run; losses are NaN if it diverged.
 
     Attributes:
-        validation_loss: M of the score: the loss after the last step.
-        train_loss: mean over the steps since the validation before the last.
-        seconds: wall time of training and validations, compilation included, making data and model not.
-        diverged: a loss became NaN or infinite, and the training was ended there.
+        validation_loss: the loss after the last step, the M of the score.
+        train_loss: mean over the steps since the last validation but one.
+        seconds: wall time of training, validations and compilation, without preparing data and model.
+        diverged: a loss became NaN or infinite, which ended the training.
         complexity: Ω, of the policy and the optimizer.
-        quantized, sites: matrix products of the model that are quantized, and all of them.
+        quantized, sites: the number of quantized matrix products of the model, and of all.
     """
 
     validation_loss: float
@@ -139,7 +139,7 @@ class Outcome:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with None for every number in it that is not finite."""
+    """Return ``value`` with every number that is not finite replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Training a task under a policy: the loop behind ``fp4graph train`` and behind every trial of a sweep.
+"""Trains a task under a policy: the loop of ``fp4graph train`` and of every trial of a sweep.
 
 >>> outcome = train(Run("gaussian", policy="nvfp4", optimizer="stablespam"))
 >>> outcome.validation_loss, outcome.complexity
@@ -35,13 +35,13 @@ from fp4graph.training.stable_spam import StableSPAM
 
 __all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 
-#: Steps between looks at the loss where each look waits for an accelerator.
+#: Steps between looks at the loss on an accelerator, where each look waits for the device.
 LOOK_EVERY = 10
-#: Lines of metrics between two validations are no more than this many in all.
+#: The most lines of metrics of a training, validations not counted.
 LINES = 1000
-#: What a checkpoint's progress holds beside the history.
+#: The counts in a checkpoint's progress, which also holds the history.
 COUNTS = "step", "seconds", "sites", "quantized"
-#: Validation samples whose way through the model is compared from step to step.
+#: The number of validation samples in the probe.
 PROBE = 8
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
@@ -56,26 +56,26 @@ def train(
     run: Run, *, report: Report | None = None, directory: Path | None = None, resume: bool = False,
     tick: Tick | None = None, watch: Watch | None = None, statistics: int | None = None, stream: Any = None,
 ) -> Outcome:  # fmt: skip
-    """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
+    """Train and validate a task; equal ``run`` give equal results on one machine.
 
-    The caller's random numbers are left alone; what torch.compile has compiled in this process is forgotten.
+    The caller's random numbers do not change.
 
     Args:
         report: called after each validation; an exception that it raises ends the training and passes through.
         directory: folder for the files of the run, with a checkpoint after each validation.
-        resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
-        tick: called whenever the loss is looked at.
-        watch: called with the prepared model and optimizer; returns a context, entered while the training lasts.
+        resume: continue from the checkpoint in ``directory``, if there is one, bit for bit as if uninterrupted.
+        tick: called whenever the loss is read.
+        watch: called with the prepared model and optimizer; returns a context that surrounds the training.
         statistics: steps from one record of :class:`fp4graph.lab.Statistics` to the next, kept in
             ``directory / "statistics"`` and the streams.
-        stream: where the metrics of ``directory`` go as well, as for :class:`fp4graph.lab.Statistics`; by default
-            TensorBoard's events in ``directory``, where TensorBoard is installed.
+        stream: further destinations of the metrics in ``directory``, as for :class:`fp4graph.lab.Statistics`; by
+            default TensorBoard's events in ``directory``, if TensorBoard is installed.
 
     Raises:
-        Error: task, data, policy and device do not fit or are not there, or ``directory`` cannot be written.
+        Error: a task, data, policy or device is missing or does not fit, or ``directory`` cannot be written.
     """
     if statistics is not None and directory is None:
-        raise Error("statistics are kept in the folder of the run; give one")
+        raise Error("statistics are kept in the folder of the run; give directory=")
     folder = RunFolder(directory, stream) if directory is not None else None
     with torch.random.fork_rng(), ExitStack() as watching:
         training = Training(run)
@@ -91,22 +91,22 @@ def train(
             if resume and folder.checkpoint.exists():
                 training.load(folder.checkpoint)
             if resume:
-                folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
+                folder.keep_until(training.step)  # step 0 if a kill came before the first checkpoint
         if watch is not None:
             watching.enter_context(watch(training.model, training.optimizer))
         if statistics is not None and folder is not None:
-            span = min(10 * statistics, training.steps)  # weights are followed at the end of a short training too
+            span = min(10 * statistics, training.steps)  # a short training gets a window at its end
             watching.enter_context(
                 Statistics(
                     training.model, training.optimizer, every=statistics, window=min(30, span), window_every=span,
                     probe=probe, directory=folder.path / "statistics", stream=folder.stream, step=training.step,
                 )
             )  # fmt: skip
-        return training.go_on(folder, report, tick)
+        return training.proceed(folder, report, tick)
 
 
 def restored(folder: Path) -> Training:
-    """Return the training in ``folder`` on the CPU as its last checkpoint has it, its model in evaluation mode.
+    """Return the training in ``folder`` at its last checkpoint, on the CPU and in evaluation mode.
 
     Raises:
         Error: the folder holds no run, or no checkpoint.
@@ -115,14 +115,14 @@ def restored(folder: Path) -> Training:
     with torch.random.fork_rng():
         training = Training(run)
     if not (folder / CHECKPOINT).exists():
-        raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation, or kept none")
+        raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation; train it again")
     checkpoint.load(folder / CHECKPOINT, training.model)
     training.model.eval()
     return training
 
 
 class Training:
-    """A training in progress, of a problem whose model is applied here."""
+    """A training in progress; applies the policy to the problem's model."""
 
     def __init__(self, run: Run) -> None:
         self.policy, task = load_policy(run.policy), task_named(run.task)
@@ -143,7 +143,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, self.steps, settings)
         )
-        #: Ω: the policy's, and what the optimizer adds as the technique that is the same would.
+        #: Ω of the policy; StableSPAM counts like the technique stable_spam.
         self.complexity = self.policy.complexity
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
@@ -183,10 +183,10 @@ class Training:
         batch = next(iter(self.problem.validation()), None)
         if batch is None:
             raise Error(f"task {self.run.task!r} has no validation data")
-        few = tuple(tensor[:PROBE] for tensor in batch)
-        return lambda: self.measure(few)
+        samples = tuple(tensor[:PROBE] for tensor in batch)
+        return lambda: self.measure(samples)
 
-    def go_on(self, folder: RunFolder | None, report: Report | None, tick: Tick | None) -> Outcome:
+    def proceed(self, folder: RunFolder | None, report: Report | None, tick: Tick | None) -> Outcome:
         """Train to the last step, or until a loss is not finite."""
         settings = self.settings
         if not self.step:
@@ -205,9 +205,9 @@ class Training:
             since_validation.append(loss)
             since_line.append(loss)
             if self.step == 1:
-                # Generations, recompilations and other modes capture a product again.
-                found = require_runtime(self.model, "train").sites
-                places = {(site.module, site.op, site.occurrence): site.quantized for site in found}
+                # Generations, recompilations and other modes capture a GEMM again; count it once.
+                sites = require_runtime(self.model, "train").sites
+                places = {(site.module, site.op, site.occurrence): site.quantized for site in sites}
                 self.sites, self.quantized = len(places), sum(places.values())
             validates = self.step % self.every == 0 or self.step == self.steps
             if self.step % look_every == 0 or validates:
@@ -246,7 +246,7 @@ class Training:
         return outcome
 
     def _step(self, batches: list[Batch]) -> Tensor:
-        """Make one step of the optimizer, and return the mean loss of its batches, 0-d."""
+        """Do one optimizer step, and return the mean loss of its batches, 0-d."""
         total = torch.zeros((), device=self.device)
         for batch in batches:
             loss = self.measure(batch)["loss"].mean() / len(batches)
@@ -275,14 +275,14 @@ class Training:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Return means over the validation samples, quantized as in training."""
+        """Return means over the validation samples, under the policy."""
         self.model.eval()
         parts: dict[str, list[Tensor]] = {}
         for batch in islice(self.problem.validation(), self.settings.validation_batches):
             # A short batch is repeated, so that it has the compiled shape.
             rows = torch.arange(self.settings.batch_size) % len(batch[0])
-            whole = batch if len(batch[0]) == len(rows) else tuple(tensor[rows] for tensor in batch)
-            for name, values in self.measure(whole).items():
+            full = batch if len(batch[0]) == len(rows) else tuple(tensor[rows] for tensor in batch)
+            for name, values in self.measure(full).items():
                 parts.setdefault(name, []).append(values[: len(batch[0])].double())
         self.model.train()
         if not parts:
@@ -296,13 +296,12 @@ def _mean(losses: list[Tensor]) -> float:
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Make the optimizer. Vectors, and parameters that the model exempts (position embeddings), do not decay."""
-    named: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)  # timm's
-    exempt = named()
+    exempt: set[str] = getattr(model, "no_weight_decay", set)()  # a method of timm's models
     decays: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         decays[parameter.dim() >= 2 and name not in exempt].append(parameter)
     rates = {True: settings.weight_decay, False: 0.0}
-    groups = [{"params": some, "weight_decay": rates[kind]} for kind, some in decays.items() if some]
+    groups = [{"params": params, "weight_decay": rates[kind]} for kind, params in decays.items() if params]
     options = dict(settings.optimizer_options)
     try:
         return OPTIMIZERS[settings.optimizer](groups, lr=settings.lr, **options)
@@ -311,7 +310,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 
 def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
-    """Return the factor of the learning rate at a step: linear to 1, then constant or a cosine to a hundredth."""
+    """Return the learning rate's factor at a step: a linear warm-up to 1, then constant or a cosine to a hundredth."""
     warmup = round(settings.warmup * steps)
     if settings.schedule == "timm":
         first = 1e-6 / settings.lr
@@ -322,5 +321,5 @@ def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
 
 
 def _cosine(step: int, steps: int) -> float:
-    """Half a cosine from 1 down to a hundredth."""
+    """Return half a cosine, from 1 down to a hundredth."""
     return 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2

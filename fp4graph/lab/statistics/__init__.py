@@ -1,1 +1,1 @@
-"""What quantization does to every operand, measured while a model trains."""
+"""Statistics of quantized operands, measured while a model trains."""

@@ -20,37 +20,37 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
 
-#: Steps at the end of a window over which outputs are compared; each takes a forward of the probe.
+#: Steps at the end of a window over which outputs are compared; each costs a forward of the probe.
 PROBED = 5
 
 
 class Statistics:
-    """Records what quantization does at every site of ``model``, at every ``every``-th step of ``optimizer``.
+    """Records statistics of every quantized site of ``model``, at every ``every``-th step of ``optimizer``.
 
     >>> with fp4graph.lab.Statistics(model, optimizer, every=50, directory="runs/a/statistics"):
     ...     train(model, optimizer)
 
-    An observed step draws the same noise and computes the same values as any other, but runs uncompiled. The very first
-    step, the first step of a phase, and evaluations are not observed. Of several processes the first one records.
+    An observed step draws the same noise and computes the same values as without statistics, but runs uncompiled. The
+    very first step, the first step of a phase, and evaluations are not observed. Only rank 0 records.
 
     Args:
         model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
         directory: holds ``statistics.jsonl`` (:mod:`fp4graph.lab.statistics.storage`), to which lines are appended.
-        metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
+        metrics: names among METRICS; by default all, but the rate of change of Y needs a ``probe``.
         sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
         window: steps over which weights are followed, one window before each ``window_every``-th step (ten times
-            ``every`` by default, and no less than ``window``).
-        sample: about how many elements of an operand are measured, as whole lines; None for all.
+            ``every`` by default, at least ``window``).
+        sample: the approximate number of elements measured of an operand, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
             for the rate of change of Y over the last :data:`PROBED` steps of each window.
-        step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
-        stream: one or several that get each record's numbers as well: a ``SummaryWriter`` of TensorBoard or a folder
-            for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
+        step: the steps done before, for a resumed training; by default the count in the optimizer's state.
+        stream: a further destination of each record's numbers, or a list: a ``SummaryWriter`` of TensorBoard or a
+            folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
-        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
-            ``optimizer.step()``: the disk is full.
+        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown; later, from
+            ``optimizer.step()``, the disk is full.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Statistics:
     ) -> None:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
         self._runtime = require_runtime(model, "Statistics")
         if not getattr(type(optimizer).step, "hooked", False):
             raise Error(
-                f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
-                "an optimizer, give that one"
+                f"{type(optimizer).__name__} runs no hooks around its step(), which statistics need to count steps; if "
+                "it wraps an optimizer, give the wrapped optimizer"
             )
         self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
         self._metrics = _checked(metrics)
         self._patterns = (sites,) if isinstance(sites, str) else tuple(sites)
-        planned = [own.fqn or "(root)" for own in state.states(self._model) if own.has_sites]
-        if planned:  # a call's number is known once the model has run
+        planned = [entry.fqn or "(root)" for entry in state.states(self._model) if entry.has_sites]
+        if planned:  # without the number after #, which is known only after a forward
             _check_sites([pattern.partition("#")[0] for pattern in self._patterns], planned)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window, self._window_every = window, max(window, 10 * every if window_every is None else window_every)
@@ -90,7 +90,7 @@ class Statistics:
         self._operands = OperandRecording(self._patterns, self._metrics, sample, self._runtime.device.type)
         self._outputs = OutputRecording(self._patterns)
         self._moving: list[Moving] = []
-        self._left = 0  # calls of _follow() until the open window ends; 0 where none is open
+        self._left = 0  # calls of _follow() until the open window ends; 0 without an open window
         is_first = not is_distributed() or rank() == 0
         streams = stream if isinstance(stream, list | tuple) else [] if stream is None else [stream]
         self._log = storage.Log(directory, self._header(), *streams) if is_first else None
@@ -106,7 +106,7 @@ class Statistics:
         self.close()
 
     def close(self) -> None:
-        """Stop recording. The recorded statistics stay."""
+        """Stop recording, and keep the recorded statistics."""
         self._before.remove()
         self._after.remove()
         current = runtime_of(self._model)
@@ -116,7 +116,7 @@ class Statistics:
             self._log.close()
 
     def _arm(self) -> None:
-        """Observe the forwards until the next step, if that step is to be recorded."""
+        """Observe the forwards until the next step if that step is recorded."""
         self._armed = self._log is not None and (self._step + 1) % self._every == 0
         if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
@@ -125,7 +125,7 @@ class Statistics:
     def _current(self) -> Runtime:
         runtime = runtime_of(self._model)
         if runtime is None:
-            raise Error("the model is not applied any more; close the Statistics before fp4graph.remove")
+            raise Error("the model is no longer applied; close the Statistics before fp4graph.remove")
         return runtime
 
     def _before_step(self, *args: Any) -> None:
@@ -133,7 +133,8 @@ class Statistics:
         if runtime is not self._runtime:  # a phase has begun
             self._runtime, self._left = runtime, 0
             self._outputs.clear()
-        # A phase hooks its techniques anew. Ours come last again; those before the step may not change during them.
+        # A new phase registers hooks for its techniques. Register ours again, to stay last. Pre-hooks may not change
+        # while they run, so _after_step() registers ours.
         self._after.remove()
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         if self._log is not None:
@@ -168,8 +169,8 @@ class Statistics:
         return [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
 
     def _gradient_norms(self) -> list[dict[str, Any]]:
-        """Return one measurement for each weight that has a gradient: its norm as the optimizer gets it."""
-        scale = getattr(self._optimizer, "grad_scale", None)  # which a fused optimizer divides by itself
+        """Return one measurement for each weight that has a gradient: the norm that the optimizer gets."""
+        scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it in its step
         weights = [weight for weight in self._weights() if weight.parameter.grad is not None]
         norms = [weight.parameter.grad.detach().float().norm() for weight in weights]  # type: ignore[union-attr]
         divided = (torch.stack(norms) / (1 if scale is None else scale)).tolist() if norms else []
@@ -177,7 +178,7 @@ class Statistics:
                 for weight, norm in zip(weights, divided, strict=True)]  # fmt: skip
 
     def _open_window(self) -> None:
-        """Begin to follow the weights, if a window begins at this step and none is open."""
+        """Begin to follow the weights if a window begins at this step and no window is open."""
         wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
         if wanted and not self._left and (self._step + self._window) % self._window_every == 0:
             used = [weight for weight in self._weights() if weight.is_used and weight.parameter.numel()]
@@ -193,7 +194,7 @@ class Statistics:
             self._outputs.advance()
 
     def _run_probe(self) -> None:
-        """Run the probe in evaluation mode and without gradients, and observe every site's output."""
+        """Run the probe in evaluation mode without gradients, and observe every site's output."""
         training = [module for module in self._model.modules() if module.training]
         dtype = self._operands.autocast
         self._current().observe(self._outputs, training=False)
@@ -228,18 +229,18 @@ def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
     for name in sorted(chosen - METRICS.keys()):
         raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
     if not chosen:
-        raise Error(f"an empty list of metrics; choose from {', '.join(METRICS)}")
+        raise Error(f"metrics is empty; choose from {', '.join(METRICS)}")
     return chosen
 
 
 def _check_sites(patterns: Sequence[str], sites: Iterable[str]) -> None:
-    """Raise an Error for a pattern that fits none of the sites."""
+    """Raise an Error for a pattern that matches no site."""
     for pattern in patterns:
         if not any(matches((pattern,), site) for site in sites):
-            raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, sites)}")
+            raise Error(f"no quantized site matches {pattern!r}; {suggest(pattern, sites)}")
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
-    """Return the steps that an Adam-like optimizer has counted, or 0. StableSPAM's counts of parameters begin again."""
+    """Return the steps that an Adam-like optimizer has counted, or 0; StableSPAM resets its counts of parameters."""
     counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
     return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))

@@ -1,4 +1,4 @@
-"""The statistics, by their definitions: sums of tensors over a step, and from these the fields of docs/analysis.md.
+"""Computes the statistics: sums of tensors over a step, and from the sums the fields of docs/analysis.md.
 
 Source: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the others are elementary.
 """
@@ -18,7 +18,7 @@ from fp4graph.lab.statistics.decomposition import split_error
 from fp4graph.lab.statistics.sampling import Moments, Sample
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 
-#: The metrics that can be asked for, with their descriptions.
+#: The metrics, with their descriptions.
 METRICS: dict[str, str] = {
     "snr": "signal-to-noise ratio of each operand in dB, and its gain ⟨Q(x), x⟩/‖x‖²",
     "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
@@ -29,20 +29,20 @@ METRICS: dict[str, str] = {
     "latent": "histogram of latent weights w/S",
     "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
     "flips": "how often quantized weights flip",
-    "rate_of_change": "relative change per step of W and Q(W), and of Y where a probe is given",
+    "rate_of_change": "relative change per step of W and Q(W), and with a probe of Y",
     "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
     "gradient_norm": "norm of each weight's gradient, as the optimizer gets it",
 }
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
 LOWEST_EXPONENT, EXPONENTS = -149, 277
 CONFIDENCE_BINS, LATENT_BINS = 20, 96
-#: Upper edges of the classes of oscillation ratios; one more class holds what lies above the last.
+#: Upper edges of the classes of oscillation ratios; one more class lies above the last edge.
 RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 #: R_w above which a weight oscillates (TetraJet sec. 7.2).
 OSCILLATING = 16.0
 #: The share of the larger of two quantized values that their distance must exceed for a flip (:func:`flipped`).
 _FLIP = 1 / 8
-#: Fields of an operand that are the quotient of two sums: the metric, the field and both sums.
+#: Fields of an operand that are quotients: the metric, the field, and the sums that are divided.
 _SHARES = (
     ("snr", "gain", "product", "signal"),
     ("error", "relative_error", "error", "signal"),
@@ -53,7 +53,7 @@ _SHARES = (
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
-    """Return sums over a sample's elements, float64 0-d; elements that are not finite are counted and left out."""
+    """Return sums over a sample's finite elements, float64 0-d; elements that are not finite are only counted."""
     usable = (sample.x.double() + sample.q.double() + sample.ideal.double()).isfinite()
     x, q, ideal = (torch.where(usable, each, 0.0).double() for each in (sample.x, sample.q, sample.ideal))
     error, bias, dead, grid = split_error(x, q, ideal)
@@ -72,7 +72,7 @@ def operand_sums(sample: Sample) -> dict[str, Tensor]:
 def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
     """Count the positive finite scales by exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up.
 
-    ``blocks`` counts all, ``zero_blocks`` those of zeros, ``limit_blocks`` scales at an end of their format.
+    ``blocks`` counts all blocks, ``zero_blocks`` blocks of zeros, ``limit_blocks`` scales at an end of their format.
     """
     place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
     place = place[scales.isfinite() & (scales > 0)]
@@ -88,7 +88,7 @@ def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
     """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
 
     thr_i are the thresholds between values of the format. MaxDist is half the width of the interval of one quantized
-    value; for the largest, whose value weights beyond have too, its distance to the last threshold. (TetraJet A.2.)
+    value; for the largest value, to which all larger weights round, its distance to the last threshold. (TetraJet A.2.)
     """
     edges, largest = (t.to(ratio.device) for t in _intervals(element))
     u = ratio.abs().clamp(max=element.max)
@@ -98,7 +98,7 @@ def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
 
 @functools.cache
 def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Return the ends of the intervals of all magnitudes, from that of zero to infinity, and their MaxDist; fp32."""
+    """Return the ends of the intervals of all magnitudes, from zero's interval to infinity, and their MaxDist; fp32."""
     values = torch.tensor(element.magnitudes(), dtype=torch.float64)
     thresholds = (values[1:] + values[:-1]) / 2
     edges = torch.cat([-thresholds[:1], thresholds])
@@ -119,7 +119,7 @@ def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str])
 
 
 def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """Count values in equal classes of [low, high], float64 ``[bins]``; those outside in the outermost, NaN in none."""
+    """Count values in equal classes of [low, high], float64 ``[bins]``; values outside are clamped, NaN is left out."""
     place = ((values[~values.isnan()] - low) * (bins / (high - low))).clamp(0, bins - 1)
     return torch.bincount(place.long(), minlength=bins).double()
 
@@ -129,14 +129,14 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
 
     The arguments hold lines ``[P, n, K]`` and ``[P, m, K]`` of the factors: moments, and values before quantization.
     Rounding noise of different elements is independent: E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with an element's variance v and
-    mean m, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk. The sums are of ``exact`` g², ``offset`` (E[ĝ] − g)²,
-    ``variance``, ``product`` g·E[ĝ]; there are none where a mean is unknown.
+    mean m, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk. The sums are ``exact`` of g², ``offset`` of (E[ĝ] − g)²,
+    ``variance``, and ``product`` of g·E[ĝ]; the result is empty if a mean is unknown.
     """
     if left.mean is None or right.mean is None:
         return {}
     a, b = left.mean.double(), right.mean.double()
     expected, exact = a @ b.mT, left_exact.double() @ right_exact.double().mT
-    # Sums over i and j first: no product of matrices is needed for the variance.
+    # Summing over i and j first avoids matrix products for the variance.
     of_a, of_b = a.square().sum(-2), b.square().sum(-2)
     var_a, var_b = (
         torch.zeros_like(of_a) if each.variance is None else each.variance.double().sum(-2) for each in (left, right)
@@ -150,7 +150,7 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
 
 
 def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
-    """Return an operand's fields from its sums; ``limit``, the format's largest value, ends the latent histogram."""
+    """Return an operand's fields from its sums; ``limit`` is the format's largest value, which ends ``latent``."""
     fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
     if "snr" in metrics:
         signal, error = sums["signal"], sums["error"]
@@ -185,14 +185,14 @@ def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
     return torch.where(moved_q == 0, torch.zeros_like(moved), moved_q / moved)
 
 
-def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
+def flipped(q: Tensor, previous: Tensor, element: ElementFormat) -> Tensor:
     """Return where the quantized value changed by more than an eighth of the larger of the two values.
 
-    Values of the 4-bit formats are a seventh of the larger apart or more; formats with finer grids count half their
-    smallest step instead. A scale that was rounded anew moves values by a ninth at most (E4M3); a power of two that
-    doubles or halves moves the grid itself, which is a flip.
+    Neighbouring values of the 4-bit formats differ by at least a seventh of the larger; for finer grids half of the
+    smallest step replaces the eighth. A newly rounded scale moves values by at most a ninth (E4M3). A scale that is a
+    power of two and doubles or halves moves the grid itself, which counts as a flip.
     """
-    return (q - former).abs() > _least_change(element) * torch.maximum(q.abs(), former.abs())
+    return (q - previous).abs() > _least_change(element) * torch.maximum(q.abs(), previous.abs())
 
 
 @functools.cache
@@ -201,8 +201,8 @@ def _least_change(element: ElementFormat) -> float:
     return _FLIP if finest > _FLIP else finest / 2
 
 
-def relative_change(x: Tensor, former: Tensor) -> Tensor:
-    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0. (TetraJet A.3.)"""
-    former = former.double()
-    norm = former.norm()
-    return torch.where(norm > 0, (x.double() - former).norm() / norm, torch.nan)
+def relative_change(x: Tensor, previous: Tensor) -> Tensor:
+    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN if the denominator is 0. (TetraJet A.3.)"""
+    previous = previous.double()
+    norm = previous.norm()
+    return torch.where(norm > 0, (x.double() - previous).norm() / norm, torch.nan)

@@ -1,4 +1,4 @@
-"""Recordings of operands, of sites' outputs (:class:`fp4graph.graph.observe.Recording`), and of moving weights."""
+"""Recordings of operands and of sites' outputs (:class:`fp4graph.graph.observe.Recording`), and of moving weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm, Operand
 
-#: Elements of each weight that are followed step by step, and the number of them whose paths are recorded.
+#: The number of elements of each weight that are followed step by step, and of recorded paths among them.
 FOLLOWED, SHOWN = 256, 2
 
 
 def matches(patterns: Sequence[str], site: str) -> bool:
-    """Return whether a pattern fits a site, or the module whose second or later site it is."""
+    """Return whether a pattern matches a site's name, with or without the number after ``#``."""
     return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in (site, site.partition("#")[0]))
 
 
 class OperandRecording:
     """Sums over sampled operands, added up over the forwards and backwards of a step.
 
-    They are Python numbers, because a checkpointed region must run the same operators when it is recomputed.
+    The sums are Python numbers, because a checkpointed region must run the same operators when it is recomputed.
     """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
         self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
-        self.sites: set[str] = set()  # every site that was offered
+        self.sites: set[str] = set()  # every site that has run
         self.autocast: torch.dtype | None = None  # the dtype of the latest forward's autocast
         self.clear()
 
@@ -57,7 +57,7 @@ class OperandRecording:
         return partial(self._add_gemm, site, {})
 
     def output(self, site: str, y: Tensor) -> None:
-        """Ignored: the input of a site changes from step to step."""
+        """Ignore outputs, because a site's input differs between steps."""
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
@@ -75,7 +75,7 @@ class OperandRecording:
         gemm, wants_gradient = left.operand.gemm, "gradient" in self._metrics
         if gemm is Gemm.FPROP and wants_gradient:
             exact.update({Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT})
-        # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
+        # An operand may be empty, such as the input of an expert without tokens; its partner is still measured.
         measured = [self._add_operand(site, exact, seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
             (left_moments, left_exact), (right_moments, right_exact) = measured
@@ -94,25 +94,25 @@ class OperandRecording:
             if "scales" in self._metrics:
                 sums |= m.scale_sums(sampled.scales, seen.program.spec.scale.format)
             if seen.operand is Operand.FPROP_WEIGHT:
-                # A threshold belongs to one element format: where blocks choose, none is common to the weights.
-                several = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()
-                sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - several)
-                self._left_out[site, str(seen.operand)] = sorted(several)
+                # Confidence needs thresholds, which are not common to weights whose blocks choose their format.
+                left_out = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()
+                sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - left_out)
+                self._left_out[site, str(seen.operand)] = sorted(left_out)
                 self._limits[site] = sampled.element.max
             self._add(site, str(seen.operand), sums)
-        given = exact.get(seen.operand, seen.given)
-        return moments, x if given is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(given)
+        factor = exact.get(seen.operand, seen.given)
+        return moments, x if factor is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(factor)
 
     def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
-        former = self._sums[site, tensor]
+        totals = self._sums[site, tensor]
         # One transfer off the device for scalars and histograms.
         values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
         for name, each in sums.items():
             if each.dim():
-                counts = former.get(name, [0.0] * each.numel())
-                former[name] = [count + next(values) for count in counts]
+                counts = totals.get(name, [0.0] * each.numel())
+                totals[name] = [count + next(values) for count in counts]
             else:
-                former[name] = former.get(name, 0.0) + next(values)
+                totals[name] = totals.get(name, 0.0) + next(values)
 
 
 class OutputRecording:
@@ -136,7 +136,7 @@ class OutputRecording:
             self._now[site] = y.detach().clone()
 
     def advance(self) -> None:
-        """Compare the outputs of the run that has just ended with those of the run before it."""
+        """Compare the outputs of the latest run with those of the run before."""
         for site in self._now.keys() & self._last.keys():
             self._rates[site].append(m.relative_change(self._now[site], self._last[site]))
         self._last, self._now = self._now, {}
@@ -148,7 +148,7 @@ class OutputRecording:
 
 
 class Moving:
-    """Sampled lines of one weight over a window: :meth:`advance` once to begin, then after each optimizer step."""
+    """Sampled lines of one weight over a window; call :meth:`advance` at its beginning and after each step."""
 
     def __init__(self, weight: Weight, sample: int | None) -> None:
         self._weight, stored, program = weight, weight.parameter, weight.plan.program
@@ -156,10 +156,10 @@ class Moving:
         self._selection = Selection(tuple((stored.mT if weight.stored_transposed else stored).shape), sample)
         quantizer = program.fprop.right
         self._spec = quantizer.spec
-        # A flip is told from a new scale by the grid of the format; blocks that choose theirs have none in common.
+        # Flips need the grid of the format, which blocks that choose their format do not have in common.
         self._element = None if self._spec is None or self._spec.others else self._spec.element
         composed = quantizer.draws or program.fprop.transforms or program.apart is not None
-        self._program = quantizer if by_block(quantizer) and not composed else None  # else lines depend on each other
+        self._program = quantizer if by_block(quantizer) and not composed else None  # None: lines depend on each other
         self._last: tuple[Tensor, Tensor] | None = None
         self._moved = self._moved_q = self._flips = torch.zeros(())
         self._rates: list[Tensor] = []
@@ -171,11 +171,11 @@ class Moving:
         now = self._sampled(self._weight.parameter)
         q = self._quantized(now, step)
         if self._last is not None:
-            former, former_q = self._last
-            self._moved, self._moved_q = self._moved + (now - former).abs(), self._moved_q + (q - former_q).abs()
+            last, last_q = self._last
+            self._moved, self._moved_q = self._moved + (now - last).abs(), self._moved_q + (q - last_q).abs()
             if self._element is not None:
-                self._flips = self._flips + m.flipped(q, former_q, self._element)
-            self._rates.append(torch.stack([m.relative_change(now, former), m.relative_change(q, former_q)]))
+                self._flips = self._flips + m.flipped(q, last_q, self._element)
+            self._rates.append(torch.stack([m.relative_change(now, last), m.relative_change(q, last_q)]))
         self._last = now, q
         self._path.append(torch.stack([now.flatten()[:FOLLOWED], q.flatten()[:FOLLOWED]]))
 
@@ -192,7 +192,7 @@ class Moving:
         return self._selection.of(w.mT if self._weight.stored_transposed else w)
 
     def measurement(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
-        """Return the measurement of a window of so many steps."""
+        """Return the measurement of a window of ``steps`` steps."""
         site, tensor = self._weight.fqn or "(root)", self._weight.parameter_name
         fields: dict[str, Any] = {"site": site, "tensor": tensor, "window": steps}
         if "oscillation" in metrics:

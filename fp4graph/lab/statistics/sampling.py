@@ -25,9 +25,9 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.technique import QUANTIZER_STAGES, Quantization, Technique, overrides
 
-#: The largest number of matrices that are sampled from a batch, and the smallest number of lines from an operand.
+#: The most matrices that are sampled from a batch, and the fewest lines from an operand.
 MATRICES, LEAST = 4, 8
-#: Stages at which a technique makes an element random in more than its rounding, or replaces its rounding.
+#: Stages that replace the rounding of an element, or add randomness to it.
 _COMPOSING = ("split", "around", "round", "rescale", "after")
 
 
@@ -36,7 +36,7 @@ class Selection:
     """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices."""
 
     shape: tuple[int, ...]
-    elements: int | None  # about how many elements to sample; None for all of them
+    elements: int | None  # the approximate number of elements to sample; None for all
 
     def of(self, x: Tensor) -> Tensor:
         """Copy the sampled lines of ``x [..., R, K']`` in fp32, ``[P, n, K']``; K' may differ from the operand's K."""
@@ -57,54 +57,54 @@ class Selection:
 
     @cached_property
     def _chosen(self) -> tuple[Tensor, Tensor]:
-        """The numbers of the sampled matrices, and of the sampled lines of each."""
-        (count, length), every = self.shape[-2:], math.prod(self.shape[:-2])
-        matrices, lines = every, count
+        """The indices of the sampled matrices, and of the sampled lines of each."""
+        (count, length), batch = self.shape[-2:], math.prod(self.shape[:-2])
+        matrices, lines = batch, count
         if self.elements is not None:
-            matrices = min(every, MATRICES)
+            matrices = min(batch, MATRICES)
             lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, length) * max(1, matrices)))
-        chosen = ((every, matrices), (count, min(lines, count)))
-        first, second = (torch.arange(some) * whole // max(1, some) for whole, some in chosen)
+        chosen = ((batch, matrices), (count, min(lines, count)))
+        first, second = (torch.arange(samples) * size // max(1, samples) for size, samples in chosen)
         return first, second
 
 
 class Moments(NamedTuple):
     """Mean and variance of the multiplied values over the random bits of their rounding, fp32 ``[P, n, K]``."""
 
-    mean: Tensor | None  # None where the moments are unknown
-    variance: Tensor | None = None  # None where nothing is random
+    mean: Tensor | None  # None if the moments are unknown
+    variance: Tensor | None = None  # None if nothing is random
 
 
 class Sample(NamedTuple):
     """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis."""
 
     x: Tensor
-    q: Tensor  # the values that were multiplied
-    ideal: Tensor  # the values that unrounded scales would have given
+    q: Tensor  # the multiplied values
+    ideal: Tensor  # the values under unrounded scales
     ratio: Tensor  # x divided by its scale, before rounding; NaN where the block's scale is NaN
     moments: Moments
     element: ElementFormat
-    scales: Tensor  # stored, [B], 0 for a block of zeros; of the whole operand where its blocks depend on each other
+    scales: Tensor  # stored, [B], 0 for a block of zeros; of the whole operand if its blocks depend on each other
 
 
 @torch.no_grad()
 def sample(seen: ObservedOperand, selection: Selection) -> Sample:
     """Quantize the sampled lines of a quantized operand again, with the same random bits, and keep every part.
 
-    Where blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
+    If blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
     """
     program, draw, state, segments = seen.program, seen.draw, seen.state, seen.segments
     spec = program.spec
     assert spec is not None
-    given, x, q, picked = seen.x, selection.of(seen.x), selection.of(total(seen.terms)), selection.of
+    operand, x, q, picked = seen.x, selection.of(seen.x), selection.of(total(seen.terms)), selection.of
     if by_block(program):
-        given, segments, picked = x, None, lambda x: x
-        state = {name: {key: selection.of(entry) for key, entry in own.items()} for name, own in state.items()}
+        operand, segments, picked = x, None, lambda x: x
+        state = {name: {key: selection.of(value) for key, value in entry.items()} for name, entry in state.items()}
         if draw is not None and spec.needs_key:
             draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
-    with operators.tensor_code():  # a kernel would be compiled for these few calls
-        parts = program.quantize(given, draw, state, segments)
-        ideal = picked(total(with_ideal_scales(program)(given, draw, state, segments)))
+    with operators.tensor_code():  # else a kernel would be compiled for these few calls
+        parts = program.quantize(operand, draw, state, segments)
+        ideal = picked(total(with_ideal_scales(program)(operand, draw, state, segments)))
 
     def joined(values: Tensor) -> Tensor:
         return picked(parts.blocking.join(values))
@@ -114,7 +114,7 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
 
 
 def by_block(program: OperandProgram) -> bool:
-    """Return whether each block is quantized by itself, so that a few blocks can be quantized without the others."""
+    """Return whether blocks are independent, so that a few blocks can be quantized without the others."""
     spec = program.spec
     return (
         spec is not None
@@ -126,7 +126,7 @@ def by_block(program: OperandProgram) -> bool:
 
 
 def _acts_by_block(technique: Technique) -> bool:
-    """Return whether the technique's own class declares it: a derived class may do more than its base."""
+    """Return whether the class itself declares independent blocks; a derived class may do more than its base."""
     stages = {stage for stage in QUANTIZER_STAGES if overrides(technique, stage)}
     composes = technique.draws or stages & {"split", "around", "after"}
     mixes_less = vars(type(technique)).get("mixes") in ("none", "block") and technique.group_granularity is None
@@ -135,7 +135,7 @@ def _acts_by_block(technique: Technique) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _SampleNoise(Noise):
-    """Random bits by the elements' indices in the whole operand."""
+    """Random bits, indexed by the elements' places in the whole operand."""
 
     index: Tensor
 
@@ -145,7 +145,7 @@ class _SampleNoise(Noise):
 
 @dataclass(frozen=True, eq=False)
 class _SampleDraw(Draw):
-    """The draw of an operand, for sampled lines of it; ``index`` is :meth:`Selection.index`."""
+    """The draw of an operand for its sampled lines; ``index`` is from :meth:`Selection.index`."""
 
     index: Tensor = field(kw_only=True)
 
@@ -154,11 +154,11 @@ class _SampleDraw(Draw):
 
 
 def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Callable[[Tensor], Tensor]) -> Moments:
-    """Return the moments of ``q``; ``joined`` brings a tensor in the blocked layout into its shape."""
+    """Return the moments of ``q``; ``joined`` converts a tensor in the blocked layout to the shape of ``q``."""
     spec = parts.spec
     composed = any(program.at(stage) for stage in _COMPOSING)
     if program.draws and (composed or spec.scale.rounding == "stochastic" or spec.others):
-        return Moments(None)  # random in more than the rounding of its elements, or these are of several formats
+        return Moments(None)  # more than the rounding of elements is random, or elements have several formats
     if spec.rounding != "stochastic":
         return Moments(q)
     mean, variance = rounding_moments(parts.ratio, parts.scale, spec)
@@ -170,8 +170,8 @@ def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Ca
 def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Return mean and variance of stochastically rounded, dequantized elements over their random bits.
 
-    With δ the distance of the values around u, and abs(u)/δ between the integers n and n + 1, of which rounding takes
-    the upper one with probability p: mean = sign(u)·(n + p)·δ, variance = p·(1 − p)·δ², both in units of the scale.
+    Let δ be the distance of the grid values around u, n = ⌊abs(u)/δ⌋, and p the probability of rounding to n + 1. Then
+    mean = sign(u)·(n + p)·δ and variance = p·(1 − p)·δ², both in units of the scale.
     """
     u = ratio.abs().clamp(max=spec.element.max)
     step, inverse = spacing(u, spec.element.min_exponent, spec.element.mantissa_bits)
@@ -179,6 +179,6 @@ def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Ten
     below = places.floor()
     steps = 2.0**spec.random_bits
     midpoint = 0.0 if spec.random_bits == 24 else 0.5
-    p = ((places - below) * steps - midpoint).ceil() / steps  # as exactly as so many random bits tell it
+    p = ((places - below) * steps - midpoint).ceil() / steps  # as resolved by the random bits
     unit = scaling.dequantize(step, scale, spec)
     return (below + p) * unit * ratio.sign(), (1 - p) * p * unit.square()

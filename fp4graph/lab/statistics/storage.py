@@ -1,7 +1,7 @@
-"""Statistics on disk: one file of JSON lines, to which lines are only appended (:mod:`fp4graph.lab.jsonlines`).
+"""Statistics on disk: an append-only file of JSON lines (:mod:`fp4graph.lab.jsonlines`).
 
-``statistics.jsonl``: a line with ``"format": "fp4graph.statistics"`` where a training begins or goes on, and one line
-for each measurement of a step, site and tensor; docs/analysis.md describes them. A step's lines are written at once.
+``statistics.jsonl`` has a line with ``"format": "fp4graph.statistics"`` where a training begins or resumes, and a line
+for each measurement of a step, site and tensor (docs/analysis.md). The lines of a step are written at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4graph.lab.data.extras import needs
 
 FORMAT, VERSION = "fp4graph.statistics", 1
 FILE = "statistics.jsonl"
-#: Fields of which a low value is bad.
+#: Fields whose low values are bad.
 LOW_IS_BAD = ("snr_db", "gain", "confidence")
 #: Named values of one step, site and tensor.
 Measurement = Mapping[str, Any]
@@ -32,24 +32,24 @@ Measurement = Mapping[str, Any]
 class Log:
     """The file of one run's statistics in ``directory``, and the streams that get the same numbers.
 
-    ``header`` has the fields of the line that marks where this training begins.
+    ``header`` has the fields of the line that marks the beginning of this training.
 
     Raises:
-        Error: a file cannot be written, or TensorBoard is not installed. What was written before is as it was.
+        Error: a file cannot be written, or TensorBoard is not installed; earlier lines are kept.
     """
 
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
         self.path, self._open = Path(directory).absolute() / FILE, ExitStack()
-        self._sinks = [sink_of(self._opened(each)) for each in streams]
+        self._sinks = [sink_of(each, self._open) for each in streams]
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
             jsonlines.append(self.path, [_plain({"format": FORMAT, "version": VERSION, **header})])
 
     def append(self, measurements: Sequence[Measurement]) -> None:
-        """Write all measurements of a step or none, so that they are there if the process is killed.
+        """Write all measurements of a step or, on an error, none of them.
 
-        Streams get every number as ``column/site/tensor``, so that TensorBoard shows one column in one card.
+        Streams get every number as ``column/site/tensor``, so that TensorBoard groups numbers by column.
         """
         with self._writing():
             jsonlines.append(self.path, map(_plain, measurements))
@@ -72,27 +72,26 @@ class Log:
             yield
         except OSError as error:
             what = f"cannot write statistics to {stream or self.path}: {error.strerror or error}"
-            kept = "What was recorded before is there and readable; make room, or train without statistics"
-            raise Error(f"{what}. {kept}") from error
+            raise Error(f"{what}. Earlier records are readable; make room, or train without statistics") from error
 
-    def _opened(self, stream: Any) -> Any:
-        if not isinstance(stream, str | PathLike):
-            return stream
+
+def sink_of(stream: Any, resources: ExitStack, step: int | None = None) -> Callable[[int, Mapping[str, float]], object]:
+    """Return the function of (step, values) that hands a step to a stream's library.
+
+    TensorBoard's events in a folder are closed with ``resources``; ``step`` hides earlier events from there on.
+    """
+    if isinstance(stream, str | PathLike):
         needs("tensorboard", "streaming to a folder needs TensorBoard", "analysis")
         from torch.utils.tensorboard import SummaryWriter
 
-        return self._open.enter_context(SummaryWriter(str(stream)))
-
-
-def sink_of(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
-    """Return the function of (step, values) that hands a stream's library one step."""
+        stream = resources.enter_context(SummaryWriter(str(stream), purge_step=step))
     if hasattr(stream, "add_scalar"):
         return lambda step, values: [stream.add_scalar(name, value, step) for name, value in values.items()]
-    if hasattr(stream, "log_metrics"):  # MLflow's names have fewer characters, and its numbers no infinity
+    if hasattr(stream, "log_metrics"):  # MLflow allows fewer characters in names, and only finite numbers
         return lambda step, values: stream.log_metrics(
             {re.sub(r"[^\w\-. /:]", "_", name): v for name, v in values.items() if math.isfinite(v)}, step=step
         )
-    if hasattr(stream, "define_metric"):  # wandb's own step is the user's
+    if hasattr(stream, "define_metric"):  # wandb's global step belongs to the user
         stream.define_metric("fp4graph/*", step_metric="fp4graph/step")
         return lambda step, values: stream.log({f"fp4graph/{name}": v for name, v in {"step": step, **values}.items()})
     if callable(stream):
@@ -123,10 +122,10 @@ class Recorded:
         return pandas.DataFrame.from_records(self.rows)
 
     def worst(self, column: str = "snr_db", count: int | None = 10) -> list[dict[str, Any]]:
-        """Return the sites and tensors where the mean of ``column`` over all records is worst, the worst first.
+        """Return the sites and tensors with the worst mean of ``column`` over all records, the worst first.
 
-        Low values are bad of ``snr_db``, ``gain`` and ``confidence``, high values of other columns. Each item has
-        ``site``, ``tensor``, the mean under the column's name, ``worst``, and ``step``, at which that was recorded.
+        Low values of ``snr_db``, ``gain`` and ``confidence`` are bad, and high values of other columns. Each item has
+        ``site``, ``tensor``, the mean under the column's name, the ``worst`` value, and its ``step``.
         """
         places: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
         for row in self.having(column):
@@ -134,7 +133,7 @@ class Recorded:
                 places[row["site"], row["tensor"]].append(row)
         if not places:
             numbers = {name for row in self.rows for name, value in row.items() if isinstance(value, int | float)}
-            raise Error(f"no numbers called {column!r} were recorded; {suggest(column, sorted(numbers - {'step'}))}")
+            raise Error(f"no numbers of {column!r} were recorded; {suggest(column, sorted(numbers - {'step'}))}")
         sign, worst = (1 if column in LOW_IS_BAD else -1), []
         for (site, tensor), rows in places.items():
             row = min(rows, key=lambda row: sign * row[column])
@@ -152,7 +151,7 @@ class Recorded:
         return [row for row in rows if row["step"] == rows[-1]["step"]]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """Return lists "step", "site", "tensor" and "value" of the rows that have ``column``, of a tensor or site."""
+        """Return lists "step", "site", "tensor" and "value" of the rows with ``column``, for one tensor or site."""
         rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}
         return {name: [row[key] for row in rows] for name, key in keys.items()}
@@ -170,7 +169,7 @@ class Recorded:
 
 
 def find(path: str | PathLike[str]) -> Path | None:
-    """Return the file of statistics at ``path``, in this directory or in its ``statistics/``; None without one."""
+    """Return ``path`` or the file of statistics in this directory or its ``statistics/``; None without such a file."""
     path = Path(path)
     return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
 
@@ -178,31 +177,31 @@ def find(path: str | PathLike[str]) -> Path | None:
 def read(path: str | PathLike[str]) -> Recorded:
     """Read the statistics of a run: a ``statistics.jsonl``, or the directory that holds one or its ``statistics/``.
 
-    Where a training was resumed, the former training's rows beyond that step are left out. Raises an Error if there are
-    none, they are of another version, or a line is damaged.
+    Rows after the step at which a training was resumed are replaced by the resumed training's. Raises an Error if the
+    statistics are missing or of another version, or if a line is damaged.
     """
     file = find(path)
     if file is None:
-        raise Error(f"{path}: no statistics there; fp4graph.lab.Statistics writes {FILE}")
+        raise Error(f"{path} has no statistics; record them with fp4graph.lab.Statistics, which writes {FILE}")
     header: dict[str, Any] | None = None
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in jsonlines.read(file):
         if isinstance(row, dict) and row.get("format") == FORMAT:
             if row.get("version") != VERSION:
-                raise Error(f"{file}: written by another version of fp4graph (format {row.get('version')})")
+                raise Error(f"{file} was written by another version of fp4graph (format {row.get('version')})")
             header = row
-            rows = {key: former for key, former in rows.items() if key[0] <= row.get("step", 0)}
+            rows = {key: earlier for key, earlier in rows.items() if key[0] <= row.get("step", 0)}
         elif header is None or not (isinstance(row, dict) and {"step", "site", "tensor"} <= row.keys()):
-            raise Error(f"{file}:{number}: this is not a line of statistics")
+            raise Error(f"{file}:{number} is not a line of statistics")
         else:
             rows[row["step"], row["site"], row["tensor"]] = row
     if header is None:
-        raise Error(f"{file}: no statistics are in it")
+        raise Error(f"{file} has no statistics")
     return Recorded(header, tuple(sorted(rows.values(), key=lambda row: row["step"])))
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON can have it: six significant digits, null for a number that is not finite."""
+    """Return ``value`` for JSON: six significant digits, and None for a number that is not finite."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

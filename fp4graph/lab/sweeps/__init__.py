@@ -1,4 +1,4 @@
-"""Sweeps: many configurations of a policy trained, and the score of a policy's loss against its cost."""
+"""Sweeps: train many configurations of a policy, and score each policy's loss against its cost."""
 
 from fp4graph.lab.sweeps.results import Rule, gain, score
 

@@ -17,9 +17,9 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from fp4graph.errors import Error
 
-#: Errors of a database that is busy or away.
+#: Errors of a database that is busy or unreachable.
 AWAY = (StorageInternalError, SQLAlchemyError)
-#: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
+#: Seconds for which a sweep repeats queries that a database does not answer.
 ASK_AGAIN = 120.0
 #: Engine settings by kind of database: how long to wait for another's write, or for a server.
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,28 +29,28 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Away(Error):
-    """The database has not answered for too long."""
+    """The database did not answer in time."""
 
 
 class Storage(RDBStorage):
-    """Optuna's storage, which asks a database again that does not answer, for ``ask_again`` seconds.
+    """Optuna's storage, which repeats queries that a database does not answer for ``ask_again`` seconds.
 
     ``shown`` is the URL without the password, for messages.
 
     Raises:
-        Error: the database cannot be reached; or it has to be ``existing`` and has no studies: nothing is written then.
+        Error: the database cannot be reached; or with ``existing``, it has no studies, and nothing is written.
     """
 
     def __init__(self, url: str, *, existing: bool = False) -> None:
         try:
             parsed = make_url(url)
         except (ArgumentError, ValueError) as error:
-            raise Error(f"not a database's URL ({error}); write sqlite:///FILE or postgresql://HOST/NAME") from None
+            raise Error(f"not a database URL ({error}); write sqlite:///FILE or postgresql://HOST/NAME") from None
         self.shown, kind = parsed.render_as_string(hide_password=True), parsed.get_backend_name()
         if parsed.drivername in ("postgres", "postgresql"):
             parsed, kind = parsed.set(drivername="postgresql+psycopg"), "postgresql"
         if kind == "sqlite" and parsed.database and not (folder := Path(parsed.database).parent).is_dir():
-            raise Error(f"{self.shown}: there is no folder {str(folder)!r}; make it, or give another file")
+            raise Error(f"{self.shown}: folder {str(folder)!r} does not exist; make it, or give another file")
         text, settings = parsed.render_as_string(hide_password=False), _SETTINGS.get(kind, {"pool_pre_ping": True})
         try:
             engine = create_engine(text, **settings)
@@ -62,10 +62,10 @@ class Storage(RDBStorage):
 
         def connect() -> None:
             if existing and not inspect(engine).has_table("studies"):
-                raise Error(f"{self.shown} holds no sweep: it is a database of something else, or an empty one")
+                raise Error(f"{self.shown} holds no sweep: the database is empty or of another program; give another")
             RDBStorage.__init__(self, text, engine_kwargs=settings)
 
-        self.ask_again = 1.0  # of two processes that make the tables of an empty database, one fails
+        self.ask_again = 1.0  # if two processes make the tables of an empty database, one fails
         try:
             self.patiently(connect)
         except RuntimeError as error:  # the schema of another Optuna
@@ -75,7 +75,7 @@ class Storage(RDBStorage):
         self.ask_again = ASK_AGAIN
 
     def patiently(self, action: Callable[[], Any]) -> Any:
-        """Run ``action``, and repeat it for a while if the database is busy or away."""
+        """Run ``action``, and repeat it for a while if the database is busy or unreachable."""
         deadline, delay = time.monotonic() + self.ask_again, 0.05
         while True:
             try:
@@ -83,18 +83,17 @@ class Storage(RDBStorage):
             except AWAY as error:
                 if time.monotonic() > deadline:
                     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-                    reason = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]  # the database's own
+                    reason = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]  # the database's text
                     raise Away(
-                        f"the database {self.shown} cannot be used, for {self.ask_again:.0f} seconds by now: "
-                        f"{reason}; see that it runs and exists, that user and password are right, that you may write "
-                        "it, and that the disk has room. What is written stays; when it answers again, the same "
-                        "command goes on"
+                        f"the database {self.shown} has not been usable for {self.ask_again:.0f} seconds: {reason}; "
+                        "check that it exists and runs, that user and password are right, that you may write to it, "
+                        "and that the disk has room. Recorded trials are kept; the same command resumes the sweep"
                     ) from error
                 time.sleep(delay * (1 + random.random()))
                 delay = min(2 * delay, 5.0)
 
     def record_heartbeat(self, trial_id: int) -> None:
-        with suppress(*AWAY):  # Optuna's thread would end; the next heartbeat may get through
+        with suppress(*AWAY):  # an error would end Optuna's thread; the next heartbeat may succeed
             super().record_heartbeat(trial_id)
 
 
@@ -111,17 +110,17 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     """Return the URL of ``source``: a URL, an SQLite file, or a folder with a ``sweep.db``.
 
     Raises:
-        Error: it has to be ``existing``, and there is no such file.
+        Error: with ``existing``, the file does not exist.
     """
     if "://" in str(source):
         return str(source)
     path = Path(source)
     path = path / "sweep.db" if path.is_dir() else path
     if existing and not path.is_file():
-        raise Error(f"there is no database {str(path)!r}; name a sweep's folder, its SQLite file, or a database's URL")
+        raise Error(f"database {str(path)!r} does not exist; give a sweep's folder, its SQLite file, or a URL")
     return f"sqlite:///{path}"
 
 
 def sweeps(url: str) -> list[str]:
-    """Return the names of the sweeps in a database; raise an Error if it cannot be reached, or has no studies."""
+    """Return the names of the sweeps in a database; raise an Error if it cannot be reached or has no studies."""
     return [s.study_name for s in Storage(url, existing=True).get_all_studies() if "fp4graph" in s.user_attrs]

@@ -1,6 +1,6 @@
 """Results of a sweep: trials as data, their scores, the best of every family, the frontier, exports.
 
-The score is that of "Elucidating the design space of FP4 training", sec. 7: the gain of a policy for its cost.
+The score is from "Elucidating the design space of FP4 training", sec. 7: the gain of a policy reduced by its cost.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from fp4graph.lab.runs.run import finite
 Rule = Literal["text", "table"]
 #: States that count towards the requested number of results.
 COUNTED = ("running", "complete", "diverged", "failed", "pruned")
-#: States in which a trial's configuration is free to be run again.
+#: States whose configurations may run again.
 FREE = ("lost", "withdrawn")
 
 
 def gain(loss: float, reference: float) -> float:
-    """Return G = (M_ref − M)/M_ref, the share of the better unquantized baseline's validation loss that a run saves.
+    """Return G = (M_ref − M)/M_ref, the validation loss that a run saves, relative to the better unquantized baseline.
 
-    A run that loses more has a negative gain, a diverged run (NaN or infinite loss) -inf.
+    A higher loss gives a negative gain, and divergence (NaN or infinite loss) gives -inf.
 
     Raises:
         ValueError: ``reference`` is not a positive finite number.
     """
     if not (math.isfinite(reference) and reference > 0):
-        raise ValueError(f"the reference loss must be positive and finite, got {reference}: it divides the gain")
+        raise ValueError(f"the reference loss must be positive and finite, as a divisor; got {reference}")
     return (reference - loss) / reference if math.isfinite(loss) else -math.inf
 
 
 def score(loss: float, reference: float, complexity: float, rule: Rule = "text") -> float:
     """Return S, the gain of a run reduced by the cost of its techniques, Ω (``Policy.complexity``).
 
-    - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It shrinks negative gains too: of two policies that
-      lose equally much the costlier one scores higher.
-    - ``table``: S = G/max(1, Ω) where G > 0 and S = G·max(1, Ω) elsewhere. The paper does not state this rule; 113 of
-      the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
+    - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It shrinks negative gains too: of two policies with
+      equal negative gains, the costlier one scores higher.
+    - ``table``: S = G/max(1, Ω) for G > 0, else S = G·max(1, Ω). The paper does not state this rule, but 113 of the 118
+      scores in its appendix (Tables 3 to 8) follow it, and 46 follow ``text``.
 
     Raises:
         ValueError: as :func:`gain`; ``complexity`` is negative or not finite; or ``rule`` is not one of the two.
     """
     if not (math.isfinite(complexity) and complexity >= 0):
-        raise ValueError(f"the complexity must be finite and not negative, got {complexity}: it is a sum of weights")
+        raise ValueError(f"the complexity must be finite and at least 0, as a sum of weights; got {complexity}")
     saved = gain(loss, reference)
     if rule == "text":
         return saved / (1 + complexity)
@@ -61,8 +61,8 @@ def score(loss: float, reference: float, complexity: float, rule: Rule = "text")
 class Trial:
     """One trial: its configuration (``policy`` as YAML), and its ``result`` (loss, metrics, seconds, reason, ...).
 
-    ``state`` is running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone); or
-    withdrawn (another has the configuration, the sweep was interrupted, a failure excused).
+    ``state`` is running; a final state (complete, diverged, failed, pruned or refused); lost (the worker died); or
+    withdrawn (another trial has the configuration, the sweep was interrupted, or a failure was excused).
     """
 
     number: int
@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def loss(self) -> float | None:
-        """Validation loss; of a running trial the last reported."""
+        """The validation loss; for a running trial, the last reported one."""
         loss = self.result.get("loss")
         return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
 
@@ -96,20 +96,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its scores, which are None where the trial or all baselines did not complete."""
+    """A trial with its scores, which are None if the trial or every baseline did not complete."""
 
     trial: Trial
     gain: float | None
     scores: dict[Rule, float | None]
 
     def value(self, rule: Rule) -> float:
-        """Return the score by ``rule``, -inf for none."""
+        """Return the score by ``rule``, or -inf for None."""
         return -math.inf if (score := self.scores[rule]) is None else score
 
 
 @dataclass(frozen=True)
 class Results:
-    """A study's trials, scored, with M_ref, the validation loss of the better baseline, if one came through."""
+    """A study's scored trials, and M_ref, the validation loss of the better baseline; None without a complete one."""
 
     name: str
     task: str
@@ -118,19 +118,19 @@ class Results:
 
     @classmethod
     def of(cls, name: str, task: str, trials: Sequence[Trial]) -> Results:
-        """Score the trials that count, and those that were refused."""
+        """Score the trials that count or were refused."""
         reference = reference_loss(trials)
-        some = (scored(trial, reference) for trial in trials if trial.counts or trial.state == "refused")
-        return cls(name, task, reference, tuple(some))
+        chosen = (scored(trial, reference) for trial in trials if trial.counts or trial.state == "refused")
+        return cls(name, task, reference, tuple(chosen))
 
     @property
     def complete(self) -> list[Scored]:
-        """The trials with a loss, without baselines."""
+        """The complete trials, without baselines."""
         return [s for s in self.trials if s.trial.state == "complete" and s.trial.kind != "baseline"]
 
     @property
     def families(self) -> list[str]:
-        """The families in the order in which they were begun."""
+        """The families, in the order of their first trials."""
         return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
 
     def complete_of(self, family: str) -> list[Scored]:
@@ -147,7 +147,7 @@ def reference_loss(trials: Sequence[Trial]) -> float | None:
 
 
 def scored(trial: Trial, reference: float | None) -> Scored:
-    """Return a complete trial with its scores by both rules; a diverged trial's are -inf."""
+    """Return a complete trial with its scores by both rules, or a diverged trial with -inf."""
     if reference is None or trial.complexity is None or trial.state not in ("complete", "diverged"):
         return Scored(trial, None, {"text": None, "table": None})
     loss = math.nan if trial.loss is None else trial.loss
@@ -155,12 +155,12 @@ def scored(trial: Trial, reference: float | None) -> Scored:
     return Scored(trial, gain(loss, reference), scores)
 
 
-def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
-    """Return (family, category, trial): every baseline, then the rows of the design-space paper's tables per family."""
-    ended = [s for s in found.trials if s.trial.finished]
+def best(results: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
+    """Return (family, category, trial): every baseline, then for each family the rows of the design-space paper."""
+    ended = [s for s in results.trials if s.trial.finished]
     rows = [(s.trial.family, "baseline", s) for s in ended if s.trial.kind == "baseline"]
-    for family in found.families:
-        complete = found.complete_of(family)
+    for family in results.families:
+        complete = results.complete_of(family)
         rows += [(family, "pure FP4", s) for s in ended if s.trial.family == family and s.trial.kind == "pure"]
         rows += [(family, "best loss", s) for s in sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]]
         ranked = sorted((s for s in complete if s.scores[rule] is not None), key=lambda s: -s.value(rule))
@@ -169,10 +169,10 @@ def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
     return rows
 
 
-def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
-    """Return the trials to which no other is preferable, by ascending Ω; their scores ascend too."""
+def frontier(trials: Sequence[Scored], rule: Rule) -> list[Scored]:
+    """Return the Pareto-optimal trials by ascending Ω, and so by ascending score."""
     kept: list[Scored] = []
-    for s in sorted(some, key=lambda s: (s.trial.complexity, -s.value(rule), s.trial.number)):
+    for s in sorted(trials, key=lambda s: (s.trial.complexity, -s.value(rule), s.trial.number)):
         if math.isfinite(s.value(rule)) and (not kept or s.value(rule) > kept[-1].value(rule)):
             kept.append(s)
     return kept
@@ -180,7 +180,7 @@ def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
 
 @dataclass(frozen=True)
 class Effect:
-    """The losses of a family's trials that take one choice of one parameter; of ``lost`` ones the loss is infinite."""
+    """The losses of a family's trials with one choice of one parameter; ``lost`` trials have infinite loss."""
 
     family: str
     parameter: str
@@ -191,38 +191,38 @@ class Effect:
     best: float
 
 
-def effects(found: Results) -> list[Effect]:
+def effects(results: Results) -> list[Effect]:
     """Return the effect of every choice, by family and parameter; pruned trials and single choices are left out.
 
-    Medians of choices drawn at random compare, because they are combined with the same others on average. Medians of
-    choices that a sampler sought out do not.
+    Compare medians only for random choices, which on average are combined with the same other choices. A sampler that
+    favours choices biases them.
     """
     losses: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for s in found.trials:
+    for s in results.trials:
         if s.trial.state in ("complete", "diverged", "failed"):
             loss = s.trial.loss if s.trial.state == "complete" and s.trial.loss is not None else math.inf
             for parameter, choice in s.trial.assignment.items():
                 losses.setdefault((s.trial.family, parameter), {}).setdefault(choice, []).append(loss)
     return [
-        Effect(family, parameter, choice, len(seen), seen.count(math.inf), statistics.median(seen), min(seen))
-        for family in found.families
-        for (whose, parameter), choices in losses.items()
-        if whose == family and len(choices) > 1
-        for choice, seen in choices.items()
+        Effect(family, parameter, choice, len(values), values.count(math.inf), statistics.median(values), min(values))
+        for family in results.families
+        for (of_family, parameter), choices in losses.items()
+        if of_family == family and len(choices) > 1
+        for choice, values in choices.items()
     ]
 
 
-def flat_trials(found: Results) -> list[dict[str, Any]]:
+def flat_trials(results: Results) -> list[dict[str, Any]]:
     """Return one flat mapping per trial."""
     return [
         {
-            "study": found.name,
-            "task": found.task,
+            "study": results.name,
+            "task": results.task,
             "trial": s.trial.number,
             **{name: getattr(s.trial, name) for name in ("state", "kind", "family", "summary", "complexity")},
             "validation_loss": s.trial.loss,
             "train_loss": s.trial.result.get("train_loss"),
-            "reference_loss": found.reference,
+            "reference_loss": results.reference,
             "gain": finite(s.gain),
             **{f"score_{rule}": finite(score) for rule, score in s.scores.items()},
             **{name: s.trial.result.get(name) for name in ("seconds", "reason")},
@@ -232,29 +232,29 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
             "history": list(s.trial.result.get("history") or ()),
             "policy": s.trial.policy,
         }
-        for s in found.trials
+        for s in results.trials
     ]
 
 
 def to_json(all_results: Sequence[Results], *, choices: bool = False) -> str:
-    """Return the trials of several studies as JSON, with policies and curves, or the effects of their ``choices``.
+    """Return the trials of studies as JSON, with policies and curves; with ``choices``, the effects of choices.
 
     An infinite loss is null.
     """
     if choices:
-        data = [finite({"study": found.name, **asdict(effect)}) for found in all_results for effect in effects(found)]
+        data = [finite({"study": r.name, **asdict(effect)}) for r in all_results for effect in effects(r)]
     else:
-        data = [trial for found in all_results for trial in flat_trials(found)]
+        data = [trial for results in all_results for trial in flat_trials(results)]
     content = {"fp4graph": version("fp4graph"), "choices" if choices else "trials": data}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def to_csv(all_results: Sequence[Results]) -> str:
-    """Return the trials as a table: a column per choice, metric and setting; without policies and curves."""
+    """Return the trials as CSV, with a column per choice, metric and setting, and without policies and curves."""
     import pandas
 
     rows = []
-    for row in (trial for found in all_results for trial in flat_trials(found)):
+    for row in (trial for results in all_results for trial in flat_trials(results)):
         del row["policy"], row["history"]
         for part in ("choices", "run", "metrics"):
             row |= {f"{part}.{key}": value for key, value in row.pop(part).items()}

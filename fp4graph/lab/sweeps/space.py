@@ -1,9 +1,9 @@
-"""Search spaces: named choices that each change a policy a little, written in YAML, and the policies they make.
+"""Search spaces: choices that each change a policy, written in YAML, and the policies that they give.
 
-A configuration takes one choice of every parameter whose ``when`` holds. Its policy is the space's ``base`` with the
-fragments of its choices laid over it in the order of the parameters, then those of ``also``: ``quantize`` goes into the
-quantize block of every rule, ``operands`` into its exceptions, ``techniques`` are appended or replace their namesakes,
-and ``run`` sets what of the training may differ, such as ``lr``.
+A configuration takes one choice of every parameter whose ``when`` holds. Its policy is the space's ``base``, merged
+with the fragments of its choices in the order of the parameters, then with those of ``also``: ``quantize`` changes the
+quantize block of every rule, ``operands`` its exceptions, ``techniques`` are appended or replace techniques of the same
+name, and ``run`` sets options of the training, such as ``lr``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fp4graph.policy.resolve import resolve
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import default_registry
 
-#: The choice taken of each parameter that has one.
+#: The choice of each parameter whose condition holds.
 Assignment = Mapping[str, str]
 
-#: Combinations tried before a choice is called impossible.
+#: The number of combinations tried before a choice counts as impossible.
 TRIED = 200
 
 
@@ -43,7 +43,7 @@ def _holds(when: Mapping[str, tuple[str, ...]], assignment: Assignment) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """A fragment, and where it was written."""
+    """A fragment and its place in the file."""
 
     fragment: Fragment
     node: Node
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its choices by label, the plain one first, and the condition under which it has one."""
+    """A parameter: its choices by label, the plain one first, and the condition under which it applies."""
 
     name: str
     choices: Mapping[str, Part]
@@ -59,13 +59,13 @@ class Parameter:
     node: Node
 
     def open_to(self, assignment: Assignment) -> list[str]:
-        """Return the labels that fit the choices of earlier parameters; none if the condition does not hold."""
+        """Return the labels that fit the choices of earlier parameters; empty if the condition does not hold."""
         if not _holds(self.when, assignment):
             return []
         return [label for label, part in self.choices.items() if _holds(part.fragment.when, assignment)]
 
     def extended(self, assignments: Iterator[Assignment]) -> Iterator[Assignment]:
-        """Yield each assignment once for every choice open to it, with the choice; unchanged where none is open."""
+        """Yield each assignment extended by every open choice, or unchanged if no choice is open."""
         for assignment in assignments:
             labels = self.open_to(assignment)
             for label in labels:
@@ -78,7 +78,7 @@ class Parameter:
         return replace(self, choices={label: self.choices[label] for label in labels})
 
     def shown(self, label: str) -> str:
-        """Return a choice's text in a summary; the plain choice has one only if it has a title."""
+        """Return a choice's text in a summary; empty for a plain choice without a title."""
         plain = label == next(iter(self.choices))
         return self.choices[label].fragment.title or ("" if plain else f"{self.name} {label}")
 
@@ -87,8 +87,8 @@ class Parameter:
 class Configuration:
     """The policy and the training settings of one trial.
 
-    ``kind`` is baseline, pure (the plain choices in one family), or trial; ``family`` the choice of the space's family
-    parameter, or a baseline's name. ``policy`` is None where it is impossible, and ``error`` then says why.
+    ``kind`` is baseline, pure (the plain choices in one family), or trial; ``family`` is the choice of the space's
+    family parameter, or a baseline's name. An impossible configuration has an ``error`` and no ``policy``.
     """
 
     kind: str
@@ -102,7 +102,7 @@ class Configuration:
 
     @property
     def key(self) -> str:
-        """A hash of the training: equal for configurations that would be the same training."""
+        """A hash that is equal for configurations with the same training."""
         policy = self.policy.fingerprint if self.policy else self.document
         return _digest({"policy": policy, "run": dict(sorted(self.run.items()))})
 
@@ -111,7 +111,7 @@ class Configuration:
 class Space:
     """A search space, as :func:`load_space` reads it.
 
-    ``inert`` accepts techniques without effect. ``text`` is the space as YAML with the base written out, and ``digest``
+    ``inert`` accepts techniques without effect. ``text`` is the space as YAML with the base written out; ``digest`` is
     its hash.
     """
 
@@ -127,14 +127,14 @@ class Space:
 
     def assignments(self) -> Iterator[Assignment]:
         """Yield all assignments, the last parameter changing fastest."""
-        return reduce(lambda found, parameter: parameter.extended(found), self.parameters, iter([{}]))
+        return reduce(lambda partial, parameter: parameter.extended(partial), self.parameters, iter([{}]))
 
     def size(self, limit: int = 1_000_000) -> int:
-        """Return the number of assignments, counted up to ``limit``."""
+        """Return the number of assignments, at most ``limit``."""
         return sum(1 for _ in itertools.islice(self.assignments(), limit))
 
     def assigned(self, choose: Callable[[Parameter, list[str]], str]) -> Assignment:
-        """Return the assignment whose choice of each parameter ``choose`` picks among the labels open to it."""
+        """Return the assignment that takes ``choose(parameter, labels)`` of each parameter with open labels."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
             if labels := parameter.open_to(taken):
@@ -142,7 +142,7 @@ class Space:
         return taken
 
     def draw(self, generator: random.Random) -> Assignment:
-        """Draw an assignment: each parameter in turn takes any of its choices with equal probability."""
+        """Draw an assignment; each parameter takes any of its open choices with equal probability."""
         return self.assigned(lambda _, labels: generator.choice(labels))
 
     def contains(self, assignment: Assignment) -> bool:
@@ -150,22 +150,22 @@ class Space:
         return self._plain(assignment) == assignment
 
     def first(self) -> list[Configuration]:
-        """Return a sweep's first configurations: the baselines, then the plain choices in every family."""
+        """Return the first configurations of a sweep: the baselines, then the plain choices in every family."""
         baselines = [self._baseline(name, part) for name, part in self.baselines.items()]
         families = [parameter for parameter in self.parameters if parameter.name == self.family]
         pure = [self._plain({p.name: label}) for p in families for label in p.choices] or [self._plain({})]
         return [*baselines, *(self.configuration(assignment, "pure") for assignment in pure)]
 
     def _plain(self, chosen: Assignment) -> Assignment:
-        """Return ``chosen`` with the first choice of every parameter of which it has no possible one."""
+        """Return ``chosen``, with the first open choice for every missing or impossible choice."""
         return self.assigned(lambda p, labels: chosen[p.name] if chosen.get(p.name) in labels else labels[0])
 
     def configuration(self, assignment: Assignment, kind: str = "trial") -> Configuration:
-        """Return the configuration of an assignment; it carries an error if it is impossible."""
+        """Return the configuration of an assignment, with an error if it is impossible."""
         chosen = [(p, assignment[p.name]) for p in self.parameters if p.name in assignment]
         parts = [parameter.choices[label] for parameter, label in chosen]
         parts += [part for part in self.also if _holds(part.fragment.when, assignment)]
-        # The family stands first, wherever its parameter does.
+        # The family comes first, regardless of its parameter's place.
         chosen.sort(key=lambda item: item[0].name != self.family)
         summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
         family = assignment[self.family] if self.family else "all"
@@ -183,14 +183,14 @@ class Space:
         return Configuration("baseline", name, name, {}, document.plain(), self._resolved(document), None, run)
 
     def _laid(self, document: Node, summary: str, parts: Iterable[Part]) -> tuple[Node, dict[str, Any]]:
-        """Return a document with fragments laid over it, and the settings of their runs."""
+        """Return a document merged with fragments, and the fragments' settings of the run."""
         run: dict[str, Any] = {}
         for part in parts:
             document, run = overlaid(document, part.node), {**run, **part.fragment.run}
         return document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))}), run
 
     def _resolved(self, document: Node) -> Policy:
-        """Resolve the policy. Configurations that only warn are rejected, unless the space takes them."""
+        """Resolve the policy; unless the space is ``inert``, a PolicyWarning rejects it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if self.inert else "error", PolicyWarning)
             try:
@@ -199,7 +199,7 @@ class Space:
                 raise PolicyError(str(warning)) from None
 
     def check(self) -> None:
-        """Raise a PolicyError at the first choice or condition that no policy can be made with."""
+        """Raise a PolicyError at the first choice or condition that occurs in no valid policy."""
         choices = [(p, label, part) for p in self.parameters for label, part in p.choices.items()]
         for part in (*self.baselines.values(), *(part for *_, part in choices), *self.also):
             try:
@@ -222,37 +222,36 @@ class Space:
                 return
             errors.append(error)
         if not errors:
-            raise place.error(f"{what}: its conditions never hold; correct them, or remove it")
+            raise place.error(f"the conditions of {what} never hold; correct them, or remove it")
         first, count = errors[0], len(errors)
         tried = "the only combination with it" if count == 1 else f"each of {count} combinations tried"
         exact = Place(first.file, first.line) if first.file == place.file and first.line else place
         raise exact.error(f"{what} is impossible in {tried}: {first.message}")
 
     def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
-        """Yield assignments with one of the ``wanted`` labels of each named parameter, the plainest ones first."""
+        """Yield assignments with one of the ``wanted`` labels of each named parameter, the plainest first."""
         limited = replace(self, parameters=tuple(p.only(wanted.get(p.name, p.choices)) for p in self.parameters))
         generator = random.Random(0)
         drawn = (limited.draw(generator) for _ in range(100 * TRIED))
         seen: set[tuple[tuple[str, str], ...]] = set()
         for assignment in itertools.chain(itertools.islice(limited.assignments(), TRIED // 2), drawn):
-            found = tuple(assignment.items())
-            if found not in seen and _holds(wanted, assignment):
-                seen.add(found)
+            choices = tuple(assignment.items())
+            if choices not in seen and _holds(wanted, assignment):
+                seen.add(choices)
                 yield assignment
 
 
 def load_space(ref: str | Path) -> Space:
-    """Load the space ``ref``: the name of a shipped one (``design-space``), or a file.
+    """Load the space ``ref``: a file, or the name of a shipped space (``design-space``).
 
     Raises:
-        PolicyError: with file and line, at the first key, name or condition that is unknown, or a choice that no policy
-            can be made with.
+        PolicyError: a key, name or condition is unknown, or a choice occurs in no valid policy; has file and line.
     """
     shipped = {file.stem: file for file in Path(__file__).with_name("spaces").glob("*.yaml")}
     path = shipped.get(str(ref), Path(ref))
     if not path.is_file():
         raise PolicyError(
-            f"no search space {str(ref)!r} is shipped, and it is not a file; {suggest(str(ref), shipped)}"
+            f"{str(ref)!r} is neither a shipped search space nor a file; {suggest(str(ref), shipped)}"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -262,7 +261,7 @@ def load_space(ref: str | Path) -> Space:
 
 
 def parse_space(text: str, file: str) -> Space:
-    """Parse the space in ``text``, as :func:`load_space`; a relative path of the base starts from ``file``."""
+    """Parse the space in ``text``, as :func:`load_space`; a relative path of the base is relative to ``file``."""
     if not text.strip():
         raise PolicyError("the file is empty; a search space begins with 'version: 1'", file=file)
     root = parse(text, file)
@@ -283,9 +282,9 @@ def parse_space(text: str, file: str) -> Space:
     if section.family is not None:
         place = root.get("family").place
         if section.family not in parameters:
-            raise place.error(f"family names no parameter: {section.family!r}; {suggest(section.family, parameters)}")
+            raise place.error(f"family {section.family!r} is not a parameter; {suggest(section.family, parameters)}")
         if parameters[section.family].when:
-            raise place.error(f"family is a parameter that every configuration has; {section.family!r} has a condition")
+            raise place.error(f"family must be a parameter without a condition; {section.family!r} has one")
     base = _base(root, section, file)
     content = {**root.plain(), "base": {key: v for key, v in base.plain().items() if key not in ("version", "name")}}
     space = Space(
@@ -304,7 +303,7 @@ def parse_space(text: str, file: str) -> Space:
 
 
 def _base(root: Node, section: SpaceSection, file: str) -> Node:
-    """Return the document of the policy that choices are laid over."""
+    """Return the document of the policy that choices change."""
     node = root.get("base")
     if isinstance(section.base, str):
         path = Path(file).parent / section.base
@@ -320,7 +319,7 @@ def _base(root: Node, section: SpaceSection, file: str) -> Node:
         document = node.replacing({"version": (node.place, Node(1, node.place))})
         policy = resolve(document, "base", None, default_registry())
     if not policy.quantizes:
-        raise node.place.error("base quantizes nothing, so that no choice can change how; give it a rule that does")
+        raise node.place.error("base quantizes nothing, so choices would have no effect; give it a rule that quantizes")
     return document
 
 
@@ -328,11 +327,11 @@ def _check_condition(when: Mapping[str, tuple[str, ...]], node: Node, earlier: M
     for parameter, labels in when.items():
         place = node.where("when", parameter)
         if parameter not in earlier:
-            hint = suggest(parameter, earlier) if earlier else "there is none"
-            raise place.error(f"when names {parameter!r}, which is no parameter before this one; {hint}")
+            hint = suggest(parameter, earlier) if earlier else "this is the first parameter"
+            raise place.error(f"when names {parameter!r}, which is not an earlier parameter; {hint}")
         for label in labels:
-            if label not in (known := earlier[parameter].choices):
-                raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, known)}")
+            if label not in (choices := earlier[parameter].choices):
+                raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, choices)}")
 
 
 def _digest(data: object) -> str:

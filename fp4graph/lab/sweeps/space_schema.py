@@ -1,4 +1,4 @@
-"""The keys of a search space's file with their types, and how a fragment of it is laid over a policy's document."""
+"""The keys of a search space's file with their types, and the merge of a fragment into a policy's document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp4graph.policy.section import Section, Text, only_known, wrong
 
 VERSION = 1
 
-#: Settings of the training that a choice may change. All others are the sweep's, so that losses compare.
+#: Settings of the training that a choice may change. The sweep fixes all others, so that losses are comparable.
 RUN_KEYS = (
     "optimizer", "optimizer_options", "seed", "lr", "weight_decay", "schedule", "warmup", "clip", "batch_size",
     "accumulate", "dtype", "autocast",
@@ -32,12 +32,12 @@ def _policy(value: Any) -> Any:
     return value
 
 
-#: Parameters and the labels that each must have.
+#: The labels that each parameter may have.
 Condition = dict[str, Annotated[tuple[str, ...], BeforeValidator(_labels)]]
 
 
 class Fragment(Section):
-    """The changes that a choice makes to the policy and to the training."""
+    """The changes of a choice to the policy and the training."""
 
     title: Text | None = None
     when: Condition = Field(default_factory=dict)
@@ -58,14 +58,14 @@ class ParameterSection(Section):
 
 
 class SpaceSection(Section):
-    """A whole search space."""
+    """A search space."""
 
     version: StrictInt
     name: Text | None = None
     description: Annotated[str, Field(strict=True)] = ""
     base: Annotated[str | dict[str, Any], BeforeValidator(_policy)]
     family: Text | None = None
-    #: True accepts techniques without effect, as a published space may need; otherwise they are refused.
+    #: True accepts techniques without effect, which a published space may contain.
     inert: StrictBool = False
     baselines: dict[str, Fragment] = Field(default_factory=lambda: {"bf16": Fragment()}, min_length=1)
     parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
@@ -75,9 +75,8 @@ class SpaceSection(Section):
     @classmethod
     def _unquantized(cls, baselines: dict[str, Fragment]) -> dict[str, Fragment]:
         for name, fragment in baselines.items():
-            other = sorted(fragment.model_fields_set - {"techniques", "run"})
-            if other:
-                raise ValueError(f"baseline {name!r} quantizes nothing: it takes techniques and run; remove {other[0]}")
+            if extra := sorted(fragment.model_fields_set - {"techniques", "run"}):
+                raise ValueError(f"baseline {name!r} quantizes nothing: it takes techniques and run; remove {extra[0]}")
         return baselines
 
     @field_validator("version")
@@ -90,26 +89,25 @@ class SpaceSection(Section):
 
 def overlaid(document: Node, fragment: Node) -> Node:
     """Return ``document`` with a fragment's quantization and techniques."""
-    over = _some(fragment, "quantize", "operands")
+    over = _selected(fragment, "quantize", "operands")
     if over.value:
         document = _each_rule(document, over)
-    return merge(document, _some(fragment, "techniques")) if "techniques" in fragment.value else document
+    return merge(document, _selected(fragment, "techniques")) if "techniques" in fragment.value else document
 
 
-def _some(node: Node, *keys: str) -> Node:
-    """Return a mapping with some of its keys."""
+def _selected(node: Node, *keys: str) -> Node:
     return node.without(*(node.value.keys() - set(keys)))
 
 
 def _each_rule(document: Node, over: Node) -> Node:
-    """Lay ``quantize`` and ``operands`` over all that quantizes: rules, those of phases, and the default."""
+    """Merge ``quantize`` and ``operands`` into everything that quantizes: rules, rules of phases, and the default."""
     changed: dict[str, Node] = {}
     rules, default, phases = map(document.child, ("rules", "default", "phases"))
     if rules is not None:
         changed["rules"] = _laid(rules, over)
-    if default is not None and isinstance(default.value, dict):  # a quantize block, with the exceptions among its keys
+    if default is not None and isinstance(default.value, dict):  # a quantize block that also has the exceptions' keys
         flat = over.child("quantize") or Node({}, over.place)
-        changed["default"] = _deep(_deep(default, flat), _some(over, "operands"))
+        changed["default"] = _deep(_deep(default, flat), _selected(over, "operands"))
     if phases is not None:
         changed["phases"] = Node([_each_rule(phase, over) for phase in phases.value], phases.place)
     return document.replacing({key: (document.where(key), node) for key, node in changed.items()})
@@ -122,7 +120,7 @@ def _laid(rules: Node, over: Node) -> Node:
 
 
 def _deep(under: Node, over: Node) -> Node:
-    """Lay mapping over mapping, key by key at every depth; a new scale format drops the old format's ``max``."""
+    """Merge mappings at every depth; ``over`` wins, and a new scale format drops the old format's ``max``."""
     if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
         return over
     if "format" in over.value and "max" in under.value:

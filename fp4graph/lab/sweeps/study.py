@@ -1,12 +1,12 @@
-"""A sweep's trials in a database, through Optuna: claimed by one worker each, with their results.
+"""A sweep's trials in a database, through Optuna; each trial is claimed by one worker.
 
-A trial is written with all that determines it in one transaction; transactions number the trials. A reader of trial n
-therefore sees all trials before it, and two workers that chose the same configuration agree without speaking: the lower
-number runs, the other withdraws. A trial's ``result`` is one attribute, written before Optuna's state.
+One transaction writes a trial with its full configuration, and transactions number the trials. A reader of trial n
+therefore sees all trials before it. If two workers choose the same configuration, the trial with the lower number runs,
+and the other one withdraws. A trial's ``result`` is one attribute, written before Optuna's state.
 
-Workers send Optuna's heartbeats, and Optuna fails the trials of silent ones. Two things are done here instead. A trial
-whose worker died before its first heartbeat is never stale for Optuna: an observer sends the first one. Optuna's retry
-callback may be lost in a kill, and looks at no other trial: the next proposal finds the lost trial.
+Workers send Optuna's heartbeats, and Optuna fails the trials of silent workers. This module handles two cases that
+Optuna does not: A worker may die before its trial's first heartbeat, so an observer sends the first heartbeat. A kill
+may lose Optuna's retry callback, so the next proposal finds the lost trial.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from fp4graph.lab.sweeps.database import Storage
 from fp4graph.lab.sweeps.results import FREE, Results, Trial
 from fp4graph.lab.sweeps.space import Assignment, Configuration, Space
 
-#: The form of what this module writes. Form 1 had a beat of its own; its results are readable.
+#: The format of studies. Format 1 had other heartbeats; its results are still readable.
 FORMAT = 2
-#: Pruners by name; their steps are validations.
+#: Pruners by name; a pruner's step is a validation.
 PRUNERS: dict[str, Callable[[], BasePruner]] = {
     "none": NopPruner,
     "median": partial(MedianPruner, n_startup_trials=5, n_warmup_steps=1),
     "hyperband": HyperbandPruner,
 }
-#: Raised at a report or a result: the trial is not this worker's any more, who was taken to be gone.
+#: Raised at a report or a result: the trial is no longer this worker's, because the worker counted as dead.
 TakenOver = UpdateFinishedTrialError
 
 
@@ -52,8 +52,8 @@ TakenOver = UpdateFinishedTrialError
 class Manifest:
     """The settings that all trials of a study share; a sweep with other settings needs another study.
 
-    ``run`` is the run that configurations are laid over, without device and workers. ``space`` is the search space as
-    YAML. ``patience`` is the seconds without a heartbeat after which a worker counts as gone.
+    ``run`` is the run that configurations change, without device and workers. ``space`` is the search space as YAML.
+    ``patience`` is the number of seconds without a heartbeat after which a worker counts as dead.
     """
 
     task: str
@@ -72,24 +72,24 @@ class Manifest:
 
     def differences(self, other: Manifest) -> list[str]:
         """Return in words the differences between the settings of a study, ``other``, and these."""
-        found = []
-        made, here = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
-        if made != here:
-            found.append(f"version {made}, and this is {here}")
+        differences = []
+        old, new = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
+        if old != new:
+            differences.append(f"version {old}, and this is {new}")
         if self.space_digest != other.space_digest:
             same = " under the same name" if self.space_name == other.space_name else ""
-            found.append(f"another search space{same} ({other.space_name!r}, and now it is {self.space_name!r})")
+            differences.append(f"another search space{same} ({other.space_name!r}, and now it is {self.space_name!r})")
         for key in sorted({*self.run, *other.run}, key=lambda key: (key != "task", key)):
-            was, is_now = ("unset" if (value := m.run.get(key)) is None else repr(value) for m in (other, self))
-            if was != is_now:
-                found.append(f"{'the task' if key == 'task' else key} {was}, and now it is {is_now}")
-        return found
+            old, new = ("unset" if (value := m.run.get(key)) is None else repr(value) for m in (other, self))
+            if old != new:
+                differences.append(f"{'the task' if key == 'task' else key} {old}, and now it is {new}")
+        return differences
 
 
 class Study:
     """A sweep's study in its database. Make one with :meth:`create` or :meth:`open`.
 
-    Every method may raise ``Away`` where the database does not answer for long.
+    Every method raises ``Away`` if the database does not answer in time.
     """
 
     def __init__(self, storage: Storage, study: optuna.Study, manifest: Manifest) -> None:
@@ -105,7 +105,7 @@ class Study:
         """Open the study of that name, or create it.
 
         Raises:
-            Error: as :meth:`open`, or the study has another manifest.
+            Error: as for :meth:`open`, or the study has another manifest.
         """
         storage = Storage(url)
         with suppress(DuplicatedStudyError):
@@ -114,9 +114,9 @@ class Study:
         study = cls.open(url, name, pruner)
         if different := manifest.differences(study.manifest):
             raise Error(
-                f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Results of both do not "
-                "compare: give a new one another name with --study, or go on with what this one was made with. What "
-                "it has stays readable with fp4graph score and fp4graph pareto"
+                f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Their results are not "
+                "comparable: give the new study another name with --study, or use the settings of the old one. "
+                "fp4graph score and fp4graph pareto still read the old study"
             )
         return study
 
@@ -125,26 +125,26 @@ class Study:
         """Open the study of that name; ``pruner`` is one of :data:`PRUNERS`.
 
         Raises:
-            Error: the database cannot be reached, or has no such study; or something else or a later fp4graph wrote it.
+            Error: the database cannot be reached or has no such study, or another program or a later fp4graph wrote it.
         """
         storage = Storage(url, existing=True)
         names = optuna.get_all_study_names(storage)
         if name not in names:
             raise Error(f"{storage.shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
         study = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler(), pruner=PRUNERS[pruner]())
-        for _ in range(50):  # between a study's creation and its manifest lies a moment
+        for _ in range(50):  # wait for the manifest of a study that is being created
             if (manifest := study.user_attrs.get("fp4graph")) or study.get_trials(deepcopy=False):
                 break
             time.sleep(0.1)
         if not isinstance(manifest, dict) or "format" not in manifest:
             raise Error(
-                f"study {name!r} in {storage.shown} is not a sweep's: fp4graph did not make it, or was stopped as it "
-                "did; give another name with --study"
+                f"study {name!r} in {storage.shown} is not a sweep: another program made it, or fp4graph was stopped "
+                "while making it; give another name with --study"
             )
         if manifest["format"] > FORMAT:
             raise Error(
                 f"study {name!r} in {storage.shown} was written by fp4graph {manifest.get('fp4graph')} in a form that "
-                f"this version, {version('fp4graph')}, does not know; update fp4graph, or use the one that wrote it"
+                f"this version, {version('fp4graph')}, does not know; update fp4graph"
             )
         return cls(storage, study, Manifest(**manifest))
 
@@ -155,11 +155,11 @@ class Study:
         return [_read(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
     def results(self) -> Results:
-        """Return the results, as they are now."""
+        """Return the results so far."""
         return Results.of(self.name, self.manifest.task, self.trials())
 
     def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> optuna.Trial | None:
-        """Create a trial of ``configuration``; return None if another has it, or ``target`` trials were begun."""
+        """Create a trial of ``configuration``; return None if another trial has it, or ``target`` trials have begun."""
         policy = configuration.policy
         attributes = {name: getattr(configuration, name) for name in ("kind", "family", "summary", "key")} | {
             "complexity": None if policy is None else policy.complexity,
@@ -168,22 +168,22 @@ class Study:
             "run": dict(configuration.run),
             "worker": worker,
         }
-        about = {"configuration": attributes}
-        template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=about)
+        attrs = {"configuration": attributes}
+        template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=attrs)
         claim = optuna.Trial(self._study, self.storage.create_new_trial(self._id, template))
         before = [trial for trial in self.trials() if trial.number < claim.number]
         same = [trial.number for trial in before if trial.key == configuration.key and trial.state not in FREE]
         if not same and (policy is None or sum(trial.counts for trial in before) < target):
             return claim
-        other = f"trial {same[0]} has the same configuration" if same else "as many as were asked for were begun"
-        self.withdraw(claim.number, other)
+        reason = f"trial {same[0]} has the same configuration" if same else "the requested number of trials has begun"
+        self.withdraw(claim.number, reason)
         return None
 
     def finish(self, number: int, result: Mapping[str, Any]) -> None:
         """Write a trial's result, which has at least an ``outcome``.
 
         Raises:
-            TakenOver: the trial is not this worker's any more; its result is dropped.
+            TakenOver: the trial is no longer this worker's; the result is dropped.
         """
         self.storage.set_trial_user_attr(self._trial_id(number), "result", finite(result))
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
@@ -191,16 +191,16 @@ class Study:
         self._tell(number, state, result["loss"] if state is TrialState.COMPLETE else None)
 
     def withdraw(self, number: int, reason: str) -> None:
-        """Take a trial back, as if it had never been begun."""
+        """Take a trial back, as if it had never begun."""
         with suppress(TakenOver):
             self.finish(number, {"outcome": "withdrawn", "reason": reason})
 
     def lose(self, number: int) -> None:
-        """Record that the worker of a running trial is gone."""
+        """Record that the worker of a running trial has died."""
         self._tell(number, TrialState.FAIL)
 
     def excuse_failed(self) -> int:
-        """Free the configurations of all failed trials, to be run again, and return their number."""
+        """Let the configurations of all failed trials run again, and return their number."""
         failed = [trial.number for trial in self.trials() if trial.state == "failed"]
         self._study.set_user_attr("excused", [*self._study.user_attrs.get("excused", []), *failed])
         return len(failed)
@@ -208,21 +208,21 @@ class Study:
     def lose_silent(self, trials: list[Trial]) -> None:
         """Lose the running trials whose workers sent no heartbeat for too long."""
         for number in [t.number for t in trials if t.state == "running" and t.number not in self._seen]:
-            self._seen.add(number)  # without any heartbeat a trial would never be stale
+            self._seen.add(number)  # without a heartbeat, a trial never becomes stale
             self.storage.record_heartbeat(self._trial_id(number))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             fail_stale_trials(self._study)
 
     def beating(self, number: int) -> HeartbeatThread:
-        """Return a context within which Optuna sends heartbeats of a trial."""
+        """Return a context in which Optuna sends a trial's heartbeats."""
         return HeartbeatThread(self._trial_id(number), self.storage)
 
     def _trial_id(self, number: int) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        with suppress(TakenOver):  # by another in this moment
+        with suppress(TakenOver):  # by another worker at the same time
             self._study.tell(number, value, state, skip_if_finished=True)
 
 
@@ -231,14 +231,14 @@ def _read(trial: FrozenTrial, excused: bool) -> Trial:
     attributes = trial.user_attrs
     result = attributes.get("result", {})
     state = result.get("outcome") or ("lost" if trial.state.is_finished() else "running")
-    if excused or "withdrawn" in attributes:  # the attribute is that of form 1
+    if excused or "withdrawn" in attributes:  # format 1 has this attribute
         state = "withdrawn"
     reports = tuple(value for _, value in sorted(trial.intermediate_values.items()))
     return Trial(trial.number, state, reports=reports, result=result, **attributes["configuration"])
 
 
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
-    """Return a trial whose parameters Optuna knows, for its own tools; ``more`` is as for ``optuna.create_trial``."""
+    """Return a trial with Optuna's parameters, for its tools; ``more`` is as for ``optuna.create_trial``."""
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
     distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)

@@ -1,4 +1,4 @@
-"""The search of a space: the choice of the next configuration, and the processes that train configurations."""
+"""Searches a space: chooses the next configuration, and runs the processes that train configurations."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
 
 #: The number of times a configuration may end its worker's process before it is recorded as failed.
 LOSSES = 3
-#: Draws, and ten more per trial, after which all of the space is gone through.
+#: Draws (plus ten per trial) after which the space is enumerated.
 DRAWS = 1000
-#: Seconds between looks at the database while there is nothing to do but wait for others.
+#: Seconds between looks at the database while waiting for other workers.
 POLL = 1.0
-#: Exit status of a worker that another should take the place of.
+#: Exit status of a worker that should be replaced.
 REPLACE = 75
-#: Seconds for which the end of a sweep waits for a database that is away.
+#: Seconds for which the end of a sweep waits for an unreachable database.
 HURRIED = 5.0
 
 
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
-    """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
+    """Return the next configuration to run, from all trials of the study; None if no configuration is left or ready.
 
-    The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
-    there. Then come the plain choices in every family, the lost trials, and the sampler's choices: ``random`` ones are
-    the same for equal seeds, whatever the number and the fate of the workers.
+    The baselines come first, and other configurations wait until one has finished: scores need it, and faults of data
+    or device show there. Then come the plain choices in every family, the lost trials, and the sampler's choices.
+    ``random`` choices are the same for equal seeds, independent of the workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
     baselines = {configuration.key for configuration in first if configuration.kind == "baseline"}
     has_baseline = any(trial.key in baselines and trial.finished for trial in trials)
     lost = [trial for trial in trials if trial.state == "lost" and trial.key not in taken]
-    again = (space.configuration(trial.assignment, trial.kind) for trial in lost)
-    for configuration in itertools.chain(first, again, _drawn(space, trials, seed, sampler)):
+    repeated = (space.configuration(trial.assignment, trial.kind) for trial in lost)
+    for configuration in itertools.chain(first, repeated, _drawn(space, trials, seed, sampler)):
         if configuration.kind != "baseline" and not has_baseline:
             return None
         if configuration.key not in taken:
@@ -70,13 +70,13 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
 
 
 def _drawn(space: Space, trials: Sequence[Trial], seed: int, sampler: str) -> Iterator[Configuration]:
-    """Yield the sampler's configurations, then all that it has not drawn; none whose choices a trial has."""
-    known = {tuple(trial.assignment.items()) for trial in trials if trial.state not in FREE}
+    """Yield the sampler's configurations, then all others; leave out those with the choices of a trial."""
+    taken = {tuple(trial.assignment.items()) for trial in trials if trial.state not in FREE}
     estimated = _estimated(space, trials, seed) if sampler == "tpe" else ()
     draws = (space.draw(random.Random(f"{seed}:{draw}")) for draw in range(DRAWS + 10 * len(trials)))
     for assignment in itertools.chain(estimated, draws, space.assignments()):
-        if (choices := tuple(assignment.items())) not in known:
-            known.add(choices)
+        if (choices := tuple(assignment.items())) not in taken:
+            taken.add(choices)
             yield space.configuration(assignment)
 
 
@@ -93,21 +93,21 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
         ask = study.ask()
-        assignment = space.assigned(partial(_asked, ask))
+        assignment = space.assigned(partial(_suggested, ask))
         study.tell(ask, state=TrialState.FAIL)
         if space.contains(assignment):  # a choice may have a condition that the estimator does not know
             yield assignment
 
 
-def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+def _suggested(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
     return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
 
 
 def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:
-    """The objective: one training, as ``fp4graph train`` does it."""
+    """Train one run as ``fp4graph train`` does; the objective of a sweep."""
     from fp4graph.lab.runs.train import train
 
-    torch.compiler.reset()  # each trial is a model of its own, and Dynamo allows few per function
+    torch.compiler.reset()  # each trial has a new model, and Dynamo limits the recompilations of a function
     gc.collect()
     return train(run, report=report)
 
@@ -123,13 +123,13 @@ def work(
     objective: Objective = train_once,
     going: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Run trials of ``study`` until it has ``target`` results, or the space of its manifest has no more.
+    """Run trials of ``study`` until it has ``target`` results, or the space of its manifest is exhausted.
 
-    Any number of processes, on any number of machines, may do so at once. ``worker`` is a unique mark of this one's
-    trials. ``going`` is asked before each trial; False ends the worker.
+    Any number of processes on any number of machines may work at once. ``worker`` is a unique mark of this worker's
+    trials. ``going`` is called before each trial; False ends the worker.
 
     Raises:
-        Error: a baseline or a plain configuration failed, as all others would; or the database went away.
+        Error: a baseline or a plain configuration failed, so that all others would; or the database is unreachable.
     """
     run = Run(**study.manifest.run)
     run = replace(run, device=device or run.device)
@@ -143,7 +143,7 @@ def work(
         configuration = None if full else propose(space, trials, run.seed, sampler)
         if configuration is None:
             if not any(trial.state == "running" for trial in trials):
-                return  # nothing is left to be run
+                return  # every configuration has run
             time.sleep(POLL)
             continue
         lost = sum(trial.key == configuration.key and trial.state == "lost" for trial in trials)
@@ -156,13 +156,13 @@ def work(
 def _run(
     study: Study, claim: optuna.Trial, configuration: Configuration, run: Run, lost: int, objective: Objective
 ) -> None:
-    """Run one trial to its end, or until another worker has it."""
+    """Run one trial to its end, or until another worker takes it over."""
     started = time.monotonic()
     reported: list[float] = []
     is_baseline = configuration.kind == "baseline"
 
     def ended(outcome: str, *, fatal: bool = False, **more: Any) -> None:
-        """Write the result; withdraw the trial and raise an Error where all other configurations would fail too."""
+        """Write the result; if ``fatal``, instead withdraw the trial and raise an Error that ends the sweep."""
         if fatal:
             study.withdraw(claim.number, more["reason"])
             what = f"{'baseline' if is_baseline else 'plain configuration'} {configuration.summary!r}"
@@ -185,16 +185,16 @@ def _run(
     except optuna.TrialPruned:
         ended("pruned", loss=reported[-1])
     except (TakenOver, Away):
-        raise  # nothing that this configuration did
+        raise  # not the configuration's fault
     except PolicyError as error:
         ended("refused", fatal=configuration.kind != "trial", reason=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever a training raises is its result
-        with contextlib.suppress(OSError):  # a full disk costs the log, not the result
+    except Exception as error:  # noqa: BLE001 - any exception of a training is its result
+        with contextlib.suppress(OSError):  # a full disk loses the log, not the result
             traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
         ended("failed", fatal=is_baseline, reason=reason[:4000])
         if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
-            sys.exit(REPLACE)  # this process cannot use its accelerator any more; running out of memory is survived
+            sys.exit(REPLACE)  # this process can no longer use its accelerator, except after running out of memory
     except BaseException:
         study.withdraw(claim.number, "interrupted")
         raise
@@ -205,13 +205,13 @@ def _run(
 
 
 def worker_name(pid: int, token: str) -> str:
-    """Return the mark of a worker's trials. The token tells machines apart that share a name and process numbers."""
+    """Return the mark of a worker's trials. The token distinguishes machines with equal names and process numbers."""
     return f"{socket.gethostname()}:{pid}:{token}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a worker process; everything else is in the study. ``log`` is a folder."""
+    """The arguments of a worker process that the study does not have. ``log`` is a folder."""
 
     url: str
     study: str
@@ -224,16 +224,16 @@ class Job:
     objective: Objective = train_once
 
     def __post_init__(self) -> None:
-        for name, known in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
-            if getattr(self, name) not in known:
-                raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name, choices in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
+            if getattr(self, name) not in choices:
+                raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(choices)}")
 
     def log_of(self, index: int) -> Path:
         return Path(self.log) / f"worker-{index}.log"
 
 
 class _Worker(NamedTuple):
-    """A process, the pipe for its last error, the mark of its trials, and the progress when it began."""
+    """A process, the pipe for its last error, the mark of its trials, and the sweep's progress at its start."""
 
     process: Any
     pipe: Any
@@ -242,7 +242,7 @@ class _Worker(NamedTuple):
 
 
 def _process(job: Job, index: int, token: str, parent: int, pipe: Any) -> None:
-    """Run a worker process. Its output goes to its log; an Error is sent to the process that started it."""
+    """Run a worker process. Write its output to its log, and send an Error to the parent process."""
     with job.log_of(index).open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -258,9 +258,9 @@ def _process(job: Job, index: int, token: str, parent: int, pipe: Any) -> None:
             job.target,
             sampler=job.sampler,
             worker=worker_name(os.getpid(), token),
-            device=f"cuda:{index % count}" if count > 1 else job.device,  # several are dealt out to the workers
+            device=f"cuda:{index % count}" if count > 1 else job.device,  # workers share several GPUs evenly
             objective=job.objective,
-            going=lambda: os.getppid() == parent,  # an orphan finishes its trial, and no more
+            going=lambda: os.getppid() == parent,  # an orphan only finishes its trial
         )
     except Error as error:
         pipe.send(str(error))
@@ -268,7 +268,7 @@ def _process(job: Job, index: int, token: str, parent: int, pipe: Any) -> None:
 
 
 class Workers:
-    """The worker processes of one sweep on this machine: a context in which they run."""
+    """A context in which the worker processes of one sweep run on this machine."""
 
     def __init__(self, job: Job, study: Study) -> None:
         self._job, self._study = job, study
@@ -283,13 +283,13 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _blocked(signal.SIGINT, signal.SIGTERM):  # an impatient signal must not leave one of them at work
+        with _blocked(signal.SIGINT, signal.SIGTERM):  # a second signal must not leave a worker running
             for worker in self._running.values():
-                worker.process.terminate()  # at any point: its running trial is withdrawn below
+                worker.process.terminate()  # at any time, because its running trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
         self._study.storage.ask_again = HURRIED
-        with contextlib.suppress(Error):  # where the database is away, their silence tells
+        with contextlib.suppress(Error):  # without a database, the missing heartbeats free the trials
             for number in self._trials_of(*self._running.values()):
                 self._study.withdraw(number, "interrupted")
 
@@ -297,8 +297,8 @@ class Workers:
         context, token = multiprocessing.get_context("spawn"), uuid.uuid4().hex
         ours, theirs = context.Pipe(duplex=False)
         process: Any = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
-        # It blocks Ctrl-C, which reaches all processes of a terminal but is for the first one; a handler of its own
-        # would come after seconds of imports. The tracker would lift the block if the first process started it.
+        # Ctrl-C reaches all processes of a terminal, but only this one handles it; a worker inherits the block, because
+        # its own handler would come after seconds of imports. Starting the tracker inside the block would lift it.
         resource_tracker.ensure_running()
         with _blocked(signal.SIGINT):
             process.start()
@@ -308,11 +308,11 @@ class Workers:
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
 
-        A killed worker is replaced as long as trials make progress, and its trial is free at once. ``stop`` is asked
-        before workers are looked at: a signal to the whole process group ends the workers too, which is no loss.
+        A killed worker is replaced as long as trials make progress, and its trial is freed at once. ``stop`` is called
+        before dead workers are handled: a signal to the process group also ends the workers, which needs no repair.
 
         Raises:
-            Error: of a worker that cannot go on; or workers end without making progress.
+            Error: a worker raised it, or workers end without progress.
         """
         while self._running and not stop():
             ended = {index: worker for index, worker in self._running.items() if not worker.process.is_alive()}
@@ -324,7 +324,7 @@ class Workers:
                 time.sleep(POLL)
 
     def _replace(self, index: int, worker: _Worker) -> Iterator[str]:
-        """Free the trial of a worker that has ended, start another, and yield what happened; nothing if it was done."""
+        """Free the trial of a killed worker, start a new worker, and yield the event; ignore a finished worker."""
         del self._running[index]
         with contextlib.suppress(EOFError):
             if worker.pipe.poll():
@@ -333,15 +333,15 @@ class Workers:
             return
         for number in self._trials_of(worker):
             self._study.lose(number)
-        how = "its device was of no more use" if code == REPLACE else f"exit status {code}"
-        event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else how}); its trial is free again"
+        status = "its device became unusable" if code == REPLACE else f"exit status {code}"
+        event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else status}); its trial is free again"
         if self._progress() == worker.progress:
-            raise Error(f"{event}; {self._job.log_of(index)} may say why")
+            raise Error(f"{event}; see {self._job.log_of(index)} for the cause")
         self._start(index)
         yield event
 
     def _progress(self) -> int:
-        """Return a number that grows as long as workers make progress, and is bounded."""
+        """Return a bounded number that grows while workers make progress."""
         return sum(trial.finished or trial.state in ("lost", "refused") for trial in self._study.trials())
 
     def _trials_of(self, *workers: _Worker) -> list[int]:

@@ -1,4 +1,4 @@
-"""Image classification: vision transformers of timm."""
+"""Image classification with timm's vision transformers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VIT = "vit_tiny_patch16_224"
 
 
 class Classification(Problem):
-    """Cross-entropy of ``model(images)`` against labels, and the share of images whose highest logit is the label's.
+    """Cross-entropy of ``model(images)`` against labels, and the accuracy.
 
-    ``model`` is the name of a model of timm, which takes ``options``; ``mixup`` is of ``timm.data.Mixup``.
+    ``model`` names a model of timm, and ``options`` are its arguments; ``mixup`` has arguments of ``timm.data.Mixup``.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Classification(Problem):
         from timm.data.mixup import Mixup
 
         if mixup is not None and settings.batch_size % 2:
-            raise Error(f"mixup pairs images: batch size {settings.batch_size} is odd")
+            raise Error(f"mixup pairs images, but batch size {settings.batch_size} is odd; give an even one")
         kind: Callable[..., Any] = Mixup
         self.mixup = None if mixup is None else kind(**mixup, num_classes=classes)
         self.model = timm.create_model(model, num_classes=classes, **options)
@@ -59,10 +59,10 @@ def transformed(
     split: Split, model: str, settings: Settings, *, size: int = 224, augmentation: Mapping[str, Any] | None = None,
     crop: float = 0.875, **options: Any,
 ) -> Problem:  # fmt: skip
-    """Return the classification of images that timm reads, cuts to ``size`` pixels and augments.
+    """Return the classification of images that timm reads, crops to ``size`` pixels and augments.
 
-    ``augmentation`` is of ``timm.data.create_transform``; None shows every image as validation does, which sees the
-    share ``crop`` of its shorter side. ``options`` are those of :class:`Classification`.
+    ``augmentation`` has arguments of ``timm.data.create_transform``; None transforms training images like validation
+    images, which are cropped to the share ``crop`` of the shorter side. ``options`` are for :class:`Classification`.
     """
     from timm.data.transforms_factory import create_transform
 
@@ -75,35 +75,35 @@ def transformed(
 
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
-    """Make a ViT with options ``model``, on the images that ``load`` reads."""
+    """Return a ViT with options ``model``, on the images that ``load`` reads."""
     split, train, held_out = in_memory(load, settings.data)
     shape: dict[str, Any] = {"img_size": train.tensors[0].shape[-1], "in_chans": len(split.mean)}
     return Classification(settings, train, held_out, VIT, classes=split.classes, **shape, **model)
 
 
 def _augmented(load: Callable[..., Split], size: int, settings: Settings, **options: Any) -> Problem:
-    """Make the same of images enlarged to ``size`` pixels, in the order of a shuffling DataLoader."""
+    """Return a ViT on augmented images enlarged to ``size`` pixels, in the order of a shuffling DataLoader."""
     split = load(settings.data)
     shape: dict[str, Any] = {"img_size": size, "in_chans": len(split.mean), "patch_size": 4}
     return transformed(split, VIT, settings, size=size, crop=1.0, like_loader=True, **shape, **options)
 
 
 def _large(data: str, model: str, settings: Settings, **options: Any) -> Problem:
-    """Make a model on the images of a folder in ImageNet's layout, or of Hugging Face's datasets."""
-    split = sources.given(settings.data, f"task {settings.task!r} needs {data}", labelled=True)
+    """Return a model on the images of a folder in ImageNet's layout, or of Hugging Face's datasets."""
+    split = sources.load(settings.data, f"task {settings.task!r} needs {data}", labelled=True)
     return transformed(split, model, settings, **options)
 
 
 #: Touvron et al. 2021, "Training data-efficient image transformers", Table 9, without its repeated augmentation; Liu et
-#: al. 2021, "Swin Transformer", sec. A2.1. (What both say of colour jitter has no effect beside RandAugment.)
+#: al. 2021, "Swin Transformer", sec. A2.1. Their colour jitter is left out, because RandAugment disables it.
 AUGMENTED: dict[str, Any] = {
     "augmentation": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
     "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
 }
-SOURCE = f"{PAPER}; the model is ours, for the paper names none"
+SOURCE = f"{PAPER}; the paper names no model, so the model is ours"
 DOWNLOADED = "FOLDER; downloaded if it has none"
 FOLDERS = "FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME"
-# A 6 and a mirrored 6 are not the same class: no flip, and crops that lose no stroke.
+# A mirrored 6 is not a 6, so digits are not flipped, and crops keep every stroke.
 _OF_DIGITS = {"scale": (0.7, 1.0), "ratio": (0.9, 1.1), "hflip": 0.0, "color_jitter": None}
 _OF_CIFAR10 = {"scale": (0.5, 1.0), "hflip": 0.5, "color_jitter": None, "auto_augment": "rand-m5-mstd0.5-inc1"}
 _task = partial(Task, "classification")

@@ -28,23 +28,23 @@ from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
 #: Numbers in a puzzle, each a digit from 1 to 9.
 NUMBERS = 3
-#: Every text is of these characters. Token 0 pads, token 1 ends a completion, the others are the characters in order.
+#: All characters of texts. Token 0 pads, token 1 ends a completion, the other tokens are the characters in order.
 CHARACTERS = "0123456789+-,=:"
 PAD, END, FIRST = 0, 1, 2
 VOCABULARY = FIRST + len(CHARACTERS)
 #: Tokens of a prompt, and of a shortest answer with its END.
 PROMPT, ANSWER = 2 * NUMBERS + 3, 2 * NUMBERS
-#: Different prompts that can be drawn for training.
+#: The number of different training prompts.
 DIFFERENT = 2195
-#: Positions of the model, and so the most tokens that its key-value cache holds.
+#: Positions of the model: the most tokens that its key-value cache holds.
 POSITIONS = 32
-#: Tokens that a completion may have: the shortest answer's with its END, and one that is too many.
+#: The most tokens of a completion: one more than the shortest answer with its END.
 COMPLETION = ANSWER + 1
-#: Held-out puzzles validated on.
+#: Held-out puzzles of a validation.
 VALIDATED = 128
 #: Steps, batch and learning rate of the supervised start.
 WARM_UP, WARM_UP_BATCH, WARM_UP_LR = 200, 64, 3e-3
-#: Keeps apart the seeds of the supervised start, of training and of validation.
+#: Distinguishes the seeds of the supervised start, of training and of validation.
 _WARM_UP, _TRAINING, _VALIDATION = range(3)
 
 #: Called with a prompt and a completion.
@@ -52,10 +52,10 @@ Reward = Callable[[str, str], float]
 
 
 def reward(prompt: str, completion: str) -> float:
-    """Return 1 for an expression with each number of ``prompt`` once that has the target, and 0 for any other text.
+    """Return 1 for an expression that uses each number of ``prompt`` once and equals the target, and 0 otherwise.
 
     Raises:
-        Error: the text is no prompt.
+        Error: ``prompt`` is not a prompt.
     """
     if not re.fullmatch(r"\d(,\d)*=\d\d:", prompt):
         raise Error(f"{prompt!r} is not a countdown prompt; write the numbers and the target as in '3,5,7=09:'")
@@ -67,16 +67,16 @@ def reward(prompt: str, completion: str) -> float:
 
 
 def sets(held_out: bool) -> list[tuple[int, ...]]:
-    """Return the sets of numbers to train on, or those held out: every fifth of all 165, in order.
+    """Return the sets of numbers to train on, or the held-out ones: every fifth of all 165, in order.
 
-    No held-out puzzle is one of training with its numbers in another order.
+    No held-out puzzle is a permutation of a training puzzle.
     """
     everything = enumerate(combinations_with_replacement(range(1, 10), NUMBERS))
     return [numbers for place, numbers in everything if (place % 5 == 0) == held_out]
 
 
 def puzzles(count: int, *seeds: int, held_out: bool = False) -> list[tuple[str, str]]:
-    """Return prompts such as ``3,5,7=09:``, each with an answer, as a function of the arguments.
+    """Return prompts such as ``3,5,7=09:``, each with an answer; equal arguments give equal puzzles.
 
     Numbers, their order, and the signs of the answer are uniform; draws with a negative target are repeated.
     """
@@ -85,12 +85,12 @@ def puzzles(count: int, *seeds: int, held_out: bool = False) -> list[tuple[str, 
     drawn: list[tuple[str, str]] = []
     while len(drawn) < count:
         numbers = choices[random.integers(len(choices))]
-        shown, used = (random.permutation(numbers).tolist() for _ in range(2))
+        in_prompt, in_answer = (random.permutation(numbers).tolist() for _ in range(2))
         signs = [1, *random.choice([1, -1], NUMBERS - 1).tolist()]
-        terms = [sign * number for sign, number in zip(signs, used, strict=True)]
+        terms = [sign * number for sign, number in zip(signs, in_answer, strict=True)]
         if sum(terms) >= 0:
             answer = "".join(f"{term:+d}" for term in terms).removeprefix("+")
-            drawn.append((f"{','.join(map(str, shown))}={sum(terms):02d}:", answer))
+            drawn.append((f"{','.join(map(str, in_prompt))}={sum(terms):02d}:", answer))
     return drawn
 
 
@@ -100,7 +100,7 @@ def prompts(count: int, *seeds: int, held_out: bool = False) -> list[str]:
 
 
 def encode(texts: Iterable[str]) -> Tensor:
-    """Return the tokens of equally long texts, int64 ``[texts, characters]``."""
+    """Return the tokens of texts of equal length, int64 ``[texts, characters]``."""
     return torch.tensor([[FIRST + CHARACTERS.index(character) for character in text] for text in texts])
 
 
@@ -132,12 +132,12 @@ def advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-@lru_cache(maxsize=8)  # a comparison trains from one start many times
+@lru_cache(maxsize=8)  # a comparison trains many times from one start
 def started(seed: int, steps: int = WARM_UP) -> Any:
-    """Return a LLaMA of 2 blocks and 108,992 parameters that solves some puzzles, which GRPO needs. Train a copy of it.
+    """Return a LLaMA of 2 blocks and 108,992 parameters that solves some puzzles, as GRPO needs. Train only copies.
 
-    It is a function of the arguments: ``steps`` of AdamW in high precision, with a warm-up of a tenth of them, on the
-    cross-entropy of an answer's tokens.
+    The model has had ``steps`` of AdamW in high precision, with a warm-up of a tenth of them, on the cross-entropy of
+    an answer's tokens. Equal arguments give equal models.
     """
     tokens = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": PAD}
     with torch.random.fork_rng(devices=()):
@@ -161,22 +161,23 @@ def started(seed: int, steps: int = WARM_UP) -> Any:
 class Countdown(Problem):
     """On-policy policy gradient with group-relative advantages on countdown puzzles.
 
-    A sample is a prompt, with G = ``group`` completions of at most ``completion`` tokens. The model generates these in
+    A sample is a prompt, with G = ``group`` completions of at most ``completion`` tokens. The model generates them in
     evaluation mode, with a key-value cache, from Gumbel noise that is part of the batch: argmax(logits + noise) is a
     draw from softmax(logits), so that a step is a function of the weights and the batch. With A the
-    :func:`advantages` of the rewards and o_i the tokens of completion i, END included, the gradient of a prompt's loss
-    is that of
+    :func:`advantages` of the rewards and o_i the tokens of completion i, END included, a prompt's loss has the gradient
+    of
 
         −(1/G)·Σ_i A_i·(1/|o_i|)·Σ_t log p(o_it | prompt, o_i<t).
 
-    The value of the loss is the share of completions without reward. Validation puzzles are distinct, the same each
-    time, and have sets of numbers that training never shows. Training follows ``warm_up`` supervised steps.
+    The value of the loss is the share of completions without reward. Validation puzzles are distinct and fixed, and
+    their sets of numbers never occur in training. Training follows ``warm_up`` supervised steps.
 
-    Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, where the ratio to
-    the old policy is 1 and is never clipped, and without the KL penalty. The task is ours.
+    Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, so that the ratio to
+    the old policy is 1 and never clipped, and without the KL penalty. The task is ours.
 
     Raises:
-        Error: a group of one, a rollout that is longer than the cache; in :meth:`measure`, a reward is not finite.
+        Error: the group has one completion, or a rollout is longer than the cache; in :meth:`measure`, a reward is not
+            finite.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Countdown(Problem):
         reward: Reward = reward,
     ) -> None:  # fmt: skip
         if group < 2:
-            raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
+            raise Error(f"group is {group}; it must be at least 2, because advantages compare completions of a prompt")
         if (room := POSITIONS - PROMPT) < completion:
             tokens = PROMPT + completion
             raise Error(
@@ -229,9 +230,9 @@ class Countdown(Problem):
 def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Generate completions of ``prompts`` ``[n, prompt]``, in evaluation mode, with a key-value cache.
 
-    ``noise``, fp32 ``[n, completion, vocabulary]``, is added to the logits before each choice of the largest. Returns
-    tokens ``[n, completion]``, PAD after an END, and the logits that they were drawn from, fp32 ``[n, longest,
-    vocabulary]``, up to the END of the longest completion.
+    ``noise``, fp32 ``[n, completion, vocabulary]``, is added to the logits before each argmax. Returns tokens
+    ``[n, completion]``, with PAD after an END, and their logits, fp32 ``[n, longest, vocabulary]``, up to the END of
+    the longest completion.
     """
     from transformers import LogitsProcessorList
 
@@ -252,15 +253,15 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
 
 
 def before_end(tokens: Tensor) -> Tensor:
-    """Return 1 for every token up to the first END, which is included, and 0 after it: fp32 in the shape of tokens."""
+    """Return 1 for every token up to and including the first END, and 0 after it: fp32 in the shape of tokens."""
     ended = (tokens == END).cumsum(1) - (tokens == END).int()
     return (ended == 0).float()
 
 
 def mean_entropy(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean entropy in nats of each completion's distributions, fp32 ``[n]``.
+    """Return the mean entropy of each completion's distributions in nats, fp32 ``[n]``.
 
-    ``logits`` are ``[n, longest, vocabulary]``, and ``mask`` ``[n, completion]`` is 1 for tokens of the completion.
+    ``logits`` are ``[n, longest, vocabulary]``; ``mask`` ``[n, completion]`` is 1 for tokens of the completion.
     """
     logs, mask = log_softmax(logits, -1), mask[:, : logits.shape[1]]
     return (-(logs.exp() * logs).sum(-1) * mask).sum(1) / mask.sum(1)
@@ -276,7 +277,7 @@ def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor
 
 COUNTDOWN = Task(
     "reinforcement", "countdown",
-    "GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
+    "GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts per prompt, after a supervised start",
     Recipe(lr=1e-3, batch_size=32, steps=400, optimizer="adamw", schedule="cosine", warmup=0.05, clip=1.0,
            validations=8),
     Countdown, source="ours; the objective of Shao et al. 2024, on policy", embedded=True,

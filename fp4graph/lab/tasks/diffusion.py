@@ -1,4 +1,4 @@
-"""Image generation: U-Nets of diffusers that learn the noise of denoising diffusion."""
+"""Image generation: U-Nets of diffusers that learn to predict the noise in denoising diffusion."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TIMESTEPS = 1000
 
 
 class Diffusion(Problem):
-    """ε from √ᾱ_t·x + √(1 - ᾱ_t)·ε, with images x in [-1, 1], ε ~ N(0, 1) of their shape, t uniform over the schedule.
+    """Predicts ε from √ᾱ_t·x + √(1 - ᾱ_t)·ε, for images x in [-1, 1], ε ~ N(0, 1) and t uniform over the schedule.
 
-    The loss is the squared error of the predicted ε, averaged over an image. Noise and t of a training batch are a
-    function of the seed and the batch's number, those of validation the same each time.
+    The loss is the squared error of the predicted ε, averaged over an image. ε and t of a training batch are a function
+    of the seed and the batch's number; in validation they are fixed.
 
     Source: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", eq. 14; diffusers' linear schedule.
     """
@@ -35,11 +35,11 @@ class Diffusion(Problem):
         import diffusers
 
         self.model = diffusers.UNet2DModel(in_channels=channels, out_channels=channels, **model)
-        # The blocks differ in kind and width, so that they are no stack that is found by itself.
+        # The blocks differ in kind and width, so fp4graph does not detect them as a stack.
         names = (name for name, _ in self.model.named_modules())
         self.blocks = tuple(name for name in names if re.fullmatch(r"mid_block|(down|up)_blocks\.[^.]+", name))
-        kept = diffusers.DDPMScheduler(num_train_timesteps=TIMESTEPS).alphas_cumprod
-        self.signal, self.noise = kept.sqrt(), (1 - kept).sqrt()
+        alphas = diffusers.DDPMScheduler(num_train_timesteps=TIMESTEPS).alphas_cumprod
+        self.signal, self.noise = alphas.sqrt(), (1 - alphas).sqrt()
 
     def prepared(self, batch: Batch, number: int, training: bool) -> Batch:
         images, _ = batch
@@ -56,15 +56,15 @@ class Diffusion(Problem):
 
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
-    """Make a U-Net with options ``model``, on the images that ``load`` reads."""
+    """Return a U-Net with options ``model``, on the images that ``load`` reads."""
     split, train, held_out = in_memory(load, settings.data, centred=True)
     size = train.tensors[0].shape[-1]
     return Diffusion(settings, train, held_out, len(split.mean), sample_size=size, layers_per_block=1, **model)
 
 
 def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
-    """Return the diffusion of images in files, cut to squares of ``size`` pixels and mirrored at random."""
-    split = sources.given(settings.data, f"task {settings.task!r} needs FFHQ", labelled=False)
+    """Return the diffusion of images in files, cropped to squares of ``size`` pixels and mirrored at random."""
+    split = sources.load(settings.data, f"task {settings.task!r} needs FFHQ", labelled=False)
     from torchvision import transforms
 
     cut = [transforms.Resize(size), transforms.CenterCrop(size)]
@@ -72,13 +72,13 @@ def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
     mirrored = transforms.RandomHorizontalFlip()
     parts = (split.train, [*cut, mirrored, *scaled]), (split.validation, [*cut, *scaled])
     train, held_out = (
-        Streamed(images, transforms.Compose(how), settings.seed, settings.workers) for images, how in parts
+        Streamed(images, transforms.Compose(steps), settings.seed, settings.workers) for images, steps in parts
     )
     return Diffusion(settings, train, held_out, channels=3, sample_size=size, **model)
 
 
 def _levels(downwards: str, **options: Any) -> dict[str, Any]:
-    """Return options of a U-Net whose levels have attention (A) or not (-), from the first one to the last."""
+    """Return options of a U-Net with levels with (A) or without (-) attention, from first to last."""
     down = [{"A": "AttnDownBlock2D", "-": "DownBlock2D"}[kind] for kind in downwards]
     up = [name.replace("Down", "Up") for name in reversed(down)]
     return {"down_block_types": tuple(down), "up_block_types": tuple(up), **options}
@@ -93,12 +93,12 @@ TASKS = (
           embedded=True),
     _task("small-diffusion", "A U-Net of 3 levels on CIFAR-10", Recipe(lr=1e-3, batch_size=512, epochs=20),
           partial(_small, sources.cifar10, **_levels("-AA"), block_out_channels=(64, 128, 128), attention_head_dim=32),
-          source=f"{PAPER}; the model's size is ours, for the paper gives none",
+          source=f"{PAPER}; the paper gives no model size, so the size is ours",
           data="FOLDER; downloaded if it has none"),
     _task("big-diffusion", "A U-Net of 6 levels on FFHQ, 128x128 pixels",
           Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
           partial(from_folder, size=128, **_levels("----A-"), block_out_channels=(128, 128, 256, 256, 512, 512),
                   layers_per_block=2),
-          source=f"{PAPER}; the model is that of diffusers' tutorial, for the paper gives none",
+          source=f"{PAPER}; the paper names no model, so the model is that of diffusers' tutorial",
           data="FOLDER (images) or hf:NAME"),
 )  # fmt: skip

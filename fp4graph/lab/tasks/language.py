@@ -1,6 +1,6 @@
-"""Language modelling: LLaMAs of Hugging Face on the standard library's own source, WikiText, or any text files.
+"""Language modelling: LLaMAs of Hugging Face on Python's standard library, WikiText, or any text files.
 
-The tokens of a step are a pure function of (seed, step): a resumed run, or one under another policy, sees the same.
+The tokens of a step are a function of (seed, step), so resumed runs and runs under other policies see the same tokens.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fp4graph.lab.data.extras import data_folder, needs
 from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
-#: Ids of tokens, one after the other.
+#: A sequence of token ids.
 TokenArray = npt.NDArray[np.uint32]
 #: Token between two documents, in every vocabulary.
 SEPARATOR = 0
 #: A vocabulary of this size is the bytes themselves.
 BYTES = 256
-#: Characters that a tokenizer is trained on at most, and those given to it at a time.
+#: The most characters that a tokenizer is trained on, and the characters that it gets at a time.
 TRAINED_ON, PIECE = 50_000_000, 1 << 20
-#: Folders of the standard library that are tests, tables, or not its own.
+#: Folders below the standard library that hold tests, tables or other packages.
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
-#: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
-#: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
-#: its 350M and 1B from Tseng et al. 2025 instead, "Training LLMs with MXFP4", and prints the sizes of none.
+#: Width, feed-forward width, layers, heads, vocabulary. Except tiny, the sizes are those of GaLore (Zhao et al. 2024)
+#: and StableSPAM: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes its
+#: 350M and 1B from Tseng et al. 2025, "Training LLMs with MXFP4", instead, and prints no sizes.
 SIZES = {
     "tiny": (64, 176, 2, 2, BYTES),
     "9m": (128, 352, 4, 4, 32_000),
@@ -47,7 +47,7 @@ SIZES = {
     "350m": (1024, 2736, 24, 16, 32_000),
     "1b": (2048, 5461, 24, 32, 32_000),
 }
-#: Sequences validated on, at most.
+#: The most sequences of a validation.
 VALIDATED = 1024
 
 
@@ -59,7 +59,7 @@ class Parts:
     validation: Any
 
 
-def given(data: str) -> Parts:
+def load(data: str) -> Parts:
     """Return ``stdlib``, ``wikitext``, or the text files of a path."""
     if data == "stdlib":
         return standard_library()
@@ -67,26 +67,26 @@ def given(data: str) -> Parts:
 
 
 def standard_library() -> Parts:
-    """Return the source of Python's modules, 8 to 12 MB, every 20th for validation. It differs between versions."""
+    """Return the source of Python's modules, 8 to 12 MB by version, with every 20th module for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     return _read(files, files[::20])
 
 
 def text_files(path: Path) -> Parts:
-    """Return the text of a file, whose last 5 % are for validation, or of a folder's files.
+    """Return the text of a file, or of a folder's files.
 
     In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
-    are ignored. Without such names every 20th file is for validation, or the last 5 % of a single file.
+    are ignored. Without such names every 20th file is for validation; of a single file, the last 5 % are.
     """
     if not path.exists():
-        raise Error(f"--data {path}: there is no such file or folder")
+        raise Error(f"--data {path} does not exist; give a file or folder of text")
     files, validation = [path], []
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if "test" not in file.name.lower() and _is_text(file))
         validation = [file for file in files if "valid" in file.name.lower()]
     if not files:
-        raise Error(f"--data {path} has no text files")
+        raise Error(f"--data {path} has no text files; give a file or folder of text")
     if validation or len(files) > 1:
         return _read(files, validation or files[::20])
     (text,) = _read(files, []).train
@@ -109,12 +109,12 @@ def _is_text(file: Path) -> bool:
 
 def wikitext() -> Parts:
     """Return WikiText-103 from the Hugging Face hub, or from the cache of ``datasets``."""
-    needs("datasets", "WikiText is loaded by Hugging Face's datasets")
+    needs("datasets", "WikiText is loaded with Hugging Face's datasets")
     import datasets
 
     try:
         rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1")
-    except Exception as error:  # whatever the hub or the network raises
+    except Exception as error:  # any error of the hub or the network
         raise Error(
             f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
             "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
@@ -123,31 +123,31 @@ def wikitext() -> Parts:
 
 
 def prepared(texts: Parts, vocabulary: int) -> Parts:
-    """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
+    """Return ``texts`` as tokens of a tokenizer trained on them; :func:`data_folder` caches both."""
     if vocabulary == BYTES:
         return tokenize(texts)
     checksum = 0
     for part in (*texts.train, *texts.validation):
         checksum = zlib.crc32(part.encode(), checksum)
-    kept = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
+    cache = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
     try:
-        if not (kept / "validation.npy").exists():  # the file that is written last
-            kept.mkdir(parents=True, exist_ok=True)
+        if not (cache / "validation.npy").exists():  # the last file that is written
+            cache.mkdir(parents=True, exist_ok=True)
             tokenizer = train_tokenizer(texts.train, vocabulary)
-            with replacing(kept / "tokenizer.json") as file:
+            with replacing(cache / "tokenizer.json") as file:
                 file.write(tokenizer.to_str().encode())
             for name, tokens in vars(tokenize(texts, tokenizer)).items():
-                with replacing(kept / f"{name}.npy") as file:
+                with replacing(cache / f"{name}.npy") as file:
                     np.save(file, tokens)
-        return Parts(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
+        return Parts(*(np.load(cache / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
     except OSError as error:
-        place = "$FP4GRAPH_DATA names another place for what is derived from data"
-        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; {place}") from error
+        remedy = "set $FP4GRAPH_DATA to another folder"
+        raise Error(f"the tokens cannot be kept in {cache}: {error.strerror or error}; {remedy}") from error
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     """Return a byte-pair tokenizer that was trained on the first :data:`TRAINED_ON` characters of ``texts``."""
-    needs("tokenizers", "text is cut by tokenizers")
+    needs("tokenizers", "text is split with tokenizers")
     from tokenizers import ByteLevelBPETokenizer
 
     def head() -> Iterator[str]:
@@ -165,7 +165,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def tokenize(texts: Parts, tokenizer: Any = None) -> Parts:
-    """Return both parts as tokens of ``tokenizer``, or without one as bytes."""
+    """Return both parts as tokens of ``tokenizer``, or as bytes for None."""
     return Parts(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
 
 
@@ -181,7 +181,7 @@ def _encode(texts: Sequence[str], tokenizer: Any) -> TokenArray:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield ``text`` in pieces that end at line ends, which a tokenizer encodes in parallel."""
+    """Yield ``text`` in pieces that end at line ends, so that a tokenizer encodes them in parallel."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE) + 1 or len(text)
@@ -196,7 +196,7 @@ def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> 
 
 
 def llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: int, **options: Any) -> Any:
-    """Return an untrained LLaMA; ``options`` are those of ``transformers.LlamaConfig``."""
+    """Return an untrained LLaMA; ``options`` are further arguments of ``transformers.LlamaConfig``."""
     needs("transformers", "this task's model is transformers'")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -207,9 +207,9 @@ def llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: in
 class Language(Problem):
     """Cross-entropy per token of the next token, in sequences of ``context`` tokens from random places of the text.
 
-    Validation goes through the first sequences of the validation text that do not overlap, at most ``VALIDATED``.
-    Perplexity is the exponential of the mean loss. Losses are comparable under one text and one vocabulary only.
-    ``data`` is the text unless the run names another.
+    Validation uses the first sequences of the validation text that do not overlap, at most ``VALIDATED``. Perplexity
+    is the exponential of the mean loss. Losses are comparable only for one text and one vocabulary. ``data`` is the
+    default text.
     """
 
     def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
@@ -240,10 +240,10 @@ class Language(Problem):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
-@lru_cache(maxsize=2)  # a sweep trains on one text many times
+@lru_cache(maxsize=2)  # a sweep trains many times on one text
 def tokens_of(data: str, vocabulary: int) -> Parts:
-    """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
-    return prepared(given(data), vocabulary)
+    """Return the tokens of the text that ``--data`` names."""
+    return prepared(load(data), vocabulary)
 
 
 _task = partial(Task, "language", data="wikitext, stdlib, FILE or FOLDER of text")

@@ -1,4 +1,4 @@
-"""A task: a problem to make, and the recipe to train it by."""
+"""A task: a problem, and the recipe that trains it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A task's choices, under the names of :class:`Run`; the length is one of ``epochs``, ``steps`` and ``tokens``."""
+    """A task's defaults for :class:`Run`; one of ``epochs``, ``steps`` and ``tokens`` sets the training's length."""
 
     lr: float
     batch_size: int
@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Recipe, Run):
-    """A run with everything chosen, from which a problem is made; its length is :meth:`total_steps`."""
+    """A run without open settings, from which a problem is made; its length is :meth:`total_steps`."""
 
     device: str
     backend: str
@@ -52,7 +52,7 @@ class Settings(Recipe, Run):
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
     def total_steps(self, problem: Problem) -> int:
-        """Return the steps of the optimizer of the whole training."""
+        """Return the number of optimizer steps of the training."""
         if self.steps:
             return self.steps
         batch = self.batch_size * self.accumulate
@@ -65,8 +65,8 @@ class Settings(Recipe, Run):
 class Problem(ABC):
     """A model, on the CPU and in fp32, and the data to train it on; both are functions of the seed.
 
-    ``samples`` is the number of training samples, which make an epoch, and ``dtype`` the dtype that parameters will
-    have. ``blocks`` names the model's blocks, where ``block: true`` finds no repeated stack by itself.
+    ``samples`` is the number of training samples in an epoch, and ``dtype`` the parameters' dtype in training.
+    ``blocks`` names the model's blocks if they are not a repeated stack, which ``block: true`` would find.
     """
 
     model: nn.Module
@@ -85,8 +85,8 @@ class Problem(ABC):
         torch.manual_seed(settings.seed)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield training batches without end, from number ``start`` on: on the CPU, all of one shape, functions of the
-        seed and their number. A problem without ``train`` overrides this."""
+        """Yield training batches without end, from number ``start`` on: on the CPU, all of one shape, and functions of
+        the seed and their number. A problem without ``train`` must override this."""
         for number, batch in enumerate(self.train.batches(self.order.rows(start)), start):
             yield self.prepared(batch, number, training=True)
 
@@ -97,23 +97,23 @@ class Problem(ABC):
             yield self.prepared(batch, number, training=False)
 
     def prepared(self, batch: Batch, number: int, training: bool) -> Batch:
-        """Return ``batch`` with what is drawn for it, a function of its number."""
+        """Return ``batch`` with its random parts, which are a function of the batch's number."""
         return batch
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Return ``loss`` and other metrics of each sample of a batch on the device, by name: fp32 ``[samples]``."""
+        """Return ``loss`` and other metrics of each sample by name, fp32 ``[samples]``; the batch is on the device."""
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics to report, given the validation means of what :meth:`measure` returns."""
+        """Return the metrics to report from the validation means of :meth:`measure`."""
         return {name: value for name, value in means.items() if name != "loss"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and a recipe, under a name. An ``embedded`` task runs without data from elsewhere.
+    """A model, its data and a recipe, under a name. An ``embedded`` task needs no external data.
 
-    ``source`` says where these come from. ``data`` says what ``--data`` takes, and is None for a task that takes none.
+    ``source`` cites the origin of the recipe. ``data`` describes the values of ``--data``; None takes no value.
     """
 
     family: str
@@ -126,9 +126,9 @@ class Task:
     embedded: bool = False
 
     def settings(self, run: Run) -> Settings:
-        """Return the settings of ``run``; what it leaves open is the recipe's. Raise an Error where they do not fit."""
+        """Return the settings of ``run``, with the recipe's for None; raise an Error if they do not fit the task."""
         if run.data is not None and self.data is None:
-            raise Error(f"task {self.name!r} makes its own data; leave --data out")
+            raise Error(f"task {self.name!r} makes its data itself; leave --data out")
         recipe = self.recipe
         if run.steps or run.epochs:
             recipe = replace(recipe, steps=None, epochs=None, tokens=None)
@@ -138,19 +138,20 @@ class Task:
             try:
                 torch.empty(0, device=device)
             except (RuntimeError, AssertionError) as error:
-                raise Error(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+                reason = str(error).splitlines()[0]
+                raise Error(f"device {device!r} cannot be used: {reason}; give another --device") from None
         backend = run.backend or ("inductor" if torch.device(device).type == "cuda" else "eager")
         chosen = {name: value for name, value in vars(run).items() if value is not None}
         return Settings(**vars(run) | vars(recipe) | chosen | {"device": device, "backend": backend})
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
-    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
+    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` replaced by module names.
 
     ``blocks`` are :attr:`Problem.blocks`, in the order in which they run.
 
     Raises:
-        PolicyError: a rule says ``block: false``, or ``module`` besides, which a list of modules cannot express.
+        PolicyError: a rule also has ``module``, or has ``block: false``, which a list of modules cannot express.
     """
     rules = tuple(_placed(rule, blocks) for rule in policy.rules)
     phases = tuple(replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases)
@@ -163,8 +164,8 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
         return rule
     if match.block is False or match.module is not None:
         raise rule.error(
-            "this task's model has blocks of several kinds, for which a rule can say block: true, first_blocks and "
-            "last_blocks, but not block: false or module besides; name its modules instead"
+            "this task's model has blocks of several kinds, for which a rule can have block: true, first_blocks and "
+            "last_blocks, but not block: false or an additional module; name the modules instead"
         )
     first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
     names = tuple(f"{name}.*" for name in blocks[max(0, len(blocks) - last) : first])
