@@ -245,7 +245,7 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
         raise PolicyError(
             f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
             f"has none that fp4graph recognises: {outcome}, {share:.0%} of "
-            "the matrix work of its layers. Write a policy that extends it, with rules that name outcome to quantize, "
+            "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
             "such as match: {op: linear} for every linear layer or match: {op: conv} for every convolution; recurrent "
             "layers cannot be quantized",
             file=policy.file,

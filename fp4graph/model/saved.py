@@ -23,11 +23,11 @@ from fp4graph.numerics.sharding import is_sharded
 def restore(root: nn.Module) -> None:
     """Load our entries from the folder of ``root`` (its ``name_or_path``) into ``root``, which was applied.
 
-    Nothing is loaded unless all weights are those of the folder. The state of other weights describes another training,
-    and a model made from a configuration alone names a folder too.
+    Nothing is loaded unless all weights equal those of the folder: the state of other weights belongs to another
+    training, and a model made from a configuration alone names a folder too.
 
     Warns:
-        PolicyWarning: some of the entries are left out, and why.
+        PolicyWarning: some of the entries are left out; the text says why.
     """
     name = getattr(root, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
