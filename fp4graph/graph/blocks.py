@@ -116,10 +116,10 @@ def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
 
 def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]], tree: _Tree) -> bool:
     """Return whether the stack ``key`` gives way to one nested in it or around it."""
-    mine = stacks[key]
-    composite = any(map(tree.is_composite, mine))
+    members = stacks[key]
+    composite = any(map(tree.is_composite, members))
     return any(
-        (_inside(names, mine) and any(map(tree.is_composite, names))) or (not composite and _inside(mine, names))
+        (_inside(names, members) and any(map(tree.is_composite, names))) or (not composite and _inside(members, names))
         for other, names in stacks.items()
         if other != key
     )

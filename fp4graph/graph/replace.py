@@ -22,7 +22,7 @@ from fp4graph.ops.state import StateSlot
 
 
 class UnmarkedWeight(CaptureError):
-    """A product needs the key or the state of its weight, and no marker carries them where the product is.
+    """A product needs the key or the state of its weight, and no marker at the product carries them.
 
     A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
     the module; either may be unknown (None). ``all`` are the errors of one graph, this one first.
@@ -36,7 +36,7 @@ class UnmarkedWeight(CaptureError):
 
 @dataclass(frozen=True)
 class SiteCall:
-    """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
+    """The call that replaces a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
@@ -87,7 +87,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
 
 
 def replace(site: PlannedSite) -> None:
-    """Replace the node of ``site`` by a call of the function that stands for its program.
+    """Replace the node of ``site`` by a call of the function of its program.
 
     Raises:
         CaptureError: as :func:`call_of`.
@@ -98,8 +98,8 @@ def replace(site: PlannedSite) -> None:
     graph = product.node.graph
     with graph.inserting_before(product.node):
         state = [_same_view(node, views) for node, views in call.state]
-        named: dict[str, Any] = {"site": call.site} if call.ends is None else {"site": call.site, "ends": call.ends}
-        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), named)
+        keywords: dict[str, Any] = {"site": call.site} | ({} if call.ends is None else {"ends": call.ends})
+        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), keywords)
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)

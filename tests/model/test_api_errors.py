@@ -100,7 +100,7 @@ def outer(function):
 
 optimizer_of = fp4graph.prepare_optimizer
 ERRORS = {
-    "pickled, called": (lambda: pickled()(batch()), "pickled, as .*ddp_spawn.*fp4graph.apply"),
+    "pickled, called": (lambda: pickled()(batch()), r"pickled \(by .*ddp_spawn.*fp4graph.apply"),
     "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
     "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
     "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
