@@ -109,7 +109,7 @@ def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
     """Return whether ``leaf``, a name in ``parent``, is numbered."""
     if leaf.isdigit():
         return True
-    # Outside containers an author chose such a name: the two attentions of a block are no stack.
+    # Outside containers an author chose such a name: the two attentions of a block do not form a stack.
     contained = parent is not None and issubclass(parent.cls, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return contained and re.fullmatch(r".+_\d+", leaf) is not None
 

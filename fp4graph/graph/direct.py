@@ -57,8 +57,8 @@ class Direct(TorchFunctionMode):
     Args:
         policy: the policy of the phase in force.
         names: the names of the model's modules and parameters.
-        whole: whether the forward is that of the whole model. A tensor that no operation of it made is then an input
-            of the model; in a part, some operation outside of the part may have made it.
+        whole_model: whether the forward is that of the whole model. A tensor that no operation of it made is then an
+            input of the model; in a part, some operation outside of the part may have made it.
         produced: maps tensors that earlier passes returned to the operations that made them.
         idle: operations without matrix work; the pass adds to it.
         carries: marks the weight of a module that the forward uses without calling the module; returns whether this
@@ -77,7 +77,7 @@ class Direct(TorchFunctionMode):
         policy: Policy,
         names: Names,
         *,
-        whole: bool,
+        whole_model: bool,
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
         carries: Callable[[UnmarkedWeight], bool],
@@ -88,7 +88,7 @@ class Direct(TorchFunctionMode):
         super().__init__()
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
-        self._policy, self._names, self._whole = policy, names, whole
+        self._policy, self._names, self._whole_model = policy, names, whole_model
         self._idle, self._recording, self._carries, self._lists = idle, recording, carries, lists
         self._shown: Counter[str] = Counter()
         self._describer = Describer(names, policy.may_quantize)
@@ -203,7 +203,7 @@ class Direct(TorchFunctionMode):
         if isinstance(work, FoundProduct):
             n, k = work.view.out_features, work.view.in_features
             node.meta[roles.NARROWS] = n is not None and k is not None and n < k
-            _check_known(work, self._policy, whole=self._whole)
+            _check_known(work, self._policy, whole_model=self._whole_model)
         if not planned:
             return None
         if planned[0].found.has_weight and work.view.role is None:
@@ -237,7 +237,7 @@ class Direct(TorchFunctionMode):
         return y
 
 
-def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
+def _check_known(found: FoundProduct, policy: Policy, *, whole_model: bool) -> None:
     """Raise CaptureError where the decision depends on facts that only a graph shows."""
     view, place = found.view, str(found.view)
     if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
@@ -246,7 +246,7 @@ def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
             "policy) again, which keeps state where it fits, and prepare_optimizer again",
             site=place,
         )
-    if whole or view.producer is not None or not _from_outside(found.product.a):
+    if whole_model or view.producer is not None or not _from_outside(found.product.a):
         return
     training = found.marked is None or found.marked.marker.training
     decisions = policy.decide_weight(view)

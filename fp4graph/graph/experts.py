@@ -31,7 +31,7 @@ from fp4graph.numerics.declare import operator
 
 #: Key in a node's meta data: the number of axes of the parameter that the node is, or is a view of.
 AXES = "fp4graph_axes"
-#: Key in a node's meta data: a :class:`Copies`, or why there is none: CHANGED or OTHERWISE.
+#: Key in a node's meta data: a :class:`Copies`, or the reason for its absence: CHANGED or OTHERWISE.
 COPIES = "fp4graph_copies"
 #: An operation computed the node's result from copies, as ``2·w[ids]``.
 CHANGED = "changed"
@@ -158,16 +158,16 @@ def _picked_from(node: Node) -> Node | None:
 
 
 def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> Copies | None:
-    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for anything else."""
+    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for other picks."""
     name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
     stack, wraps = args[0], name in ("getitem", "__getitem__")
     if wraps:
         index, *others = _listed(args[1])
-        whole = all(other is Ellipsis or other == slice(None) for other in others)
+        by_matrix = all(other is Ellipsis or other == slice(None) for other in others)
     else:
         index = args[-1]
-        whole = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
-    if not whole or not isinstance(stack, Node) or not isinstance(index, Node) or not isinstance(result, Tensor):
+        by_matrix = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
+    if not by_matrix or not isinstance(stack, Node) or not isinstance(index, Node) or not isinstance(result, Tensor):
         return None
     w, ids = tensors = inputs[stack], inputs[index]
     if w.dim() != 3 or ids.dtype not in (torch.int32, torch.int64) or ids.dim() + 2 != result.dim():

@@ -53,7 +53,7 @@ def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
         # torch 2.14 does not count the fused attention of a CPU.
         with torch_internals.fake_tensors_silent(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
             call()
-    except Exception:  # noqa: BLE001  # whatever the model raises
+    except Exception:  # noqa: BLE001  # a model may raise anything
         return None
     counts = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     return {name.partition(".")[2]: flops for name, flops in counts.items() if "." in name} | {

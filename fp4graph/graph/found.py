@@ -52,7 +52,7 @@ class FoundWork:
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
         reason: why it cannot be quantized.
-        verdict: what the planner does with it.
+        verdict: the planner's treatment of it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
         supported: whether a rule could have the work quantized.
     """

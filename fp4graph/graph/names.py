@@ -56,7 +56,7 @@ class Names:
         self.blocks: Mapping[str, BlockPosition] = find_blocks(self._infos) if root is not None else {}
 
     def learn(self, nodes: list[Node]) -> None:
-        """Take modules, their classes and their weights from the places of ``nodes``, where there is no root."""
+        """Without a root, learn modules, their classes and their weights from the places of ``nodes``."""
         if self._by_name:
             return
         weights: dict[str, int] = {}

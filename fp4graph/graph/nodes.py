@@ -34,7 +34,7 @@ class _Input:
 
 
 class Nodes:
-    """The nodes that stand for the tensors of one forward, each with what the passes read in its meta data.
+    """The nodes that stand for the tensors of one forward, each with the meta data that the passes read.
 
     Args:
         names: the names of the model's modules and parameters.

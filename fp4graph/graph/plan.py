@@ -142,7 +142,7 @@ class _Planning:
     def _partition(self, technique: Technique, specs: OperandSpecs) -> Partition | None:
         """Return the channels that ``technique`` has multiplied apart."""
 
-        def asked() -> Partition | None:
+        def checked() -> Partition | None:
             part, channels = technique.partition(self.site, specs), self.site.in_features
             if not isinstance(part, Partition | None):
                 raise TypeError(f"partition() must return a Partition or None; got {part!r}")
@@ -150,7 +150,7 @@ class _Planning:
                 raise ValueError(f"of {channels} input channels {part.count} cannot be multiplied apart")
             return part
 
-        return self._call(technique, asked)
+        return self._call(technique, checked)
 
     def _with_partition(self, program: MatmulProgram, technique: Technique, partition: Partition) -> MatmulProgram:
         """Return ``program`` with the channels apart that ``technique`` has chosen."""
@@ -193,13 +193,13 @@ class _Planning:
     def _at(self, technique: Technique, operand: Operand) -> Technique:
         """Return ``technique`` as it acts at ``operand``."""
 
-        def asked() -> Technique:
+        def checked() -> Technique:
             acting = technique.for_operand(operand)
             if type(acting) is not type(technique):
                 raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {acting!r}")
             return acting
 
-        return self._call(technique, asked)
+        return self._call(technique, checked)
 
     def _call(self, technique: Technique, method: Callable[[], T]) -> T:
         place = f"{self.rule.file}:{self.rule.line}: " if self.rule.file else ""
@@ -217,7 +217,7 @@ class _Planning:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSite:
-    """A site that is to be quantized: what was found, its plan, and its :attr:`Site.occurrence`."""
+    """A site to be quantized: its product, its plan, and its :attr:`Site.occurrence`."""
 
     found: FoundProduct
     plan: Plan

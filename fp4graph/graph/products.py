@@ -40,7 +40,7 @@ class Product:
 
     @property
     def by_columns(self) -> bool:
-        """Whether the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
+        """True if the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
         return self.form != "linear"
 
     @property

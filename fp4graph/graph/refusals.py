@@ -83,8 +83,8 @@ def require_alone(program: MatmulProgram, parting: list[Technique], site: SiteVi
     """Return the technique that multiplies channels apart.
 
     Raises:
-        CaptureError: several techniques choose channels, the site is no linear layer, or another technique would need
-            to be told which channels it sees.
+        CaptureError: several techniques choose channels, the site is not a linear layer, or another technique would
+            need to be told which channels it sees.
     """
     technique, *rivals = parting
     if rivals:

@@ -114,12 +114,12 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
                 return node
     owner = found.owner
     if owner is not None and owner.parameter.endswith("weight"):
-        what = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
+        factor = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
     else:
         computed = "a tensor that the forward computes (as weight_norm, pruning or a hypernetwork do)"
-        what = f"{computed if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
+        factor = f"{computed if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
     raise UnmarkedWeight(
-        f"technique {slot.technique} keeps state for each weight, but this product multiplies with {what}. Drop the "
+        f"technique {slot.technique} keeps state for each weight, but this product multiplies with {factor}. Drop the "
         f"technique, or {rule_that_keeps(found.view.op, found.view.module)}",
         found,
     )

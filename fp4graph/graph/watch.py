@@ -35,7 +35,7 @@ class Watch:
 class Watcher(Interpreter):
     """Raises NonFiniteError where a result of the graph, or a gradient in it, is NaN or Inf.
 
-    Infinities inside the graph are no error, because attention masks use them. The graph's outputs and every gradient
+    Infinities inside the graph are ignored, because attention masks use them. The graph's outputs and every gradient
     must be finite; the error names the first node that made NaN or Inf of finite values.
 
     ``handles`` is the list to which the hooks on gradients are added.

@@ -48,6 +48,6 @@ def writes(node: Node) -> bool:
 @cache
 def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
     """Return the parameters that make ``function`` write into its arguments, with the values that do not."""
-    known = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
+    harmless_values = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
     signature = inspect.signature(function)
-    return signature, {name: harmless for name, harmless in known.items() if name in signature.parameters}
+    return signature, {name: harmless for name, harmless in harmless_values.items() if name in signature.parameters}

@@ -91,7 +91,7 @@ class Capture:
 
     @property
     def strict(self) -> bool:
-        """Whether calls that Dynamo does not compile are refused."""
+        """True if calls that Dynamo does not compile are refused."""
         return self._uncompiled is None
 
     def captured(self, name: str) -> bool:

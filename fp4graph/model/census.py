@@ -56,7 +56,7 @@ def summary(sites: Sequence[Site]) -> str:
 
 
 def on_gpu(sites: Sequence[Site]) -> list[str]:
-    """Return sentences about what is particular on a GPU: exact products, and operands that no kernel quantizes."""
+    """Return sentences about GPUs: which products are exact, and which operands no kernel quantizes."""
     lines = []
     if gemms := [
         (site, gemm) for site in sites for gemm in Gemm if any(site.operands[o] for o in Operand if o.gemm is gemm)
@@ -99,7 +99,7 @@ def folded(sites: Sequence[Site], *, schedules: bool = False) -> list[tuple[str,
     for site in sites:
         numbers = tuple(_NUMBER.findall(site.module or ""))
         shown = (*_shown(site), site.schedule if schedules else None)
-        number = 0  # of the module's sites that are alike
+        number = 0  # counts equal sites of one module
         while numbers in alike.setdefault((number, *shown), {}):
             number += 1
         alike[(number, *shown)][numbers] = site

@@ -25,10 +25,10 @@ def opaque(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
-def refuse(what: str) -> None:
-    """Raise an Error: ``what`` cannot convert an applied model."""
+def refuse(converter: str) -> None:
+    """Raise an Error: ``converter`` cannot convert an applied model."""
     raise Error(
-        f"{what} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
+        f"{converter} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
     )
 
 

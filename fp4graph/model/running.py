@@ -32,7 +32,7 @@ from fp4graph.torch_internals import pytree
 
 
 class Runner:
-    """Runs the forwards of one phase, whatever their kind.
+    """Runs the forwards of one phase, of any kind.
 
     Args:
         explains: collect refusals in ``capture.problems`` instead of raising them.
@@ -67,7 +67,7 @@ class Runner:
 
     @property
     def _listed(self) -> bool:
-        """Whether all sites of the model's call are listed."""
+        """True once all sites of the model's call are listed."""
         return self.checked and not self._explains
 
     def open(self, forward: Forward) -> None:
@@ -213,8 +213,8 @@ class Runner:
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
         # Dynamo also leaves a forward that raises an error to Python; its error says more than this warning.
         why = self._refused or cause(full=self.capture.is_full(name))
-        what = "this forward" if name == CALL else f"{name}()"
-        self.uncompiled.warn(why, f"{what} runs uncompiled, with the same quantizers but slower: {why}")
+        call_name = "this forward" if name == CALL else f"{name}()"
+        self.uncompiled.warn(why, f"{call_name} runs uncompiled, with the same quantizers but slower: {why}")
         return result
 
     @opaque

@@ -1,4 +1,4 @@
-"""A policy applied to a model: what the model's call runs, forward by forward and phase by phase."""
+"""A policy applied to a model: runs the model's calls, forward by forward and phase by phase."""
 
 from __future__ import annotations
 
@@ -181,9 +181,9 @@ class Runtime:
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
-            due = self._due()
-            if due != self.phase:
-                return _replaced(self, due)._forward(forward)
+            phase = self._current_phase()
+            if phase != self.phase:
+                return _replaced(self, phase)._forward(forward)
             self._begin(forward)
         return self._runner.run(forward)
 
@@ -206,7 +206,7 @@ class Runtime:
         """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
         return _replaced(self, self.phase) if self._tree.adapted() else self
 
-    def _due(self) -> int:
+    def _current_phase(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
         return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
@@ -214,8 +214,8 @@ class Runtime:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
-        due = self._due()
-        with (self if due == self.phase else _replaced(self, due)).inspection.watched():
+        phase = self._current_phase()
+        with (self if phase == self.phase else _replaced(self, phase)).inspection.watched():
             yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:

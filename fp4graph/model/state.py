@@ -77,7 +77,7 @@ def from_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None
 
 
 class State:
-    """What fp4graph keeps for one module: buffers of the module, and facts about them in this object.
+    """The state of one module: buffers of the module, and facts about them in this object.
 
     A cast moves the buffers between devices and never changes their dtype: an EMA with β = 0.998 would freeze in bf16,
     whose neighbours are 0.4 % apart. A checkpoint without the buffers loads. While a module has state, attributes
@@ -206,11 +206,11 @@ class State:
     def load(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Override the module's ``_load_from_state_dict``: read former layouts, and give entries that ``state_dict``
         lacks their initial values for the loaded weights."""
-        local_metadata, strict, missing, *rest = args
+        local_metadata, strict, missing, *errors = args
         present, count = from_former(state_dict)
         ours = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
-        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *rest)
+        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *errors)
         missing.extend(key for key in absent if key not in ours)
         for name in self._weights:
             if f"{prefix}{name}" in absent:

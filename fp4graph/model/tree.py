@@ -43,17 +43,17 @@ class Tree:
         earlier, present = set(map(id, self._names.values())), set(map(id, names.values()))
         joined = [name for name, module in names.items() if id(module) not in earlier]
         left = [name for name, module in self._names.items() if id(module) not in present]
-        others = [name for name in joined if not is_of_adapters(name, names)]
-        others += [name for name in left if not is_of_adapters(name, self._names)]
-        if (joined or left) and not others:
+        foreign = [name for name in joined if not is_of_adapters(name, names)]
+        foreign += [name for name in left if not is_of_adapters(name, self._names)]
+        if (joined or left) and not foreign:
             return True
-        if len(others) < len(joined) + len(left) and self._quantizes:
-            more = ", ..." if others[3:] else ""
+        if len(foreign) < len(joined) + len(left) and self._quantizes:
+            more = ", ..." if foreign[3:] else ""
             raise CaptureError(
-                f"adapters and {', '.join(others[:3])}{more} were added to the model after fp4graph.apply(), or taken "
+                f"adapters and {', '.join(foreign[:3])}{more} were added to the model after fp4graph.apply(), or taken "
                 "from it, but only adapters may come and go; call fp4graph.apply(model, policy) again, which keeps "
                 "state where it fits, and prepare_optimizer again",
-                site=others[0],
+                site=foreign[0],
             )
         self._children = _children(self._root)  # compare again only after the next change
         return False

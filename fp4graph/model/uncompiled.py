@@ -68,18 +68,18 @@ class Uncompiled:
                 + " is not compiled; a warning says why. Remove what breaks the graph there, such as a print or a loop "
                 "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
             )
-        current, former = self._current, self._current.step
+        current, outer = self._current, self._current.step
         # A call of the model has a step of its own; a part has that of its checkpointed region.
         region = None if forward.duties.compiled else torch_internals.checkpointed_region()
         # A reentrant checkpoint's forward has no gradients, and its backward could not tell what ran before.
         follows = running is not None and (region is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
-        current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
+        current.step, occurrences = current.regions.get(region, (outer, before)) if region else (outer, before)
         compiled = current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
-            whole=forward.module is self._plan.root,
+            whole_model=forward.module is self._plan.root,
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
@@ -97,7 +97,7 @@ class Uncompiled:
             current.ran = ran  # a failed forward does not count: the next try has its count and noise
             raise
         finally:
-            current.direct, current.compiled, current.step = None, compiled, former
+            current.direct, current.compiled, current.step = None, compiled, outer
         direct.finish(result)
         if running is not None:
             running.ran.note(direct.planner, self._plan.root)
@@ -133,8 +133,8 @@ class Uncompiled:
         inside = set(module.modules())
         if any(weight.module in inside and weight.stored.dim() == 3 for weight in self._plan.weights):
             why += ". The fast form of a mixture of experts is experts_implementation='grouped_mm' in transformers"
-        what = f"module {name!r} and its like run uncompiled, with the same quantizers but slower"
-        self.warn(f"uncaptured {pattern_of(name or '')}", f"{what}. The reason: {why}")
+        effect = f"module {name!r} runs uncompiled, like others of its kind, with the same quantizers but slower"
+        self.warn(f"uncaptured {pattern_of(name or '')}", f"{effect}. The reason: {why}")
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""

@@ -107,10 +107,10 @@ class Weight:
             # A loop multiplies with one matrix of the stack at a time, so each expert has its own statistics.
             site = dataclasses.replace(site, op="grouped", numel=stored.numel())
         planned = PlannedWeight.of(site, use.decision.rule)
-        former = self._settled if self._captured else None
-        if former is not None and former.on_weight != planned.on_weight:
+        earlier = self._settled if self._captured else None
+        if earlier is not None and earlier.on_weight != planned.on_weight:
             raise CaptureError(
-                f"two products use it; rule {former.rule.name!r} decides one and {planned.rule.name!r} the other, but "
+                f"two products use it; rule {earlier.rule.name!r} decides one and {planned.rule.name!r} the other, but "
                 "techniques act on the weight itself, which exists once; let one rule decide both",
                 site=self.name,
             )
@@ -183,7 +183,7 @@ class Weight:
 
     @property
     def source(self) -> Source | None:
-        """The source of a weight that is no parameter now, or None."""
+        """The source of a weight that is not a parameter now, or None."""
         if self.module._parameters.get(self.parameter_name) is not None:
             return None
         return next((source for source in sources_of(self.module) if source.name == self.parameter_name), None)
