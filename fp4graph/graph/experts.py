@@ -7,8 +7,8 @@ and a batched product. A grouped product of rows sorted by expert computes the s
     ends[e]    = P · #{s : ids[s] <= e}
     Y[order]   = grouped(A[order], W, ends)
 
-:func:`follow` marks the nodes whose results are copies; :func:`written_out` writes a product with them. A product with
-copies that were changed or written into is an error, because the grouped product would use the unchanged matrices.
+:func:`follow` marks the nodes whose results are copies; :func:`written_out` groups a product with them. A product
+with copies that were changed or written into is an error: the grouped product would use the unchanged matrices.
 """
 
 from __future__ import annotations

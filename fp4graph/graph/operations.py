@@ -102,20 +102,20 @@ def operation_of(node: Node) -> Operation | None:
     name = torch_internals.qualified_name(node.target)
     if name is None:
         return TABLE.get(node.target)
-    of_plugin = default_registry().products.get(name)
-    if of_plugin is not None:
-        return _of_plugin(of_plugin)
+    offer = default_registry().products.get(name)
+    if offer is not None:
+        return _of_plugin(offer)
     packet = torch_internals.packet_of(node.target)
     return TABLE.get(packet) or TABLE.get(name) or LIBRARIES.get(name.partition("::")[0])
 
 
 @functools.cache
-def _of_plugin(of_plugin: ProductOperation) -> Operation:
+def _of_plugin(offer: ProductOperation) -> Operation:
     """Return the row of an operator that a plugin reads."""
 
     def read(node: Node, *args: Any, **kwargs: Any) -> Product:
         try:
-            factors = of_plugin.read(*args, **kwargs)
+            factors = offer.read(*args, **kwargs)
             if not isinstance(factors, Factors):
                 raise TypeError(f"read() must return Factors; got {factors!r}")
             nodes = (factors.a, factors.b, *([] if factors.addend is None else [factors.addend]))
@@ -127,7 +127,7 @@ def _of_plugin(of_plugin: ProductOperation) -> Operation:
                 raise ValueError(f"form is 'linear' or 'matmul'; got {factors.form!r}")
         except Exception as error:  # a bug of the plugin
             raise PluginError(
-                f"product operation {of_plugin.operator!r}: {type(error).__name__}: {error}", plugin=of_plugin.plugin
+                f"product operation {offer.operator!r}: {type(error).__name__}: {error}", plugin=offer.plugin
             ) from error
         return Product(node, factors.form, factors.a, factors.b, factors.addend, factors.alpha, factors.beta)
 

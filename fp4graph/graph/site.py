@@ -16,8 +16,8 @@ from fp4graph.technique.site import SiteView
 class Site:
     """One place of matrix work in a captured graph, and what the policy decided about it.
 
-    ``fp4graph.explain(model, policy, args).sites`` lists the sites of a model. Matrix work that
-    cannot be quantized is listed too, with the reason.
+    ``fp4graph.explain(model, policy, args).sites`` lists the sites of a model, including matrix work that cannot
+    be quantized, with the reason.
 
     Attributes:
         module: fully qualified name of the module that owns the weight, or that computes a product of activations; ""
