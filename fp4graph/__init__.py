@@ -47,13 +47,12 @@ __version__ = "0.1.0"
 _CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
 if os.path.exists(_CACHE) and not os.path.isdir(_CACHE):
     raise Error(
-        f"torch cannot compile: its folder of compiled code, {_CACHE}, which the environment variable "
-        "TORCHINDUCTOR_CACHE_DIR names, is a file. Unset the variable, or have it name a folder"
+        f"torch cannot compile: its folder of compiled code, {_CACHE}, is a file. Unset the environment variable "
+        "TORCHINDUCTOR_CACHE_DIR, or set it to a folder"
     )
 
 _MODULES = ("formats", "integrations", "lab", "optim", "training")
-#: The module of every other public name. It is imported at first use: ``import fp4graph`` loads no plugin, no compiler
-#: and no device.
+#: The module of every other public name, imported at first use: ``import fp4graph`` is cheap.
 _HOME = {
     name: f"fp4graph.{module}"
     for module, names in {

@@ -1,4 +1,4 @@
-"""Attention layers and fused attention, written with their products in sight."""
+"""Attention layers and fused attention, written out as matrix products."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def native_attention(
     average_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute what the fused inference kernel of ``nn.MultiheadAttention`` does: batch first, mask True is left out."""
+    """Compute what the fused inference kernel of ``nn.MultiheadAttention`` does: batch first, True masks out."""
     attn_mask, padding_mask = _split_mask(mask, mask_type, num_heads, query)
     out, weights = F.multi_head_attention_forward(
         query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), embed_dim, num_heads, in_weight, in_bias,

@@ -26,12 +26,12 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
     """Return the torch.compile backend that runs the rewritten graph.
 
     Args:
-        options: of Inductor, as :func:`fp4graph.kernels.inductor.compiler_options` returns them.
+        options: Inductor's options, as :func:`fp4graph.kernels.inductor.compiler_options` returns them.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
     if name == "eager":
-        return torch_internals.backend_named(name)  # runs the backward of each product, which refuses by itself
+        return torch_internals.backend_named(name)  # runs each product's own backward, which refuses itself
     compiler = partial(_inductor, options or {}) if name == "inductor" else torch_internals.backend_named(name)
     return partial(_first_order, compiler)
 
@@ -39,10 +39,10 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
 def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile with ``compiler``, which traces the backward, and have that backward refuse ``create_graph=True``.
 
-    The refusal is a hook on the node of the backward, so that results stay the compiler's own. The node is behind the
-    outputs and behind the inputs that the graph has written to, or behind the tensors that these are views of: a later
-    write to a view gives the view another ``grad_fn``. Parameters are not written to where gradients are enabled. A
-    graph without quantized products is left as it is.
+    A hook on the autograd node of the backward refuses, so results stay the compiler's own. The node is found through
+    the outputs and the inputs that the graph has written to, or through the bases of those that are views, because a
+    later write to a view replaces its ``grad_fn``. Parameters are not written to where gradients are enabled. A graph
+    without quantized products gets no hook.
     """
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     sites = [str(n.kwargs["site"]) for m in modules for n in m.graph.nodes if "site" in n.kwargs]
@@ -69,7 +69,7 @@ def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) 
 
 
 def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Compile with Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
+    """Compile with Inductor; on a GPU, options make it compute what eager mode computes, as its C++ code does."""
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
     if not on_gpu:
         require_compiler()
@@ -77,11 +77,11 @@ def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[
         return torch_internals.compile_with_inductor(gm, example_inputs, patches(options, on_gpu=on_gpu))
 
 
-def with_own_code(function: Any, of: type) -> Callable[..., Any]:
-    """Return ``function`` with a code object of its own, named after class ``of``.
+def with_own_code(function: Any, cls: type) -> Callable[..., Any]:
+    """Return ``function`` with a code object of its own, named after ``cls``.
 
-    Dynamo's cache and recompile limit are per code object. What it remembers of the sizes of inputs, to make those
-    dynamic that change, is per name of code: the number keeps the inputs of one capture out of the next.
+    Dynamo has a cache and a recompile limit for each code object, and remembers input sizes, to make changing ones
+    dynamic, by the name of the code: the number in the name separates the captures.
     """
-    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}_{next(_numbers)}")
+    code = function.__code__.replace(co_name=f"fp4graph_{cls.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)

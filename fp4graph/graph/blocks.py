@@ -109,17 +109,17 @@ def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
     """Return whether ``leaf``, a name in ``parent``, is numbered."""
     if leaf.isdigit():
         return True
-    # Outside containers an author chose such a name: the two attentions of a block are no stack.
+    # Outside containers an author chose such a name: the two attentions of a block do not form a stack.
     contained = parent is not None and issubclass(parent.cls, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return contained and re.fullmatch(r".+_\d+", leaf) is not None
 
 
 def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]], tree: _Tree) -> bool:
     """Return whether the stack ``key`` gives way to one nested in it or around it."""
-    mine = stacks[key]
-    composite = any(map(tree.is_composite, mine))
+    members = stacks[key]
+    composite = any(map(tree.is_composite, members))
     return any(
-        (_inside(names, mine) and any(map(tree.is_composite, names))) or (not composite and _inside(mine, names))
+        (_inside(names, members) and any(map(tree.is_composite, names))) or (not composite and _inside(members, names))
         for other, names in stacks.items()
         if other != key
     )

@@ -1,4 +1,4 @@
-"""Contractions and convolutions, written with their matrix products in sight."""
+"""Contractions and convolutions, written out as matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp4graph.graph.products import value_of
 
 
 def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
-    """Return a function that computes the einsum at ``node`` as matmuls of permuted operands; None if none can.
+    """Return a function that computes the einsum at ``node`` as matmuls of permuted operands; None if impossible.
 
     More than two operands are multiplied in pairs, in the order that torch's own einsum takes.
     """
@@ -27,18 +27,18 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     if len(operands) == 2:
         left, right = inputs.split(",")
         matmul = _pair(left, right, result)
-        return None if matmul is None else lambda _, *given: matmul(*_listed(given))
+        return None if matmul is None else lambda _, *factors: matmul(*_listed(factors))
     if any(len(set(labels)) != len(labels) for labels in inputs.split(",")):
         return None
 
-    def function(_: str, *given: Any) -> Tensor:
-        waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(given), strict=True))
+    def function(_: str, *factors: Any) -> Tensor:
+        waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(factors), strict=True))
         results: list[Tensor] = []
         for first, second in _path(equation, [x for _, x in waiting]):
             (a, x), (b, y) = waiting[first], waiting[second]
-            if any(y is one for one in results):  # a result goes first: the other factor may be a weight
+            if any(y is earlier for earlier in results):  # a result goes first: the other factor may be a weight
                 (a, x), (b, y) = (b, y), (a, x)
-            waiting = [one for place, one in enumerate(waiting) if place not in (first, second)]
+            waiting = [pair for place, pair in enumerate(waiting) if place not in (first, second)]
             later = set(result).union(*(labels for labels, _ in waiting))
             out = "".join(i for i in dict.fromkeys(a + b) if i in later) if waiting else result
             matmul = _pair(a, b, out)
@@ -104,7 +104,7 @@ def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     if not isinstance(dims, tuple | list) or isinstance(dims[0], int) or not dims[0]:
         return None
     first, second = ([axis % x.dim() for axis in axes] for x, axes in zip((a, b), dims, strict=True))
-    rows, columns = ([axis for axis in range(x.dim()) if axis not in own] for x, own in ((a, first), (b, second)))
+    rows, columns = ([i for i in range(x.dim()) if i not in summed] for x, summed in ((a, first), (b, second)))
     if not (rows and columns):
         return None
 
@@ -130,13 +130,13 @@ def chain_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     if node.kwargs.get("out") is not None or any(value is None or value.dim() != 2 for value in values):
         return None
 
-    def function(*given: Any) -> Tensor:
-        matrices = _listed(given)
+    def function(*factors: Any) -> Tensor:
+        matrices = _listed(factors)
         sizes = [int(matrix.shape[0]) for matrix in matrices] + [int(matrices[-1].shape[1])]
 
         @functools.cache
         def cheapest(first: int, last: int) -> tuple[int, int]:
-            """Return the cost of the product of matrices ``first`` to ``last``, and where to part them."""
+            """Return the cost of the product of matrices ``first`` to ``last``, and where to split them."""
 
             def cost(at: int) -> int:
                 return (

@@ -1,4 +1,4 @@
-"""Describes single nodes of a graph, or of a forward without one: which matrix work a node does, for which module."""
+"""Describes the matrix work of single nodes, of a graph or of a forward without a graph."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OF_WEIGHTS = "it multiplies the model's own tensors alone, as spectral_norm doe
 
 
 class Describer:
-    """Describes nodes as the table of :mod:`fp4graph.graph.operations` has them.
+    """Describes nodes by the table of :mod:`fp4graph.graph.operations`.
 
     Args:
-        names: of the model's modules and parameters.
-        wants: whether a rule wants a site of this kind at this place, for which an operation has to be opened.
+        names: the names of the model's modules and parameters.
+        wants: returns whether a rule may quantize a site of this kind at this place; if so, an operation is opened.
 
     Attributes:
         writes: the number of operations so far that wrote into a tensor.
@@ -50,10 +50,10 @@ class Describer:
         if value is not None and self._names.is_parameter(outside):
             node.meta[experts.AXES] = value.dim()
         if experts.COPIES in outside.meta and outside is not node:
-            node.meta[experts.COPIES] = experts.OTHERWISE  # what a body is given may have been written into
+            node.meta[experts.COPIES] = experts.OTHERWISE  # inputs of a body may have been written into
 
     def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
-        """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
+        """Return a function that computes ``node`` with its products written out; None leaves the node."""
         operation = operation_of(node)
         if operation is None or operation.opened is None:
             return None
@@ -65,7 +65,7 @@ class Describer:
         return operation.opened(node)
 
     def describe(self, node: Node, markers: Markers) -> FoundProduct | FoundWork | None:
-        """Return what ``node`` is, or None where it does no matrix work."""
+        """Return the matrix work of ``node``, or None."""
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
             if self._weight_first(read, markers) is not None:
@@ -89,8 +89,8 @@ class Describer:
         return None
 
     def written_out(self, node: Node, markers: Markers) -> WrittenOut | None:
-        """Return what takes the place of a product with copies of experts' matrices; None for any other node, and for
-        a product that cannot be written out."""
+        """Return the grouped product that replaces a product with copies of experts' matrices; None for any other node,
+        and where that is impossible."""
         copied = any(experts.COPIES in source.meta for source in node.all_input_nodes)
         read = read_product(node) if copied else None
         if not isinstance(read, Product) or (weight_first := self._weight_first(read, markers)) is None:
@@ -98,9 +98,9 @@ class Describer:
         return experts.written_out(read, self.writes, weight_first=weight_first)
 
     def _weight_first(self, product: Product, markers: Markers) -> bool | None:
-        """Return whether it is the first factor that is copies of experts' matrices; None where neither is."""
+        """Return whether the first factor, not the second, holds copies of experts' matrices; None if neither does."""
         pairs = ((product.b, product.a, False), (product.a, product.b, True))
-        for factor, other, first in pairs[: 2 if product.form == "matmul" else 1]:  # others may be given learned tokens
+        for factor, other, first in pairs[: 2 if product.form == "matmul" else 1]:  # else tokens may be learned
             copies, value = factor.meta.get(experts.COPIES), value_of(factor)
             if copies is None or value is None or value.dim() < 3:
                 continue
@@ -111,9 +111,9 @@ class Describer:
     def _counts(self, node: Node) -> bool:
         """Return whether torch's FLOP counter finds products in an operation that the table does not know.
 
-        One node of each operation, and of each number of axes of its tensors, is counted for all.
+        The result for one node holds for all with the same operation, options, and axes and dtypes of tensors.
         """
-        values = [value for given in node.all_input_nodes if (value := value_of(given)) is not None]
+        values = [value for source in node.all_input_nodes if (value := value_of(source)) is not None]
         if not values or library_of(node) in COLLECTIVE:
             return False
         options = (arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str | bool))
@@ -171,11 +171,11 @@ class Describer:
         """Return whether ``node`` is made of the model's parameters and buffers alone."""
         seen, pending = {node}, [node]
         while pending:
-            one = markers.outside(pending.pop())
-            if one.op == "placeholder" and not self._names.is_of_model(one):
+            ancestor = markers.outside(pending.pop())
+            if ancestor.op == "placeholder" and not self._names.is_of_model(ancestor):
                 return False
-            pending += [source for source in one.all_input_nodes if source not in seen]
-            seen.update(one.all_input_nodes)
+            pending += [source for source in ancestor.all_input_nodes if source not in seen]
+            seen.update(ancestor.all_input_nodes)
         return True
 
     def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:

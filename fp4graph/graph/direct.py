@@ -1,8 +1,8 @@
 """The graph pass without a graph: operations run as they are called, and the products among them are quantized.
 
-It serves forwards that no compiler captured. Each operation becomes a node that belongs to no graph and that
-:mod:`~fp4graph.graph.find`, :mod:`~fp4graph.graph.plan` and :mod:`~fp4graph.graph.replace` read as they read the nodes
-of a captured graph. So the decisions, the noise and the bits are those of the captured graph.
+It serves forwards that no compiler captured. Each operation becomes a node outside of any graph, which
+:mod:`~fp4graph.graph.find`, :mod:`~fp4graph.graph.plan` and :mod:`~fp4graph.graph.replace` read like a node of a
+captured graph. So the decisions, the noise and the bits are those of the captured graph.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _QUANTIZED = "fp4graph_quantized"
 
 
 class _Kept(Exception):
-    """No rule quantizes a product that is written out; the operation of the model runs."""
+    """Raised where no rule quantizes a product that is written out, so that the model's own operation runs."""
 
 
 class Direct(TorchFunctionMode):
     """A forward of a model, or of a part of it, whose operations are run and quantized one by one.
 
     Args:
-        policy: of the phase in force.
-        names: of the model's modules and parameters.
-        whole: whether the forward is that of the whole model. A tensor that no operation of it made is then an input
-            of the model; in a part, some operation outside of the part may have made it.
-        produced: the operation that made a tensor, by the tensor; of tensors that earlier passes returned.
-        idle: operations that are known to do no matrix work; the pass adds to it.
-        carries: marks the weight of a module that the forward uses without calling the module; returns whether it
-            could.
-        lists: list also the work that every policy keeps.
-        recording: is shown the sites at work, or None.
+        policy: the policy of the phase in force.
+        names: the names of the model's modules and parameters.
+        whole_model: whether the forward is that of the whole model. A tensor that no operation of it made is then an
+            input of the model; in a part, some operation outside of the part may have made it.
+        produced: maps tensors that earlier passes returned to the operations that made them.
+        idle: operations without matrix work; the pass adds to it.
+        carries: marks the weight of a module that the forward uses without calling the module; returns whether this
+            succeeded.
+        lists: also list work that every policy keeps.
+        recording: sees the sites as they run, or None.
         first_occurrence: number of sites of each module that ran before.
 
     Attributes:
@@ -77,7 +77,7 @@ class Direct(TorchFunctionMode):
         policy: Policy,
         names: Names,
         *,
-        whole: bool,
+        whole_model: bool,
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
         carries: Callable[[UnmarkedWeight], bool],
@@ -88,7 +88,7 @@ class Direct(TorchFunctionMode):
         super().__init__()
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
-        self._policy, self._names, self._whole = policy, names, whole
+        self._policy, self._names, self._whole_model = policy, names, whole_model
         self._idle, self._recording, self._carries, self._lists = idle, recording, carries, lists
         self._shown: Counter[str] = Counter()
         self._describer = Describer(names, policy.may_quantize)
@@ -120,8 +120,8 @@ class Direct(TorchFunctionMode):
         state: Sequence[Tensor],
     ) -> None:
         """Take the marker of a module that is about to run; the arguments are those of ``fp4graph::mark``."""
-        own = self._nodes.own
-        nodes = own(key), own(step), [own(w) for w in weights], [own(entry) for entry in state]
+        held = self._nodes.held
+        nodes = held(key), held(step), [held(w) for w in weights], [held(entry) for entry in state]
         self._markers.add(Marker(tag, *nodes, module.training, id(module), name))
         self.marked.add(name)
 
@@ -131,18 +131,18 @@ class Direct(TorchFunctionMode):
         exact = partial(func, *args, **({} if kwargs is None else kwargs))
         if getattr(func, "__name__", "") == "__set__":
             self._describer.writes += 1  # x.data = y
-        # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
+        # A backward inside of this forward (double backward, a penalty) runs operations of fp4graph, not of the model.
         inside = torch_internals.backward_id() == self._backward
-        if not inside or (node := self._nodes.of_call(exact, given := dict[Node, Tensor]())) is None:
+        if not inside or (node := self._nodes.of_call(exact, inputs := dict[Node, Tensor]())) is None:
             return exact()
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
             node.meta["fp4graph_op"] = self._tag
         if node.target in roles.CHOICES:
             _check_router(node)
-        held = [n for n in given if "example_value" not in n.meta]
-        for n in held:
-            n.meta["example_value"] = given[n]
+        without_value = [n for n in inputs if "example_value" not in n.meta]
+        for n in without_value:
+            n.meta["example_value"] = inputs[n]
         written = writes(node)
         self._describer.writes += written
         try:
@@ -153,16 +153,16 @@ class Direct(TorchFunctionMode):
                     return self._run_opened(node, partial(gathered.function, *gathered.tensors))
                 except _Kept:
                     result = exact()
-            elif (call := self._call(node, given)) is not None:
+            elif (call := self._call(node, inputs)) is not None:
                 result = self._run(call, exact)
             elif node.target is experts.EXPERTS_MM:
                 raise _Kept
             else:
                 result = exact()
         finally:
-            for n in held:
+            for n in without_value:
                 del n.meta["example_value"]  # a node must not keep an activation alive
-        experts.follow(node, result, given, self._describer.writes)
+        experts.follow(node, result, inputs, self._describer.writes)
         self._nodes.remember(result, node, written=written)
         return result
 
@@ -181,14 +181,14 @@ class Direct(TorchFunctionMode):
         self._nodes.finish(result)
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
-        """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
+        """Return a function that computes the opaque operation ``node`` with its products written out, or None."""
         if node.target is F.multi_head_attention_forward:
             return _attention_forward
         return self._describer.opening(node, self._markers)
 
-    def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
+    def _call(self, node: Node, inputs: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
-        kind = (node.op, node.target, *((x.dim(), n.meta.get(experts.AXES)) for n, x in given.items()))
+        kind = (node.op, node.target, *((x.dim(), n.meta.get(experts.AXES)) for n, x in inputs.items()))
         if kind in self._idle:
             return None
         work = self._describer.describe(node, self._markers)
@@ -201,9 +201,9 @@ class Direct(TorchFunctionMode):
         if self.planner.refused is not None:
             raise self.planner.refused
         if isinstance(work, FoundProduct):
-            outputs, inputs = work.view.out_features, work.view.in_features
-            node.meta[roles.NARROWS] = outputs is not None and inputs is not None and outputs < inputs
-            _check_known(work, self._policy, whole=self._whole)
+            n, k = work.view.out_features, work.view.in_features
+            node.meta[roles.NARROWS] = n is not None and k is not None and n < k
+            _check_known(work, self._policy, whole_model=self._whole_model)
         if not planned:
             return None
         if planned[0].found.has_weight and work.view.role is None:
@@ -223,8 +223,8 @@ class Direct(TorchFunctionMode):
     def _run(self, call: SiteCall, exact: Callable[[], Tensor]) -> Tensor:
         inputs: list[Any] = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
-        named = {"site": call.site} if call.ends is None else {"site": call.site, "ends": value_of(call.ends)}
-        quantized = partial(call.function, *inputs, call.salt, *state, **named)
+        keywords = {"site": call.site} if call.ends is None else {"site": call.site, "ends": value_of(call.ends)}
+        quantized = partial(call.function, *inputs, call.salt, *state, **keywords)
         if (substitute := current_substitute()) is not None:
             return substitute(call.site, inputs[0], inputs[1], quantized, exact)
         if self._recording is None:
@@ -237,8 +237,8 @@ class Direct(TorchFunctionMode):
         return y
 
 
-def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
-    """Raise CaptureError where the decision depends on what a pass without a graph cannot know."""
+def _check_known(found: FoundProduct, policy: Policy, *, whole_model: bool) -> None:
+    """Raise CaptureError where the decision depends on facts that only a graph shows."""
     view, place = found.view, str(found.view)
     if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
         raise CaptureError(
@@ -246,7 +246,7 @@ def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
             "policy) again, which keeps state where it fits, and prepare_optimizer again",
             site=place,
         )
-    if whole or view.producer is not None or not _from_outside(found.product.a):
+    if whole_model or view.producer is not None or not _from_outside(found.product.a):
         return
     training = found.marked is None or found.marked.marker.training
     decisions = policy.decide_weight(view)
@@ -254,20 +254,20 @@ def _check_known(found: FoundProduct, policy: Policy, *, whole: bool) -> None:
     if len(plans) > 1:
         raise CaptureError(
             "what the policy does here (a rule with 'producer', or a technique such as smooth_swiglu) depends on "
-            "what computes the input of this product, and this part of the model runs by itself, so that nobody "
-            "knows; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
+            "what computes the input of this product, which is unknown because this part of the model runs by "
+            "itself; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
             "the rules apart by module instead of producer",
             site=place,
         )
 
 
 def _check_router(choice: Node) -> None:
-    """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+    """Raise CaptureError where ``choice`` shows that a quantized product is a router, which captured graphs keep."""
     for node in roles.chosen_from(choice):
         if (view := node.meta.get(_QUANTIZED)) is not None:
             raise CaptureError(
-                "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
-                f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                "its output chooses by top-k, so it is a router, which a compiled graph keeps; it was quantized "
+                f"before the top-k showed that. To keep it here too, {rule_that_keeps('router', view.module)}",
                 site=str(view),
             )
 
@@ -275,34 +275,34 @@ def _check_router(choice: Node) -> None:
 def _check_function(function: Any, found: FoundProduct) -> None:
     """Raise CaptureError where the forward of a custom autograd function multiplies with a weight.
 
-    The function's own backward multiplies too, and the pass does not see that.
+    The function's own backward multiplies too, unseen by the pass.
     """
     if found.has_weight:
         raise CaptureError(
-            f"the autograd function {function.__name__} multiplies with a parameter, and its backward would run in "
-            f"high precision without a word. To keep it, {rule_that_keeps('function', found.view.module)}",
+            f"the autograd function {function.__name__} multiplies with a parameter, and its backward would silently "
+            f"run in high precision. To keep it, {rule_that_keeps('function', found.view.module)}",
             site=str(found.view),
         )
 
 
 def _functions() -> list[Any]:
     """Return the custom autograd functions whose forwards are running, the innermost first; no checkpointed regions."""
-    found, frame = [], inspect.currentframe()
+    functions, frame = [], inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward":
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # with setup_context() there is no ctx
             if isinstance(first, FunctionCtx):
-                found.append(getattr(first, "_forward_cls", type(first)))
+                functions.append(getattr(first, "_forward_cls", type(first)))
             elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-                found.append(owner)
+                functions.append(owner)
         frame = frame.f_back
-    return [function for function in found if function is not CheckpointFunction]
+    return [function for function in functions if function is not CheckpointFunction]
 
 
 def _from_outside(node: Node) -> bool:
-    """Return whether ``node`` is a view of a tensor, or rows of one, of which nobody knows what made it."""
+    """Return whether ``node`` is a view of, or rows of, a tensor with an unknown producer."""
     while (source := products.rows_of(node)) is not None:
         node = source
     return node.op == "placeholder" and PRODUCER not in node.meta
@@ -320,8 +320,8 @@ def _viewed(node: Node, views: Sequence[Node]) -> Tensor:
 
 def _without_overrides(function: Any) -> Callable[..., Any]:
     """Return a Python function of torch that does not ask for overrides itself; the operations inside of it do."""
-    own = {**function.__globals__, "has_torch_function": lambda *_: False}
-    copy = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    scope = {**function.__globals__, "has_torch_function": lambda *_: False}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -21,8 +21,8 @@ def fp4graph_backend(
 ) -> Callable[..., Any]:
     """Rewrite ``gm`` under ``options["policy"]`` and compile it with ``options["backend"]`` (inductor by default).
 
-    The other options are Inductor's. ``options["mode"]`` is torch.compile's mode, which torch does not take beside
-    options.
+    Other options are passed to Inductor. ``options["mode"]`` is torch.compile's mode, which torch does not take
+    beside options.
 
     Raises:
         PolicyError: no policy is given, or the policy draws noise or keeps state, which needs the model and so

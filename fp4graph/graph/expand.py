@@ -29,10 +29,10 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
 
 @dataclass(frozen=True)
 class Replacement:
-    """Nodes that compute what ``node`` does, of which a graph is to keep one or the other.
+    """New nodes that compute the same as ``node``; :meth:`settle` decides which of the two a graph keeps.
 
     Attributes:
-        nodes: the new nodes in order; result: the one that stands for ``node``.
+        nodes: the new nodes in order; result: the new node that stands for ``node``.
     """
 
     node: Node
@@ -72,8 +72,8 @@ def _traced(gm: GraphModule, node: Node, function: Callable[..., Any], arguments
     values = [n.meta.get("example_value", n.meta.get("val")) for n in inputs]
 
     def on_tensors(*tensors: Any) -> Any:
-        given = dict(zip(inputs, tensors, strict=True))
-        args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in flat], spec)
+        tensor_of = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten([tensor_of[x] if isinstance(x, Node) else x for x in flat], spec)
         return function(*args, **kwargs)
 
     fake_mode = next(value.fake_mode for value in values if isinstance(value, torch_internals.FakeTensor))
@@ -112,7 +112,7 @@ def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node]
 
 
 def _with_gradient(value: Any, node: Node) -> Any:
-    """Return the ``value`` of a traced node, which needs a gradient if an input does: traces do not say so."""
+    """Return the ``value`` of a traced node, with ``requires_grad`` if an input has it: traces lose that."""
     inputs = (value_of(source) for source in node.all_input_nodes)
     needs = name_of(node) != "detach" and any(x is not None and x.requires_grad for x in inputs)
     return value.requires_grad_() if needs and isinstance(value, Tensor) and value.is_floating_point() else value

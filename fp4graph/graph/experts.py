@@ -1,15 +1,14 @@
 """Writes a product with copies of experts' matrices, ``w[ids]``, as a grouped product of sorted tokens.
 
-``Y[s] = A[s] @ W[ids[s]]``, with ``A [S, P, K]`` and ``W [E, K, N]``, is written in models as a copy of a matrix for
-every s and a batched product. Sorted by expert, the same rows are those of a grouped product, which copies nothing:
+Models write ``Y[s] = A[s] @ W[ids[s]]``, with ``A [S, P, K]`` and ``W [E, K, N]``, as a copy of a matrix for every s
+and a batched product. A grouped product of rows sorted by expert computes the same and copies nothing:
 
     order      = argsort(ids)         stable
     ends[e]    = P · #{s : ids[s] <= e}
     Y[order]   = grouped(A[order], W, ends)
 
-:func:`follow` marks the nodes whose results are copies, :func:`written_out` says what a product with them is. Copies
-that an operation changed, or that something was written into, would be quantized as what they no longer are: their
-products are errors.
+:func:`follow` marks the nodes whose results are copies; :func:`written_out` groups a product with them. A product
+with copies that were changed or written into is an error: the grouped product would use the unchanged matrices.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from fp4graph.numerics.declare import operator
 
 #: Key in a node's meta data: the number of axes of the parameter that the node is, or is a view of.
 AXES = "fp4graph_axes"
-#: Key in a node's meta data: a :class:`Copies`, or why there is none: CHANGED or OTHERWISE.
+#: Key in a node's meta data: a :class:`Copies`, or the reason for its absence: CHANGED or OTHERWISE.
 COPIES = "fp4graph_copies"
-#: An operation made the node's result of copies, as ``2·w[ids]``.
+#: An operation computed the node's result from copies, as ``2·w[ids]``.
 CHANGED = "changed"
-#: The node's result are copies that were picked or viewed in a way that :class:`Copies` cannot say.
+#: The node's result holds copies that were picked or viewed in a way that :class:`Copies` cannot describe.
 OTHERWISE = "otherwise"
 #: Operations that pick parts of a tensor by a tensor of indices, and the position of what they pick from.
 _PICKS = {"index_select": 0, "gather": 0, "take_along_dim": 0, "index": 0, "embedding": 1}
@@ -49,11 +48,12 @@ class Copies:
     """The result of a node, ``stack[ids]``, perhaps transposed and cast.
 
     Attributes:
-        nodes: of the stack of matrices and of the indices.
+        nodes: the stack of matrices and the indices, as nodes.
         tensors: the same as tensors.
-        writes: the number of writes before the pick; versions: of ``tensors`` then, and of the result when it was made.
+        writes: the number of writes before the pick.
+        versions: the versions of ``tensors`` then, and of the result when it was made.
         wraps: whether negative indices count from the end, as in ``w[ids]``; ``index_select`` refuses them.
-        dtype: that the copies were cast to, or None.
+        dtype: the dtype that the copies were cast to, or None.
     """
 
     nodes: tuple[Node, Node]
@@ -65,7 +65,7 @@ class Copies:
     dtype: torch.dtype | None = None
 
     def viewed(self, node: Node, result: object) -> Copies | str:
-        """Return what ``node``, which views or casts the copies, makes of them."""
+        """Return the copies after ``node``, which views or casts them, or OTHERWISE."""
         if not isinstance(result, Tensor):
             return OTHERWISE
         seen = replace(self, versions=(*self.versions[:2], _version(result)))
@@ -76,38 +76,37 @@ class Copies:
         return seen if name_of(node) in ("contiguous", "clone", "detach") else OTHERWISE
 
     def is_written(self, writes: int, copies: Tensor) -> bool:
-        """Return whether anything was written since the pick: into whatever tensor by ``writes``, the operations that
-        wrote so far, or into the copies and what they were picked from.
+        """Return whether anything was written since the pick, given the number of ``writes`` so far.
 
-        Which tensors share memory no graph shows. Versions show what no operation of the forward wrote, say that of a
-        backward inside of it.
+        A write into any tensor counts, because a graph does not show which tensors share memory. Versions show writes
+        that are not operations of the forward, such as those of a backward inside of it.
         """
         return (self.writes, *self.versions) != (writes, *map(_version, (*self.tensors, copies)))
 
     def multiply(
         self, tokens: Tensor, w: Tensor, ids: Tensor, *, weight_first: bool, detached: bool, dtype: torch.dtype
     ) -> Tensor:
-        """Return ``tokens[s] @ w[ids[s]]`` for every s, by a grouped product; no host waits for an index.
+        """Return ``tokens[s] @ w[ids[s]]`` for every s, by a grouped product, without a host synchronization.
 
         Args:
             tokens: ``[..., P, K]``, or ``[..., K, P]`` where the weight comes first; the leading axes may be broadcast
                 to those of ``ids``.
             w: ``[E, K, N]``, or ``[E, N, K]`` where the copies are transposed, or come first and are not.
-            dtype: of the product, where the caller's autocast is known.
+            dtype: the dtype of the product, where the caller's autocast is known.
 
         Returns:
             ``[*ids.shape, P, N]``, or ``[*ids.shape, N, P]`` where the weight comes first.
 
         Raises:
-            IndexError: on a CPU, an index that torch's own indexing refuses. On other devices it fails as there.
+            IndexError: on a CPU, an index that torch's own indexing refuses; other devices fail as in torch's indexing.
         """
         x = tokens.mT if weight_first else tokens
         w = w.detach() if detached else w
         w = w if self.dtype is None else w.to(self.dtype)
         w = w if weight_first == self.transposed else w.mT
         rows, picks = x.shape[-2], ids.numel()
-        # The indices pick from the experts' numbers as they do from the matrices: an index that is out of range is the
-        # same error, and one that counts from the end becomes the expert's number.
+        # Indexing the experts' numbers raises the same errors as indexing the matrices, and turns a negative index into
+        # the expert's number.
         numbers, flat = torch.arange(w.shape[0], device=x.device), ids.flatten().to(x.device)
         experts = numbers[flat] if self.wraps else numbers.index_select(0, flat)
         experts, order = torch.sort(experts, stable=True)
@@ -127,7 +126,7 @@ def follow(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: in
     """Mark ``node`` where its ``result`` is a view of a parameter, or copies of matrices of one.
 
     Args:
-        inputs: the tensors that the node is given.
+        inputs: the node's input tensors.
         writes: the number of operations so far that wrote into a tensor.
     """
     if node.op not in ("call_function", "call_method"):
@@ -159,21 +158,21 @@ def _picked_from(node: Node) -> Node | None:
 
 
 def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> Copies | None:
-    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for anything else."""
+    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for other picks."""
     name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
     stack, wraps = args[0], name in ("getitem", "__getitem__")
     if wraps:
         index, *others = _listed(args[1])
-        whole = all(other is Ellipsis or other == slice(None) for other in others)
+        by_matrix = all(other is Ellipsis or other == slice(None) for other in others)
     else:
         index = args[-1]
-        whole = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
-    if not whole or not isinstance(stack, Node) or not isinstance(index, Node) or not isinstance(result, Tensor):
+        by_matrix = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
+    if not by_matrix or not isinstance(stack, Node) or not isinstance(index, Node) or not isinstance(result, Tensor):
         return None
     w, ids = tensors = inputs[stack], inputs[index]
     if w.dim() != 3 or ids.dtype not in (torch.int32, torch.int64) or ids.dim() + 2 != result.dim():
         return None
-    # A forward without a graph keeps the matrices to the product: a parameter or a view of one, but no cast of all.
+    # Without a graph, the matrices stay in memory until the product: a parameter or its view may, a cast may not.
     parameter = value_of(origin(stack)[0])
     if not isinstance(w, torch_internals.FakeTensor) and not (
         w is parameter or (parameter is not None and torch_internals.is_alias(w, parameter))
@@ -185,38 +184,38 @@ def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: i
 def _changes_copies(node: Node, result: object, inputs: Mapping[Node, Tensor]) -> bool:
     """Return whether ``node`` makes changed copies of experts' copies, as ``2·w[ids]`` or ``relu(w[ids])``.
 
-    They have as large matrices, and those of all inputs that are no copies are smaller: a scale, a mask or a gate.
-    Scores to which a picked bias is added are scores, and copies that are joined with something else are activations.
+    The result has matrices as large as the copies, and other inputs have smaller ones (a scale, a mask, a gate).
+    Scores plus a picked bias remain scores, and copies joined with another tensor are activations.
     """
 
     def matrix(x: Tensor) -> int | torch.SymInt:
         return prod(x.shape[-2:])
 
-    mine = [x for n, x in inputs.items() if COPIES in n.meta and x.dim() >= 3]
+    copied = [x for n, x in inputs.items() if COPIES in n.meta and x.dim() >= 3]
     others = [x for n, x in inputs.items() if not (COPIES in n.meta and x.dim() >= 3) and x.is_floating_point()]
-    if not mine or not isinstance(result, Tensor) or (others and name_of(node) in _JOINS):
+    if not copied or not isinstance(result, Tensor) or (others and name_of(node) in _JOINS):
         return False
-    return all(statically_known_true(matrix(result) >= matrix(x)) for x in mine) and all(
-        statically_known_true(matrix(other) < matrix(x)) for other in others for x in mine
+    return all(statically_known_true(matrix(result) >= matrix(x)) for x in copied) and all(
+        statically_known_true(matrix(other) < matrix(x)) for other in others for x in copied
     )
 
 
 def _swaps_matrix(node: Node, axes: int) -> bool:
-    """Return whether ``node`` shows a tensor of so many ``axes`` with its last two exchanged, and nothing else."""
+    """Return whether ``node`` exchanges the last two axes of a tensor with ``axes`` axes, and does nothing else."""
     name, last = name_of(node), {axes - 2, axes - 1}
     if name in ("mT", "adjoint"):
         return True
     if name == "getattr":
         return str(node.args[1]) == "mT"
-    flat = [axis for given in (*node.args[1:], *node.kwargs.values()) for axis in _listed(given)]
+    flat = [axis for argument in (*node.args[1:], *node.kwargs.values()) for axis in _listed(argument)]
     order = [axis % axes for axis in flat if isinstance(axis, int)]
     if name in ("transpose", "swapaxes"):
         return set(order) == last
     return name == "permute" and order == [*range(axes - 2), axes - 1, axes - 2]
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, tuple | list) and given else [given]
+def _listed(argument: Any) -> list[Any]:
+    return list(argument) if isinstance(argument, tuple | list) and argument else [argument]
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,8 @@ class WrittenOut:
 def written_out(product: Product, writes: int, *, weight_first: bool) -> WrittenOut | None:
     """Write ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a grouped product.
 
-    None stands for a product that cannot be shown to be the same. The grouped product reads W and the indices where the
-    product is, not where the copies were made, so nothing may be written in between.
+    Return None where the two cannot be shown to be equal. The grouped product reads W and the indices at the product,
+    not where the copies were made, so nothing may be written in between.
     """
     factor, other = (product.a, product.b) if weight_first else (product.b, product.a)
     copies, matrices, tokens = factor.meta[COPIES], value_of(factor), value_of(other)
@@ -261,13 +260,13 @@ def written_out(product: Product, writes: int, *, weight_first: bool) -> Written
 
 
 def _exact(tokens: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in high precision with a copy of its matrix for each token, as the model would."""
+    """Multiply in high precision with one copy of a matrix for each token, as the model would."""
     ids = torch.searchsorted(ends, torch.arange(tokens.shape[0], device=ends.device), right=True)
     return torch.bmm(tokens.unsqueeze(1), matrices[ids]).squeeze(1)
 
 
-#: The grouped product of tokens ``[T, K]``, matrices ``[E, K, N]`` and cumulative numbers of tokens ``[E]``, of any
-#: floating-point dtype and any sizes, which torch's own is not.
+#: The grouped product of tokens ``[T, K]``, matrices ``[E, K, N]`` and cumulative numbers of tokens ``[E]``. Unlike
+#: torch's own, it takes any floating-point dtype and any sizes.
 EXPERTS_MM = operator(
     "experts_mm(Tensor tokens, Tensor matrices, Tensor ends, ScalarType dtype) -> Tensor",
     lambda tokens, matrices, ends, dtype: tokens.new_empty((tokens.shape[0], matrices.shape[2]), dtype=dtype),

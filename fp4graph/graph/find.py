@@ -2,7 +2,7 @@
 
 The pass opens nodes that hide products, takes the markers out of the graph, and describes every matrix operation as
 the table of :mod:`fp4graph.graph.operations` has it: a :class:`FoundProduct` may become a site, a :class:`FoundWork`
-cannot. The policy is asked about nothing but operations that are opened only for a rule that wants their products.
+cannot. The pass asks the policy only about operations that are opened if a rule wants their products.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def find(
 
     Args:
         gm: a graph as Dynamo hands it to a backend.
-        names: of the model's modules and parameters.
-        wants: whether a rule wants a site of this kind at this place, for which an operation has to be opened.
+        names: the names of the model's modules and parameters.
+        wants: returns whether a rule may quantize a site of this kind at this place; if so, an operation is opened.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
     finder = _Finder(Describer(names, wants), keys or {})
@@ -101,16 +101,16 @@ class _Finder:
         if marker.module is not None:
             self.found.keys[key] = marker.module
         self.found.steps.add(step)
-        # Another tensor in each forward, because the backward of one may come after the next forward. A CUDA
-        # graph that took it for static would be recorded at every step; this one copies the five numbers.
+        # The step is a new tensor in each forward, because a backward may follow the next forward. As a static input it
+        # would make a CUDA graph record every step; otherwise the graph copies its five numbers.
         torch_internals.unmark_static(step)
         self.found.marked.add(marker.module)
 
     def _open_all(self, gm: GraphModule, markers: Markers) -> None:
-        """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
+        """Open the nodes of ``gm`` (not of its submodules) that hide products, until no node hides any.
 
-        What an opened node consists of may hide products too. The products of one that was opened because a rule asks
-        for it are tagged with what it is: ``meta["fp4graph_op"] = "sdpa"``.
+        Products of a node that was opened because a rule asks for its kind are tagged with the kind:
+        ``meta["fp4graph_op"] = "sdpa"``.
         """
         opened = True
         while opened:
@@ -159,7 +159,7 @@ class _Finder:
 def _placeholders(node: Node, inner: GraphModule, markers: Markers) -> dict[Node, Node]:
     """Map each placeholder of ``inner``, the body of the higher-order op ``node``, to the node that it stands for."""
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-    given = [argument for argument in node.args if isinstance(argument, Node) or argument is None]
-    operands = given[-len(places) :] if places else []
+    arguments = [argument for argument in node.args if isinstance(argument, Node) or argument is None]
+    operands = arguments[-len(places) :] if places else []
     pairs = zip(places, operands, strict=True)
     return {place: markers.outside(operand) for place, operand in pairs if isinstance(operand, Node)}

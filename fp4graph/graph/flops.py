@@ -44,8 +44,8 @@ def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
     """Return the FLOPs of the matrix operations that ``call`` runs, as torch counts them, by the module that runs them.
 
-    The root has the name "", and the sum. None stands for a call that fails: some models run on tensors without data
-    only where a compiler traces them, and torch 2.14 has no grouped product of fp32 there.
+    The root, with the sum, has the name "". Return None if the call fails: some models run on tensors without data only
+    while a compiler traces them, and torch 2.14 has no grouped product of fp32 there.
     """
     grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # the counter of torch 2.15 does not know it either
     counter = FlopCounterMode(display=False, custom_mapping=grouped)
@@ -53,7 +53,7 @@ def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
         # torch 2.14 does not count the fused attention of a CPU.
         with torch_internals.fake_tensors_silent(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
             call()
-    except Exception:  # noqa: BLE001  # whatever the model raises
+    except Exception:  # noqa: BLE001  # a model may raise anything
         return None
     counts = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
     return {name.partition(".")[2]: flops for name, flops in counts.items() if "." in name} | {
@@ -69,7 +69,7 @@ _raw_grouped._get_raw = True  # type: ignore[attr-defined]  # torch's counter ha
 
 
 def of_recurrent(*args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of a product of each matrix with every token; the first tensor holds the tokens."""
+    """Return the FLOPs of multiplying every token with each matrix; the first tensor holds the tokens."""
     first, *others = nested((args, kwargs), Tensor)
     return 2 * prod(first.shape[:-1]) * sum(other.numel() for other in others if other.dim() == 2)
 
@@ -100,9 +100,9 @@ def of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) 
 
 
 def of_node(node: Node, formula: Callable[..., int] | None = None) -> int | None:
-    """Return the forward FLOPs of any other node: 0 for one that multiplies no matrices, None where unknown.
+    """Return the forward FLOPs of any other node: 0 for views, arithmetic and look-ups, None where unknown.
 
-    ``formula`` counts them in the place of torch's counter. Views, arithmetic and look-ups count nothing.
+    ``formula``, if given, replaces torch's counter.
     """
     try:
         args, kwargs = pytree.tree_map_only(Node, _empty, (node.args, node.kwargs))

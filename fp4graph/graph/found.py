@@ -14,7 +14,7 @@ from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product
 from fp4graph.technique.site import SiteView
 
-#: Counts the FLOPs of a call where torch's counter cannot, as ``Operation.flops``; None asks that.
+#: Counts the FLOPs of a call where torch's counter cannot, as ``Operation.flops``; None uses the counter.
 Formula = Callable[..., int] | None
 
 
@@ -22,8 +22,8 @@ Formula = Callable[..., int] | None
 class Marked:
     """The marker that belongs to a product.
 
-    It is the one that carries the product's weight, with the index of that weight, or else the one of the innermost
-    module around the product.
+    This is the marker that carries the product's weight, with the index of that weight, or else the marker of the
+    innermost module around the product.
     """
 
     marker: Marker
@@ -52,7 +52,7 @@ class FoundWork:
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
         reason: why it cannot be quantized.
-        verdict: what the planner does with it.
+        verdict: the planner's treatment of it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
         supported: whether a rule could have the work quantized.
     """
@@ -76,8 +76,7 @@ class FoundProduct:
         owner: owner of the parameter that is the second factor, or None.
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.
-        weight_first: the product as work that cannot be quantized, where the first factor is a parameter and the second
-            is none; None elsewhere.
+        weight_first: the product as work that cannot be quantized, if only the first factor is a parameter; else None.
         newcomer: name of the module, if it joined the model after the names were taken.
         caller: name of the module that the product was called in, or None.
     """
@@ -104,7 +103,7 @@ class Found:
 
     Attributes:
         work: the matrix work, in the order of the graph.
-        read: the parameters that the graph takes for more than to mark them.
+        read: the parameters that the graph uses outside of markers.
         marked: the modules whose markers were found; None is a module that cannot be known.
         bodies: the graph and the bodies in it whose nodes may be replaced.
         keys: the graph's inputs that are noise keys, with the modules of the markers that carry them.

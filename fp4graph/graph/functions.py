@@ -30,7 +30,7 @@ from fp4graph.ops.matmul import quantized_matmul
 
 _PREFIX = "fp4graph_site_"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: The folders and files of the package whose code computes; the others may change without changing a graph.
+#: The folders and files of the package that affect what a graph computes.
 _COMPUTING = ("numerics", "ops", "kernels", "graph", "technique", "torch_internals.py")
 
 
@@ -76,8 +76,8 @@ def _site_function(
         return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
 
     # A function in a technique's options shows its address, which differs from process to process.
-    said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
-    name = f"{_PREFIX}{form}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    description = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
+    name = f"{_PREFIX}{form}_{hashlib.sha256(description.encode()).hexdigest()[:16]}"
     if name in globals():  # two programs whose texts are equal
         name += os.urandom(8).hex()
     fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = name
@@ -87,7 +87,7 @@ def _site_function(
 
 @contextmanager
 def cacheable(gm: GraphModule) -> Iterator[None]:
-    """Let torch take a graph with our functions from its caches, and put it there, in this context."""
+    """Let torch's caches hold a graph with our functions, in this context."""
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
     names = {str(getattr(target, "__name__", "")) for target in targets}
@@ -104,9 +104,9 @@ def _techniques_digest(program: MatmulProgram) -> str:
 
 @functools.cache
 def _source(cls: type) -> bytes:
-    """Return what identifies the code of ``cls``: a digest of its package's files, since it may call anything there.
+    """Return a digest that identifies the code of ``cls``: that of its package's files, which it may call.
 
-    For a class made in a function, or without a file, no file has all of its code: such a class equals no other.
+    For a class made in a function, or without a file, no file has all of its code: its digest is random.
     """
     try:
         file = Path(inspect.getfile(cls))
@@ -128,5 +128,5 @@ def _files_digest(places: tuple[Path, ...]) -> bytes:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Return a digest of all parts, whatever their order."""
+    """Return a digest of all parts, in any order."""
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(part).digest() for part in parts))).hexdigest()

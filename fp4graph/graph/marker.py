@@ -1,9 +1,9 @@
 """The marker that carries a module's key and weight state into a captured graph.
 
 While Dynamo traces, a forward pre-hook of every module with planned sites calls ``fp4graph::mark``. Dynamo lifts the
-tensors that the operator is given to graph inputs, in checkpointed bodies and shared graphs too, where object
-identities do not reach. The graph pass reads and removes the node. A graph that another backend compiles still has the
-node, and fails instead of running in silent high precision.
+operator's tensors to graph inputs, also in checkpointed bodies and shared graphs, where identities of objects are
+lost. The graph pass reads and removes the node. A graph that another backend compiles still has the node, and fails
+instead of silently running in high precision.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tag:
         state: for each state tensor, (index of its weight, technique, entry name).
         plans: for each weight, a number that tells its plan from the model's other plans: a technique may plan by the
             name or the place of a module.
-        carried: whether another module than the weights' owner gives the mark, for these weights alone.
+        carried: whether another module than the weights' owner makes the mark, for these weights alone.
     """
 
     rules: tuple[int, ...]

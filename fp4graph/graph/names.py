@@ -56,7 +56,7 @@ class Names:
         self.blocks: Mapping[str, BlockPosition] = find_blocks(self._infos) if root is not None else {}
 
     def learn(self, nodes: list[Node]) -> None:
-        """Take modules, their classes and their weights from the places of ``nodes``, where there is no root."""
+        """Without a root, learn modules, their classes and their weights from the places of ``nodes``."""
         if self._by_name:
             return
         weights: dict[str, int] = {}
@@ -108,7 +108,7 @@ class Names:
     def newcomer(self, node: Node) -> str | None:
         """Return the innermost module that ``node`` was called in, if it joined the model after the names were taken.
 
-        A module that no ``named_modules()`` lists, such as one in a plain list, is no newcomer.
+        A module that no ``named_modules()`` lists, such as one in a plain list, does not count.
         """
         stack = module_stack(node)
         if self._root is None or not stack or stack[-1].id in self._modules:
@@ -122,11 +122,11 @@ class Names:
         """
         example, calling = _example(weight), self.module(user)
         # The id may be that of a parameter which fully_shard has replaced since.
-        known = self._owners.get(id(example), [])
-        owners = [o for o in known if self._by_name[o.module]._parameters.get(o.parameter) is example]
+        candidates = self._owners.get(id(example), [])
+        owners = [o for o in candidates if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
-        if calling is not None and calling in self._by_name:  # it may have taken the place of another since
+        if calling is not None and calling in self._by_name:  # the parameter may have replaced another
             for name, value in self._by_name[calling]._parameters.items():
                 if value is example is not None:
                     return Owner(calling, name)
@@ -148,7 +148,7 @@ class Names:
         return Owner(calling, parameter) if calling is not None else None
 
     def owners(self, node: Node) -> list[Owner]:
-        """Return all owners of the parameter at placeholder ``node``, as far as its identity or its source tells."""
+        """Return all owners of the parameter at placeholder ``node``, by its identity and by its source."""
         source = _source(node)
         return [*self._owners.get(id(_example(node)), ()), *(() if source is None else (source,))]
 
@@ -160,7 +160,7 @@ class Names:
         return isinstance(_example(node), nn.Parameter) or _source(node) is not None
 
     def is_buffer(self, example: object) -> bool:
-        """Return whether a tensor that a graph was given is a buffer of the model."""
+        """Return whether an input tensor of a graph is a buffer of the model."""
         owner = self._buffers.get(id(example))
         return owner is not None and self._by_name[owner.module]._buffers.get(owner.parameter) is example
 
@@ -175,7 +175,7 @@ def _example(node: Node) -> object:
 
 
 def _source(node: Node) -> Owner | None:
-    """Return the place that the source of a placeholder names, or None where it names no parameter."""
+    """Return the parameter that the source of a placeholder names, or None."""
     steps = _SOURCE_STEP.findall(torch_internals.source_of(node) or "")
     parameters = [name for _, kind, name in steps if kind == "parameters"]
     return Owner(".".join(module for module, _, _ in steps if module), parameters[-1]) if parameters else None

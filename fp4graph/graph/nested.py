@@ -1,4 +1,4 @@
-"""What stands in nested tuples, lists and mappings."""
+"""Iterates over nested tuples, lists and mappings."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _T = TypeVar("_T")
 
 
 def nested(value: Any, kind: type[_T]) -> Iterator[_T]:
-    """Yield the instances of ``kind`` in ``value``: a tuple, list or mapping of such, nested, or one itself."""
+    """Yield the instances of ``kind`` among the leaves of ``value``, or ``value`` itself."""
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, kind))

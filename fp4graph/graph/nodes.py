@@ -19,46 +19,46 @@ from fp4graph.graph.nested import nested
 from fp4graph.graph.products import PRODUCER, producer_of
 from fp4graph.torch_internals import pytree
 
-#: Attributes that show the tensor itself; all others are read past the pass.
+#: Attributes that are views of the tensor; the pass does not see reads of others.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
-#: Operations that pick a matrix of a stack by a number.
+#: Operations that pick one matrix of a stack by its number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A tensor that the pass was given, as Dynamo describes the input of a graph."""
+class _Input:
+    """An input tensor of the pass, in the form in which Dynamo describes the input of a graph."""
 
     example: Tensor
 
 
 class Nodes:
-    """The nodes that stand for the tensors of one forward, each with what the passes read in its meta data.
+    """The nodes that stand for the tensors of one forward, each with the meta data that the passes read.
 
     Args:
-        names: of the model's modules and parameters.
-        produced: the operation that made a tensor, by the tensor; of tensors that earlier forwards returned.
+        names: the names of the model's modules and parameters.
+        produced: maps tensors that earlier forwards returned to the operations that made them.
     """
 
     def __init__(self, names: Names, produced: MutableMapping[Tensor, str | None]) -> None:
         self._names, self._produced = names, produced
-        self._graph = Graph()  # nodes name it as theirs, and none is in it
+        self._graph = Graph()  # owns the nodes by name and stays empty
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
 
     def call(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
-        """Return a new node, of the call of an operation."""
+        """Return a new node for the call of an operation."""
         return Node(self._graph, "", op, target, args, kwargs)
 
-    def of_call(self, call: partial[Any], given: dict[Node, Tensor]) -> Node | None:
-        """Return a new node of the call of a function of torch, as Dynamo makes one; None if it makes no tensor.
+    def of_call(self, call: partial[Any], inputs: dict[Node, Tensor]) -> Node | None:
+        """Return a new node for the call of a function of torch, as Dynamo makes it; None if it makes no tensor.
 
-        The tensors that the function is given are added to ``given``, by their nodes.
+        The function's input tensors are added to ``inputs``, by their nodes.
         """
 
         def node_of(x: Tensor) -> Node:
             node = self.of(x)
-            given[node] = x
+            inputs[node] = x
             return node
 
         op, target = _operation(call.func)
@@ -68,35 +68,35 @@ class Nodes:
         if op == "getattr":
             op, target, args = "call_function", getattr, (*args, target)
         if target in _SELECTS:
-            args, kwargs = _selected(args, kwargs, given)
+            args, kwargs = _selected(args, kwargs, inputs)
         return self.call(op, target, args, kwargs)
 
     def of(self, x: Tensor) -> Node:
-        """Return the node of a tensor: of the operation that returned it, or that of an input."""
+        """Return the node of a tensor: the operation that returned it, or an input."""
         node = self._nodes.get(x)
         if node is None:
             self._nodes[x] = node = self.call("placeholder", "input", (), {})
             if isinstance(x, nn.Parameter):
-                node.meta |= {"grapharg": _Given(x), "example_value": x, experts.AXES: x.dim()}
+                node.meta |= {"grapharg": _Input(x), "example_value": x, experts.AXES: x.dim()}
             elif self._names.is_buffer(x):
-                node.meta["grapharg"] = _Given(x)
+                node.meta["grapharg"] = _Input(x)
             elif x in self._produced:
                 node.meta[PRODUCER] = self._produced[x]
         return node
 
-    def own(self, x: Tensor) -> Node:
+    def held(self, x: Tensor) -> Node:
         """Return the node of a tensor that the model holds."""
         node = self.of(x)
         node.meta["example_value"] = x
         return node
 
     def remember(self, result: Any, node: Node, *, written: bool) -> None:
-        """Name what ``node`` returned; copies of experts' matrices that it has ``written`` into keep their name."""
+        """Map the ``result`` to ``node``; copies of experts' matrices that were ``written`` into keep their node."""
 
-        def name(x: Tensor, own: Node) -> None:
+        def name(x: Tensor, new: Node) -> None:
             old = self._nodes.get(x)
             if not (written and old is not None and experts.COPIES in old.meta):
-                self._nodes[x] = own
+                self._nodes[x] = new
 
         if isinstance(result, Tensor):
             if not isinstance(result, nn.Parameter):
@@ -115,27 +115,27 @@ class Nodes:
                 self._produced[leaf] = producer_of(node)
 
 
-def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[Any, Any]:
-    """Return the arguments of an operation that picks of a tensor of three axes, tensors of one integer as numbers.
+def _selected(places: Any, names: Any, inputs: Mapping[Node, Tensor]) -> tuple[Any, Any]:
+    """Return the arguments of a pick from a tensor of three or more axes, with tensors of one integer as numbers.
 
-    A loop over experts picks ``W[e]`` so. The number is kept beyond the operation, unlike the values of a tensor: a
-    weight's state is shown through the same views.
+    A loop over experts picks ``W[e]`` this way. A node keeps a number, unlike the values of a tensor, and the weight's
+    state is shown through the same views.
     """
-    stack = given.get(places[0]) if places and isinstance(places[0], Node) else None
+    stack = inputs.get(places[0]) if places and isinstance(places[0], Node) else None
     if stack is None or stack.dim() < 3:
         return places, names
 
     def number(node: Node) -> Any:
-        index = given[node]
+        index = inputs[node]
         return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
 
-    rest, names = pytree.tree_map_only(Node, number, (places[1:], names))
-    return (places[0], *rest), names
+    indices, names = pytree.tree_map_only(Node, number, (places[1:], names))
+    return (places[0], *indices), names
 
 
 @cache
 def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
-    """Return kind and target of the node that Dynamo makes of a call of ``func``; None for what makes no tensor."""
+    """Return kind and target of Dynamo's node for a call of ``func``; None if the call makes no tensor."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         attribute = getattr(func, "__self__", None)

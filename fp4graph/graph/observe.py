@@ -1,4 +1,4 @@
-"""Shows what the sites of a forward do that runs without a compiler, and puts other products in their place."""
+"""Shows the sites of a forward without a compiler to a recording, and substitutes other products for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fp4graph.ops.observe import OperandObserver, observed
 
 
 class Recording(Protocol):
-    """An object that is shown quantized sites at work.
+    """Receives the quantized sites of forwards as they run.
 
     A site has the name of its module ("(root)" for the root); the second and further sites of a module in the graph
-    have "#1", "#2", ... after it. A site that runs several times in a step is shown each time.
+    have "#1", "#2", ... after it. A site that runs several times in a step is received each time.
     """
 
     def operands(self, site: str) -> OperandObserver | None:
         """Return the observer of the GEMMs of ``site`` in this forward and its backward; None for no observer.
 
-        Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
+        Called before every forward of the site. The observer reads the training's own tensors and must not write them.
         """
 
     def output(self, site: str, y: Tensor) -> None:
@@ -33,7 +33,7 @@ class Recording(Protocol):
 
 
 class Substitute(Protocol):
-    """A function that is called in the place of each quantized site of an uncompiled forward."""
+    """A function that is called instead of each quantized site of an uncompiled forward."""
 
     def __call__(
         self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
@@ -56,7 +56,7 @@ def current_substitute() -> Substitute | None:
 
 @contextmanager
 def substituted(substitute: Substitute) -> Iterator[None]:
-    """Call ``substitute`` in the place of the quantized sites that forwards of this context run uncompiled."""
+    """Call ``substitute`` instead of the quantized sites that forwards of this context run uncompiled."""
     token = _substitute.set(substitute)
     try:
         yield
@@ -65,7 +65,7 @@ def substituted(substitute: Substitute) -> Iterator[None]:
 
 
 def numbered(site: str, earlier: int) -> str:
-    """Return the name that a recording knows ``site`` by, after ``earlier`` sites of the same module."""
+    """Return the name of ``site`` in a recording, after ``earlier`` sites of the same module."""
     return f"{site}#{earlier}" if earlier else site
 
 
@@ -73,7 +73,7 @@ class Observation:
     """A model's graphs, captured anew to be observed.
 
     Attributes:
-        recording: is shown the sites; may be replaced at any time.
+        recording: receives the sites; may be replaced at any time.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -85,14 +85,14 @@ class Observation:
         frame = torch_internals.compiled_frame()
         before = sum((names for _, names in self._named.values()), Counter[str]())
         before = self._named.get(frame, (before,))[0]  # a graph captured again for other shapes has the same names
-        own: Counter[str] = Counter()
-        self._named[frame] = before, own
+        here: Counter[str] = Counter()
+        self._named[frame] = before, here
         for part in gm.modules():
             if isinstance(part, GraphModule):
                 for node in part.graph.nodes:
                     if "site" in node.kwargs:
-                        node.target = self._shown(node, before + own)
-                        own[str(node.kwargs["site"])] += 1
+                        node.target = self._shown(node, before + here)
+                        here[str(node.kwargs["site"])] += 1
                 part.recompile()
         return gm
 
@@ -107,6 +107,6 @@ class Observation:
             self.recording.output(name, y)
             return y
 
-        # FX writes a call by the function's name: each must have its own.
+        # FX generates calls by function name, so every function needs a name of its own.
         fp4graph_observed.__name__ = fp4graph_observed.__qualname__ = f"fp4graph_observed_{id(node):x}"
         return fp4graph_observed

@@ -1,8 +1,8 @@
 """The table of the operations that multiply matrices, and what the graph pass does with each.
 
 A node of a graph is looked up among the operators that plugins read, then in :data:`TABLE`, then by its library. An
-entry either reads the node as one product, which makes it a site, or opens it into other operations, or says why the
-operation is none of our sites. Operations without an entry are views, arithmetic and look-ups. One without an entry
+entry reads the node as one product, which makes it a site, or opens it into other operations, or says why the
+operation is not quantized. Operations without an entry are views, arithmetic and look-ups. One without an entry
 that torch's FLOP counter knows, or that belongs to an unknown library and reads a matrix parameter, is an error
 (:meth:`fp4graph.graph.describe.Describer.describe`).
 
@@ -45,10 +45,10 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 class Verdict(Enum):
-    """What the planner does with matrix work that is no site: the kinds of site that could stand in its place.
+    """The planner's treatment of matrix work that cannot be a site, as the kinds of site that could replace the work.
 
-    It is kept as the policy keeps those, and is an error where the policy would quantize one. Work that is ``UNKNOWN``
-    to the table is an error under every policy that quantizes anything, until a rule keeps it.
+    The work is an error where the policy would quantize one of these kinds, and is kept elsewhere. ``UNKNOWN`` work is
+    an error under every policy that quantizes anything, until a rule keeps it.
     """
 
     KEEP = ()
@@ -71,17 +71,17 @@ class Operation:
     """One row of the table.
 
     Attributes:
-        op: name of the operation in reports; None is the name of the node's target.
+        op: name of the operation in reports; None uses the name of the node's target.
         read: called with a node and its arguments, returns the product that the node computes.
-        opened: called with a node, returns a function that computes the same from other operations; None where the
-            node has a form that cannot be written so.
+        opened: called with a node, returns a function that computes the same by other operations, or None where that is
+            impossible.
         asks: called with a node, returns the kind of site that a rule must want before the operation is opened: "sdpa",
-            "conv", or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
-        sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
-        reason: why the operation is no site, where it is neither read nor opened.
-        verdict: what is done with it where it is no site. None is ``LIKE_LINEAR`` if a factor is a parameter and
-            ``KEEP`` if none is; state the former where a factor is a weight and no parameter is to be seen.
-        flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None asks torch's
+            "conv", or "product" for a linear or a matmul, whichever the operation would be; "" always opens it.
+        sizes: called with a node, returns K, N and the elements of the second factor of the site asked for.
+        reason: why the operation is not a site, where it is neither read nor opened.
+        verdict: the treatment of an operation that is not a site. None means ``LIKE_LINEAR`` if a factor is a
+            parameter, else ``KEEP``; state ``LIKE_LINEAR`` where a factor is a weight but no parameter.
+        flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None uses torch's
             counter.
     """
 
@@ -102,24 +102,24 @@ def operation_of(node: Node) -> Operation | None:
     name = torch_internals.qualified_name(node.target)
     if name is None:
         return TABLE.get(node.target)
-    taught = default_registry().products.get(name)
-    if taught is not None:
-        return _of_plugin(taught)
+    offer = default_registry().products.get(name)
+    if offer is not None:
+        return _of_plugin(offer)
     packet = torch_internals.packet_of(node.target)
     return TABLE.get(packet) or TABLE.get(name) or LIBRARIES.get(name.partition("::")[0])
 
 
 @functools.cache
-def _of_plugin(taught: ProductOperation) -> Operation:
+def _of_plugin(offer: ProductOperation) -> Operation:
     """Return the row of an operator that a plugin reads."""
 
     def read(node: Node, *args: Any, **kwargs: Any) -> Product:
         try:
-            factors = taught.read(*args, **kwargs)
+            factors = offer.read(*args, **kwargs)
             if not isinstance(factors, Factors):
                 raise TypeError(f"read() must return Factors; got {factors!r}")
             nodes = (factors.a, factors.b, *([] if factors.addend is None else [factors.addend]))
-            if not all(isinstance(one, Node) for one in nodes):
+            if not all(isinstance(factor, Node) for factor in nodes):
                 raise TypeError(
                     "a, b and addend of the Factors must be tensor arguments of the call, as they were given"
                 )
@@ -127,7 +127,7 @@ def _of_plugin(taught: ProductOperation) -> Operation:
                 raise ValueError(f"form is 'linear' or 'matmul'; got {factors.form!r}")
         except Exception as error:  # a bug of the plugin
             raise PluginError(
-                f"product operation {taught.operator!r}: {type(error).__name__}: {error}", plugin=taught.plugin
+                f"product operation {offer.operator!r}: {type(error).__name__}: {error}", plugin=offer.plugin
             ) from error
         return Product(node, factors.form, factors.a, factors.b, factors.addend, factors.alpha, factors.beta)
 
@@ -135,7 +135,7 @@ def _of_plugin(taught: ProductOperation) -> Operation:
 
 
 def library_of(node: Node) -> str | None:
-    """Return the library whose operator ``node`` calls, None where it calls no operator."""
+    """Return the library whose operator ``node`` calls, or None."""
     name = torch_internals.qualified_name(node.target)
     return None if name is None else name.partition("::")[0]
 
@@ -157,8 +157,7 @@ def read_product(node: Node) -> Product | NoProduct | None:
 
 
 def tag_of(node: Node) -> str | None:
-    """Return the kind of site that the products of ``node`` are, once it is opened, where they are neither linear nor
-    matmul."""
+    """Return the kind of the sites that ``node`` contains once it is opened; None for linear and matmul."""
     operation = operation_of(node)
     return operation.op if operation is not None and operation.op == operation.asks(node) else None
 

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The decision about one site: the final spec of each operand, None for high precision, and the program that
-    replaces the product, None where nothing is quantized."""
+    """The decision about one site: the final spec of each operand (None for high precision), and the program that
+    replaces the product (None where nothing is quantized)."""
 
     specs: tuple[tuple[Operand, QuantSpec | None], ...]
     program: MatmulProgram | None
@@ -69,14 +69,14 @@ plan_once = lru_cache(maxsize=4096)(plan_site)
 
 @dataclasses.dataclass(frozen=True)
 class _Planning:
-    """The planning of a site: asks its techniques, whose errors then name the technique, the site and the rule."""
+    """The planning of a site. It asks the techniques; their errors name technique, site and rule."""
 
     site: SiteView
     rule: Rule
     training: bool
 
     def plan(self) -> Plan:
-        """Return the plan; :func:`plan_site` has its errors."""
+        """Return the plan; raise the errors of :func:`plan_site`."""
         site, rule = self.site, self.rule
         specs = plan_specs(rule.techniques, site, dict(rule.specs), self._specs)
         techniques = rule.techniques
@@ -115,7 +115,7 @@ class _Planning:
             return self._of_each_expert(program, which) if site.op == "grouped" else program
 
         def gemm(which: Gemm) -> GemmProgram:
-            quantized = any(specs.get(one) is not None for one in which.operands)
+            quantized = any(specs.get(each) is not None for each in which.operands)
             transforms = tuple(t for t in techniques if quantized and which in pairing[t])
             left, right = map(operand, which.operands)
             return GemmProgram(which, left, right, transforms)
@@ -142,7 +142,7 @@ class _Planning:
     def _partition(self, technique: Technique, specs: OperandSpecs) -> Partition | None:
         """Return the channels that ``technique`` has multiplied apart."""
 
-        def asked() -> Partition | None:
+        def checked() -> Partition | None:
             part, channels = technique.partition(self.site, specs), self.site.in_features
             if not isinstance(part, Partition | None):
                 raise TypeError(f"partition() must return a Partition or None; got {part!r}")
@@ -150,7 +150,7 @@ class _Planning:
                 raise ValueError(f"of {channels} input channels {part.count} cannot be multiplied apart")
             return part
 
-        return self._call(technique, asked)
+        return self._call(technique, checked)
 
     def _with_partition(self, program: MatmulProgram, technique: Technique, partition: Partition) -> MatmulProgram:
         """Return ``program`` with the channels apart that ``technique`` has chosen."""
@@ -179,13 +179,13 @@ class _Planning:
         return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
 
     def _members(self, technique: Technique, method: str, kind: type[T]) -> tuple[T, ...]:
-        """Return what a technique's planning method lists, which must be members of ``kind``."""
+        """Return the members of ``kind`` that a technique's planning method lists."""
 
         def listed() -> tuple[T, ...]:
             members = tuple(getattr(technique, method)(self.site))
-            wrong = next((member for member in members if not isinstance(member, kind)), None)
-            if wrong is not None:
-                raise TypeError(f"{method}() must return {kind.__name__} members only; got {wrong!r}")
+            foreign = next((member for member in members if not isinstance(member, kind)), None)
+            if foreign is not None:
+                raise TypeError(f"{method}() must return {kind.__name__} members only; got {foreign!r}")
             return members
 
         return self._call(technique, listed)
@@ -193,13 +193,13 @@ class _Planning:
     def _at(self, technique: Technique, operand: Operand) -> Technique:
         """Return ``technique`` as it acts at ``operand``."""
 
-        def asked() -> Technique:
+        def checked() -> Technique:
             acting = technique.for_operand(operand)
             if type(acting) is not type(technique):
                 raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {acting!r}")
             return acting
 
-        return self._call(technique, asked)
+        return self._call(technique, checked)
 
     def _call(self, technique: Technique, method: Callable[[], T]) -> T:
         place = f"{self.rule.file}:{self.rule.line}: " if self.rule.file else ""
@@ -217,7 +217,7 @@ class _Planning:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSite:
-    """A site that is to be quantized: what was found, its plan, and its :attr:`Site.occurrence`."""
+    """A site to be quantized: its product, its plan, and its :attr:`Site.occurrence`."""
 
     found: FoundProduct
     plan: Plan
@@ -234,7 +234,7 @@ class Planner:
     Attributes:
         sites: every place of matrix work, with the decision.
         uses: the products whose second factor is a parameter with a known owner.
-        refused: the first error about matrix work that would otherwise run unquantized without a word, or None.
+        refused: the first error about matrix work that would otherwise silently run unquantized, or None.
     """
 
     def __init__(self, policy: Policy, first_occurrence: Mapping[str, int] | None = None) -> None:
@@ -283,10 +283,11 @@ class Planner:
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
-        whole = [s.technique for s in plan.program.state if not s.entry.weight_like] if plan.program is not None else []
-        if whole and _is_one_of_a_stack(found):
+        state = () if plan.program is None else plan.program.state
+        unlike_weight = [slot.technique for slot in state if not slot.entry.weight_like]
+        if unlike_weight and _is_one_of_a_stack(found):
             self._refuse(
-                f"technique {whole[0]} keeps one state for the parameter, which is a stack of matrices, and they are "
+                f"technique {unlike_weight[0]} keeps one state for the parameter, a stack of matrices that are "
                 "multiplied with one by one here. Write it as a grouped product, in transformers with "
                 f"experts_implementation='grouped_mm', or {rule_that_keeps(view.op, view.module)}",
                 view.module,
@@ -294,19 +295,17 @@ class Planner:
         shapes, work = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
-        found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
+        facts = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
-        count, own = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
+        count, specs = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
-        site = Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own, lowered=lowered)
+        site = Site(view.module, view.op, *facts, exact=exact, apart_channels=count, apart=specs, lowered=lowered)
         self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
-        """Keep work that cannot be quantized, or refuse it, as its verdict says.
-
-        A rule that keeps the work by its own name has the last word.
-        """
+        """Keep work that cannot be quantized, or refuse it, by its verdict; an explicit rule may keep work that is
+        refused otherwise."""
         if found.verdict is Verdict.KEEP:
             return self._keep(found, found.reason)
         decision = self._policy.decide(found.view, found.places)
@@ -317,10 +316,10 @@ class Planner:
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")
         op, module = found.view.op, found.view.module
-        what = "multiplies matrices" if unknown else "multiplies with a parameter"
+        action = "multiplies matrices" if unknown else "multiplies with a parameter"
         return self._refuse(
-            f"{op} {what} in a way that cannot be quantized yet ({found.reason}), and would run in high precision "
-            f"without a word. To keep it, {rule_that_keeps(op, module)}",
+            f"{op} {action} in a way that cannot be quantized yet ({found.reason}), and would silently run in high "
+            f"precision. To keep it, {rule_that_keeps(op, module)}",
             module,
         )
 
@@ -348,7 +347,7 @@ class Planner:
 
 
 def _lowered(product: Product, program: MatmulProgram) -> Callable[[], Schedule]:
-    """Return a function that lowers ``program`` for the factors of ``product``, by the kernels that there are then."""
+    """Return a function that lowers ``program`` for the factors of ``product``, with the kernels available then."""
     (a, b), y = product.values, value_of(product.node)
     dtype = a.dtype if y is None else y.dtype  # autocast's, where there is one
     dtypes, needs, experts = (a.dtype, b.dtype), (a.requires_grad, b.requires_grad), product.ends is not None
@@ -369,7 +368,7 @@ def _is_one_of_a_stack(found: FoundProduct) -> bool:
 
 
 def _exact(program: MatmulProgram | None, op: str) -> tuple[Gemm, ...]:
-    """Return the GEMMs whose operands are bf16 numbers by construction, but not those of experts, which multiply in the
+    """Return the GEMMs whose operands are bf16 numbers by construction; experts have none, because they multiply in the
     model's dtype."""
     gemms = () if program is None or op == "grouped" else (program.fprop, program.dgrad, program.wgrad)
     return tuple(gemm.gemm for gemm in gemms if gemm.is_exact())

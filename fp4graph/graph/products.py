@@ -40,7 +40,7 @@ class Product:
 
     @property
     def by_columns(self) -> bool:
-        """Whether the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
+        """True if the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
         return self.form != "linear"
 
     @property
@@ -112,7 +112,7 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
         return "only tokens [T, K] sorted by expert, with offsets, are multiplied with weights [E, K, N]"
     if product.addend is not None:
         return "it adds a bias; add the bias afterwards to quantize it"
-    out, ours = value_of(product.node), name_of(product.node) == "experts_mm"  # ours takes autocast's for granted
+    out, ours = value_of(product.node), name_of(product.node) == "experts_mm"  # its dtype is autocast's
     return None if out is None or ours or out.dtype is a.dtype else "it asks for an out_dtype"
 
 
@@ -135,7 +135,7 @@ def value_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-#: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
+#: Operations that show the same numbers in another shape, layout or dtype. The pass follows a weight through them.
 _VIEW_NAMES = frozenset({
     "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
     "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
@@ -159,7 +159,7 @@ def rows_of(node: Node) -> Node | None:
 
 
 def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the node that ``node`` is a chain of views of, and the chain from there, the first view first."""
+    """Return the node at the start of the chain of views that ends at ``node``, and the chain, the first view first."""
     chain: list[Node] = []
     while (source := view_source(node)) is not None:
         chain.append(node)

@@ -18,9 +18,9 @@ from fp4graph.technique.site import SiteView
 
 
 def rule_that_keeps(name: str, module: str | None) -> str:
-    """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
+    """Return the advice that keeps the products of ``module`` in high precision, as the end of a sentence."""
     parents, dot, last = (module or "").rpartition(".")
-    pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number tells unlike modules of a Sequential apart
+    pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number stays: it names a module of a Sequential
     return (
         "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "
         f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
@@ -28,7 +28,7 @@ def rule_that_keeps(name: str, module: str | None) -> str:
 
 
 def require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
-    """Raise CaptureError where a technique would mix what belongs to different experts."""
+    """Raise CaptureError where a technique would mix data of different experts."""
     for technique in techniques:
         if technique.mixes == "tensor" and not technique.per_model:
             raise _refusal(
@@ -41,7 +41,7 @@ def require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Techn
 
 def require_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> None:
     """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens, or where blocks are
-    cut short for experts to share none and a technique would see that, or each would draw or choose for itself."""
+    cut at the borders of experts and a technique sees blocks, or each short block would draw or choose by itself."""
     keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
     counting = next((technique.name for technique in program.techniques if technique.counts), None)
     if counting is not None and which.gemm is Gemm.WGRAD:
@@ -83,20 +83,20 @@ def require_alone(program: MatmulProgram, parting: list[Technique], site: SiteVi
     """Return the technique that multiplies channels apart.
 
     Raises:
-        CaptureError: several techniques choose channels, the site is no linear layer, or another technique would need
-            to be told which channels it sees.
+        CaptureError: several techniques choose channels, the site is not a linear layer, or another technique would
+            need to be told which channels it sees.
     """
-    technique, *others = parting
-    if others:
-        cause = f"{others[0].name} chooses channels too; drop one of the two"
+    technique, *rivals = parting
+    if rivals:
+        cause = f"{rivals[0].name} chooses channels too; drop one of the two"
     elif site.op != "linear":
         cause = f"only a linear layer's are chosen, and this is {site.op}; give it to rules with op: linear"
     elif program.fprop.transforms:
         name = program.fprop.transforms[0].name
-        cause = f"{name} transforms the operands of fprop, whose channels are then others; transform the backward"
-    elif named := [slot.technique for slot in program.state if slot.technique != technique.name]:
-        cause = f"{named[0]} keeps state of the whole weight; drop one of the two"
-    elif any(one.has_gradient_factor for one in (program.fprop.left, program.fprop.right)):
+        cause = f"{name} transforms the operands of fprop, which changes their channels; transform the backward"
+    elif keeping := [slot.technique for slot in program.state if slot.technique != technique.name]:
+        cause = f"{keeping[0]} keeps state of the whole weight; drop one of the two"
+    elif any(operand.has_gradient_factor for operand in (program.fprop.left, program.fprop.right)):
         cause = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
     else:
         return technique

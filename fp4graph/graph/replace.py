@@ -22,7 +22,7 @@ from fp4graph.ops.state import StateSlot
 
 
 class UnmarkedWeight(CaptureError):
-    """A product needs the key or the state of its weight, and no marker carries them where the product is.
+    """A product needs the key or the state of its weight, and no marker at the product carries them.
 
     A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
     the module; either may be unknown (None). ``all`` are the errors of one graph, this one first.
@@ -36,7 +36,7 @@ class UnmarkedWeight(CaptureError):
 
 @dataclass(frozen=True)
 class SiteCall:
-    """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
+    """The call that replaces a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
@@ -87,7 +87,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
 
 
 def replace(site: PlannedSite) -> None:
-    """Replace the node of ``site`` by a call of the function that stands for its program.
+    """Replace the node of ``site`` by a call of the function of its program.
 
     Raises:
         CaptureError: as :func:`call_of`.
@@ -98,8 +98,8 @@ def replace(site: PlannedSite) -> None:
     graph = product.node.graph
     with graph.inserting_before(product.node):
         state = [_same_view(node, views) for node, views in call.state]
-        named: dict[str, Any] = {"site": call.site} if call.ends is None else {"site": call.site, "ends": call.ends}
-        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), named)
+        keywords: dict[str, Any] = {"site": call.site} | ({} if call.ends is None else {"ends": call.ends})
+        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), keywords)
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)
@@ -114,12 +114,12 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
                 return node
     owner = found.owner
     if owner is not None and owner.parameter.endswith("weight"):
-        what = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
+        factor = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
     else:
         computed = "a tensor that the forward computes (as weight_norm, pruning or a hypernetwork do)"
-        what = f"{computed if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
+        factor = f"{computed if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
     raise UnmarkedWeight(
-        f"technique {slot.technique} keeps state for each weight, but this product multiplies with {what}. Drop the "
+        f"technique {slot.technique} keeps state for each weight, but this product multiplies with {factor}. Drop the "
         f"technique, or {rule_that_keeps(found.view.op, found.view.module)}",
         found,
     )

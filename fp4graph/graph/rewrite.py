@@ -5,7 +5,7 @@ it, :mod:`~fp4graph.graph.replace` changes the graph.
 
 Precondition: a graph as Dynamo hands it to a backend (torch-level nodes with ``example_value`` and
 ``nn_module_stack``). Postcondition: no marker is left; every site that a rule quantizes is one call of a function
-around :func:`fp4graph.ops.matmul.quantized_matmul`; everything else is as it was, except that opaque nodes with matrix
+around :func:`fp4graph.ops.matmul.quantized_matmul`; everything else is unchanged, except that opaque nodes with matrix
 products inside (:mod:`~fp4graph.graph.expand`) are written out.
 """
 
@@ -57,10 +57,10 @@ def rewrite(
     """Rewrite ``gm`` and the bodies inside it, in place.
 
     Args:
-        names: of the model's modules and parameters.
+        names: the names of the model's modules and parameters.
         first_occurrence: number of sites of each module that earlier graphs of the model held.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
-        stateless: whether no markers are to be expected (the ``torch.compile`` entry point).
+        stateless: whether the graph has no markers (the ``torch.compile`` entry point).
 
     Raises:
         CaptureError: a site cannot be quantized as the policy says.

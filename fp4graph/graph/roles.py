@@ -1,8 +1,8 @@
-"""Sites that play another part in the model than a layer of it: adapters, routers and heads.
+"""The roles of sites that are not ordinary layers: adapters, routers and heads.
 
 A *router* is a linear layer whose output chooses by top-k, as in a mixture of experts. A *head* is the layer that makes
-the model's output. Modules tell some of them by their names and methods, before anything runs; a captured graph shows
-the routers whose top-k is in the same graph (and body of a checkpointed region) as the layer.
+the model's output. Names and methods of modules show some of them before anything runs; a captured graph shows the
+routers whose top-k is in the same graph (and body of a checkpointed region) as the layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp4graph.policy.adapters import is_adapter
 #: Classes of modules that route, and names of modules that route where ``experts`` stand beside them.
 _ROUTER_CLASS = re.compile(r".*(router|moe_?gate|moe_?gating|top_?k_?gate|top_?k_?gating)", re.IGNORECASE)
 _ROUTER_NAME = re.compile(r"(router|gate|gating|wg|w_g)", re.IGNORECASE)
-#: The methods by which Hugging Face's and timm's models show their heads.
+#: The methods of Hugging Face's and timm's models that return their heads.
 _SHOWS_HEAD = ("get_output_embeddings", "get_classifier")
 #: Operations that choose; :func:`chosen_from` follows what they choose from.
 CHOICES: frozenset[Any] = frozenset({torch.topk, "topk"})
@@ -37,7 +37,7 @@ _BETWEEN = frozenset({
 
 
 def role_of(name: str, modules: Mapping[str, ModuleInfo], heads: Collection[str] = ()) -> str | None:
-    """Return the role of ``name``, a module or a parameter, among the ``modules`` of a model; ``heads`` are known."""
+    """Return the role of ``name``, a module or a parameter, among the ``modules`` of a model with these ``heads``."""
     if is_adapter(name, modules):
         return "adapter"
     inside = list(upwards(name))[:-1]
@@ -47,7 +47,7 @@ def role_of(name: str, modules: Mapping[str, ModuleInfo], heads: Collection[str]
 
 
 def _routes(name: str, modules: Mapping[str, ModuleInfo]) -> bool:
-    """Return whether module ``name`` is a router: a class called so that holds no experts, or a name beside experts."""
+    """Return whether module ``name`` routes: by its class if it holds no experts, or by its name beside experts."""
     parent, _, leaf = name.rpartition(".")
     if _ROUTER_NAME.fullmatch(leaf) and f"{parent}.experts".lstrip(".") in modules:
         return True
@@ -82,17 +82,17 @@ def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def routers(nodes: Iterable[Node]) -> set[Node]:
-    """Return the products among ``nodes`` whose output chooses by top-k; one of activations is no router."""
+    """Return the products among ``nodes`` whose output chooses by top-k; those of activations are not routers."""
     return {product for node in nodes if node.target in CHOICES for product in chosen_from(node)}
 
 
 def chosen_from(choice: Node) -> set[Node]:
-    """Return the products between which and ``choice`` there are only views, softmax, sigmoid and arithmetic.
+    """Return the products that reach ``choice`` through views, softmax, sigmoid and arithmetic alone.
 
-    All of them choose among fewer things than they have inputs, N < K, or none is a router: a choice among the elements
-    of a residual stream, which every layer adds to, is another thing. So is an argmax, which may be a prediction.
+    The set is empty unless all of them have fewer outputs than inputs, N < K: a choice among the elements of a residual
+    stream, to which every layer adds, does not show a router. Nor does an argmax, which may be a prediction.
     """
-    found: set[Node] = set()
+    reached: set[Node] = set()
     seen: set[Node] = set()
     pending = choice.all_input_nodes
     while pending:
@@ -103,10 +103,10 @@ def chosen_from(choice: Node) -> set[Node]:
         if (source := view_source(node)) is not None:
             pending.append(source)
         elif (operation := operation_of(node)) is not None and operation.read is not None:
-            found.add(node)
+            reached.add(node)
         elif node.op in ("call_function", "call_method") and name_of(node) in _BETWEEN:
             pending += node.all_input_nodes
-    return found if all(map(_narrows, found)) else set()
+    return reached if all(map(_narrows, reached)) else set()
 
 
 def _narrows(node: Node) -> bool:

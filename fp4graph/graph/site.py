@@ -1,4 +1,4 @@
-"""What the graph pass reports: the sites of a captured graph, and where its weights are used."""
+"""The report of the graph pass: the sites of a captured graph, and the uses of its weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fp4graph.technique.site import SiteView
 class Site:
     """One place of matrix work in a captured graph, and what the policy decided about it.
 
-    ``fp4graph.explain(model, policy, args).sites`` lists the sites of a model. A convolution, a fused attention and
-    other matrix work that cannot be quantized is listed too, with the reason.
+    ``fp4graph.explain(model, policy, args).sites`` lists the sites of a model, including matrix work that cannot
+    be quantized, with the reason.
 
     Attributes:
         module: fully qualified name of the module that owns the weight, or that computes a product of activations; ""
@@ -30,14 +30,15 @@ class Site:
         operands: the spec of each of the six operands after all techniques planned; None is high precision.
         quantized: True where at least one operand is quantized.
         occurrence: number of earlier sites of the same module in the graph; tells their noise apart.
-        rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, below it are the closing
-            rules for roles, None is an operation about which policies do not decide.
+        rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, lower numbers are the closing
+            rules for roles, and None is an operation that policies do not decide about.
         flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
         supported: False for an operation that no rule can quantize.
         exact: the GEMMs whose operands are both bf16 numbers by construction. On CUDA those of an fp32 model multiply
             as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
-        apart: their specs in fprop and wgrad, where ``operands`` are those of the other channels; dgrad has all.
+        apart: the specs of those channels in fprop and wgrad, where ``operands`` has those of the other channels;
+            dgrad multiplies all channels together.
         lowered: returns :attr:`schedule`; None where nothing is quantized.
     """
 
@@ -59,12 +60,12 @@ class Site:
 
     @property
     def schedule(self) -> Schedule | None:
-        """Which code quantizes each operand on the device of the capture, and why; None where nothing is quantized."""
+        """The code that quantizes each operand on the device of the capture, with reasons; None without any."""
         return None if self.lowered is None else self.lowered()
 
     @property
     def standing(self) -> str:
-        """Return "quantized", "kept", or "not supported" where no rule can quantize the site and none keeps it."""
+        """Return "quantized", "kept", or "not supported" where no rule can quantize the site and no rule keeps it."""
         if self.quantized:
             return "quantized"
         chosen = self.rule_index is not None and self.rule_index >= 0
@@ -73,7 +74,7 @@ class Site:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A captured product whose second factor is a parameter, for whoever quantizes that parameter outside the graph.
+    """A captured product whose second factor is a parameter, for code that quantizes the parameter outside the graph.
 
     Attributes:
         module: fully qualified name of the parameter's owner.

@@ -23,7 +23,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> Watcher:
-        """Return what runs a captured graph: the torch.compile backend."""
+        """Return the watcher that runs a captured graph: the torch.compile backend."""
         return Watcher(gm, self._names, self._handles)
 
     def close(self) -> None:
@@ -35,10 +35,10 @@ class Watch:
 class Watcher(Interpreter):
     """Raises NonFiniteError where a result of the graph, or a gradient in it, is NaN or Inf.
 
-    Infinities inside the graph are no error, because attention masks use them. The graph's outputs and every gradient
+    Infinities inside the graph are ignored, because attention masks use them. The graph's outputs and every gradient
     must be finite; the error names the first node that made NaN or Inf of finite values.
 
-    ``handles`` is the list that the hooks on gradients are added to, to be removed later.
+    ``handles`` is the list to which the hooks on gradients are added.
     """
 
     def __init__(self, gm: GraphModule, names: Names, handles: list[RemovableHandle]) -> None:
@@ -79,13 +79,13 @@ class Watcher(Interpreter):
 
     def _tainted_ancestors(self, node: Node) -> set[Node]:
         """Return the nodes from which NaN or Inf reached ``node``; not those whose NaN or Inf an operation removed."""
-        found: set[Node] = set()
+        ancestors: set[Node] = set()
         waiting = [node]
         while waiting:
-            parents = {parent for parent in waiting.pop().all_input_nodes if parent in self._tainted} - found
-            found |= parents
+            parents = {parent for parent in waiting.pop().all_input_nodes if parent in self._tainted} - ancestors
+            ancestors |= parents
             waiting += parents
-        return found
+        return ancestors
 
     def _gradient_hook(self, node: Node) -> Any:
         def check(grad: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tells the operations that write into a tensor from the others."""
+"""Recognizes operations that write into a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Node
 from fp4graph import torch_internals
 from fp4graph.graph.products import name_of
 
-#: Python packages whose functions write into no tensor but by the names and arguments that :func:`writes` knows.
+#: Python packages whose functions write into tensors only under names and arguments that :func:`writes` knows.
 _KNOWN = frozenset({"torch", "fp4graph", "einops"})
 _WRITES = re.compile(
     r".*[^_]_"  # add_, _foreach_add_
@@ -29,8 +29,8 @@ def writes(node: Node) -> bool:
     target: Any = node.target
     if node.kwargs.get("out") is not None or _WRITES.fullmatch(name_of(node)) is not None:
         return True
-    if (known := torch_internals.operator_writes(target)) is not None:
-        return known
+    if (declared := torch_internals.operator_writes(target)) is not None:
+        return declared
     if not inspect.isfunction(target):
         return False
     if target.__module__.partition(".")[0] not in _KNOWN:
@@ -39,15 +39,15 @@ def writes(node: Node) -> bool:
     if not switches:
         return False
     try:
-        given = signature.bind(*node.args, **node.kwargs).arguments
+        arguments = signature.bind(*node.args, **node.kwargs).arguments
     except TypeError:
         return True
-    return any(given.get(name, harmless) is not harmless for name, harmless in switches.items())
+    return any(arguments.get(name, harmless) is not harmless for name, harmless in switches.items())
 
 
 @cache
 def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
     """Return the parameters that make ``function`` write into its arguments, with the values that do not."""
-    known = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
+    harmless_values = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
     signature = inspect.signature(function)
-    return signature, {name: harmless for name, harmless in known.items() if name in signature.parameters}
+    return signature, {name: harmless for name, harmless in harmless_values.items() if name in signature.parameters}

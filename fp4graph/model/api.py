@@ -47,37 +47,37 @@ def apply(
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
-    Type, parameters and their names stay; buffers ``*._fp4graph_*`` are added. The graph is captured at the first call,
-    and an error of the first call is raised again at every later call until the policy is replaced or removed. Applying
-    again replaces the policy, and keeps state where it fits. State that Hugging Face's ``save_pretrained`` wrote beside
-    the weights is restored.
+    The model keeps its type, parameters and names, and gains buffers ``*._fp4graph_*``. The first call captures the
+    graph; if it fails, every later call raises the same error until the policy is replaced or removed. Applying again
+    replaces the policy and keeps the state that fits. State that Hugging Face's ``save_pretrained`` wrote beside the
+    weights is restored.
 
     Args:
         model: any module. Under DistributedDataParallel or torch.compile, the policy is applied to the module inside.
         policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
         backend: ``inductor``, ``aot_eager`` or ``eager``.
-        seed: of stochastic rounding and random transforms; None means 0.
-        dynamic: as torch.compile's.
-        total_forwards: number of calls of the model with gradients in the whole training, for policies with phases at
-            a share of it. With gradient accumulation there are several calls for each step of the optimizer.
-        example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With
-            them, every error of the first forward and backward, in any phase of the policy, is raised now. They become
-            fake tensors: only shapes and dtypes matter.
+        seed: seeds stochastic rounding and random transforms; None means 0.
+        dynamic: passed to torch.compile.
+        total_forwards: number of calls of the model with gradients in the whole training, needed by phases that begin
+            at a share of it. With gradient accumulation there are several calls for each step of the optimizer.
+        example_inputs: arguments of one call: a tuple or list, a mapping of keywords, or a single argument. If given,
+            apply() raises every error of the first forward and backward, in any phase of the policy. They become fake
+            tensors: only shapes and dtypes matter.
         strict: raise :class:`UncompiledError` or :class:`CaptureError` where a module with quantized sites would run
-            uncompiled. Otherwise it runs operation by operation, with the same quantizers and noise but slower, and a
-            PolicyWarning says why.
-        recompile_limit: graphs that may be compiled for the model's forward; beyond them it runs uncompiled. None is
-            64, or torch's own limit where that is higher.
-        methods: names of methods that are compiled like the model's call, and counted as forwards like it. Another
-            method runs uncompiled in its parts, and in high precision in its own body.
-        mode, options: torch.compile's own, one of them, for ``inductor``: ``max-autotune``, ``reduce-overhead`` (CUDA
-            graphs), ``{"triton.cudagraphs": True}``. The options that exactness needs are added.
+            uncompiled. Otherwise the module runs operation by operation, with the same quantizers and noise but slower,
+            and a PolicyWarning says why.
+        recompile_limit: number of graphs that may be compiled for the model's forward; after that the forward runs
+            uncompiled. None means 64, or torch's own limit where that is higher.
+        methods: names of methods to compile and count as forwards, like the model's call. In any other method, modules
+            run quantized but uncompiled, and operations of the method itself run in high precision.
+        mode, options: torch.compile's, at most one of them, for ``inductor``: ``max-autotune``, ``reduce-overhead``
+            (CUDA graphs), ``{"triton.cudagraphs": True}``. fp4graph adds the options that exactness needs.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
+        PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is unchanged.
         Error: a submodule has a policy of its own, the model has no such method, an option is unknown or would break
             exactness, or Inductor finds neither a C++ compiler nor an accelerator; with ``example_inputs``, any error
             of the first call.
@@ -85,8 +85,8 @@ def apply(
     refuse_other_models(model, "apply")
     warn_once()
     inner_backend(backend)  # refuses an unknown name
-    given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
-    settings = ApplyOptions(backend, *given, compiler=compiler_options(backend, mode, options, dynamic))
+    arguments = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
+    settings = ApplyOptions(backend, *arguments, compiler=compiler_options(backend, mode, options, dynamic))
     _apply(unwrapped(model), load_policy(policy), settings, methods, example_inputs)
     listener().applied(model)
     return model
@@ -102,7 +102,7 @@ def _apply(
     for name, module in root.named_modules():
         if name and runtime_of(module) is not None:
             raise Error(
-                f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
+                f"submodule {name!r} has a policy of its own; call fp4graph.remove() on it, then apply to the model"
             )
     with released(root):
         _check_methods(root, methods)
@@ -110,9 +110,9 @@ def _apply(
             policy.phase(0, settings.total_forwards)  # phases in the wrong order are refused here
         if example_inputs is not None:
             rehearse(root, policy, example_inputs, strict=settings.strict)
-        first = runtime_of(root) is None and not mark_hooks(root)
+        is_new = runtime_of(root) is None and not mark_hooks(root)
         Runtime(root, policy, dataclasses.replace(settings, methods=tuple(dict.fromkeys(methods)))).attach()
-    if first:
+    if is_new:
         saved.restore(root)
 
 
@@ -149,7 +149,7 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
-    """Raise an Error where ``methods`` names what is no method of ``root``'s class."""
+    """Raise an Error for a name in ``methods`` that is not a method of ``root``'s class."""
     if isinstance(methods, str):
         raise TypeError(f"methods= takes a list of names; got {methods!r}")
     kind = type(root)
@@ -163,15 +163,15 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
                 f"methods= takes methods of the model itself; {name!r} is one of a submodule, which runs uncompiled"
             )
         if name in root.__dict__ and not isinstance(root.__dict__[name], Method):
-            raise Error(f"{name!r} was replaced on this model itself, and methods= compiles the method of its class")
+            raise Error(f"{name!r} was replaced on this model itself; delete it to compile the method of the class")
         if not inspect.isfunction(inspect.getattr_static(kind, name, None)):
             public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
-            own = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]
-            raise Error(f"{kind.__name__} has no method {name!r}; {suggest(name, own)}")
+            functions = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]
+            raise Error(f"{kind.__name__} has no method {name!r}; {suggest(name, functions)}")
 
 
 def remove(model: M) -> M:
-    """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
+    """Undo :func:`apply`, keep the present weights, and return ``model``."""
     if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied")
     root = unwrapped(model)

@@ -1,4 +1,4 @@
-"""How a policy is applied to a model."""
+"""The options of :func:`fp4graph.apply`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from fp4graph.errors import Error
 
 @dataclasses.dataclass(frozen=True)
 class ApplyOptions:
-    """How a policy is applied: the arguments of :func:`fp4graph.apply` beside model and policy.
-
-    ``recompile_limit`` None is 64, or torch's own where that is higher. ``compiler`` are options of Inductor: what
-    ``mode`` and ``options`` ask for.
-    """
+    """The arguments of :func:`fp4graph.apply` beside model and policy; ``compiler`` holds the options of Inductor that
+    ``mode`` and ``options`` ask for."""
 
     backend: str = "inductor"
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Compiles a model's call, and its methods, behind the graph pass, and remembers what the captured graphs came to."""
+"""Compiles a model's call and methods behind the graph pass, and records the sites of every captured graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp4graph.model.recompilations import Recompilations
 
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
-#: Calls that may fail one after the other, each of which Dynamo traces anew, as long as no limit of its own is lower.
+#: Consecutive failing calls that Dynamo traces anew, unless its own limit is lower.
 _FAILURES = 8
 
 
@@ -33,23 +33,23 @@ class Capture:
     """The root's calls, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
 
     Args:
-        plan: of the phase in force.
+        plan: the plan of the phase in force.
         inner: the torch.compile backend that runs the rewritten graphs.
-        recompile_limit: graphs of one frame, after which Dynamo gives up; None is :data:`RECOMPILE_LIMIT`, or torch's
-            own where that is higher.
-        explains: collect refusals in ``problems`` and do not raise them.
-        uncompiled: runs a call that Dynamo does not compile, by its name; None leaves it to the hooks to refuse it.
+        recompile_limit: graphs of one frame, after which Dynamo gives up; None means :data:`RECOMPILE_LIMIT`, or
+            torch's own where that is higher.
+        explains: collect refusals in ``problems`` instead of raising them.
+        uncompiled: runs a named call that Dynamo does not compile; with None the hooks refuse it.
 
     Attributes:
         backend: the torch.compile backend.
-        sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again. A site that
-            the model's call has in common with a method, or methods with each other, is there once.
+        sites: the sites of all graphs, in the order of capture. A recaptured graph adds its sites again; a site that
+            the model's call and its methods share is listed once.
         of_parts: sites of parts that ran by themselves before any graph was captured.
         uses: how the graphs use parameters, by the parameter's owner and name.
         read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
-        has_run: whether the call that failed had run other graphs before.
-        ran: what the forward in progress has run.
+        has_run: whether the failed call had run other graphs before.
+        ran: the record of the forward in progress.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Capture:
         self.problems: list[Error] = []
         self.error: Error | None = None
         self.has_run = False
-        #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
+        #: By call and Dynamo frame: the number of sites of each module in earlier frames, and the frame's sites.
         self._frames: dict[Frame, tuple[dict[str, int], list[Site]]] = {}
         self.ran = Ran()
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
     @property
     def graphs(self) -> int:
-        """The number of graphs that a call was captured in, the most of any."""
+        """The largest number of graphs that any call was captured in."""
         return max(Counter(name for name, _ in self._frames).values(), default=0)
 
     @property
     def strict(self) -> bool:
-        """Whether nothing may run uncompiled."""
+        """True if calls that Dynamo does not compile are refused."""
         return self._uncompiled is None
 
     def captured(self, name: str) -> bool:
@@ -122,7 +122,7 @@ class Capture:
 
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
-        """Count what graphs run in this context as one forward; ``apart``: in which no two draw the same."""
+        """Count the graphs that run in this context as one forward; if ``apart``, no two draw the same noise."""
         outer, self.ran = self.ran, Ran(apart=apart)
         try:
             yield
@@ -135,12 +135,12 @@ class Capture:
             torch_internals.forget_code(entry.__code__)
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Rewrite a graph, record its sites, hand it on, and return what runs it."""
+        """Rewrite a graph, record its sites, compile it, and return the function that runs it."""
         frame = self._running, torch_internals.compiled_frame()
         self._recompilations.look(frame[1])
         first = self._frames.get(frame, (self.ran.occurrences(), []))[0]
         try:
-            keys = {id(own.key): own.fqn for own in state.states(self._plan.root) if own.has_sites}
+            keys = {id(each.key): each.fqn for each in state.states(self._plan.root) if each.has_sites}
             rewritten = rewrite(gm, self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
             if rewritten.refused is not None:
                 if not self._explains:
@@ -156,16 +156,16 @@ class Capture:
             self.error, self.has_run = error, bool(self.ran.sites)
             raise
         self._frames[frame] = (first, rewritten.sites)
-        others = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]
-        known = {_identity(site) for sites in others for site in sites}
-        self.sites.extend(site for site in rewritten.sites if _identity(site) not in known)
+        of_other_calls = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]
+        listed = {_identity(site) for sites in of_other_calls for site in sites}
+        self.sites.extend(site for site in rewritten.sites if _identity(site) not in listed)
         self.marked |= rewritten.marked
 
         drawing, place, capture = Drawing.of(rewritten), len(self._compiled), weakref.ref(self)
         sites = rewritten.sites
         self._compiled.append(compiled)
 
-        def run(*inputs: Any) -> Any:  # which Dynamo keeps, in globals
+        def run(*inputs: Any) -> Any:  # Dynamo keeps this function in globals
             alive = _alive(capture)
             alive.ran.sites[frame] = sites
             return alive._compiled[place](*alive.ran.drawing(drawing, inputs))
@@ -182,11 +182,11 @@ class Capture:
             self.uses[owner] = use
 
     def take(self, planner: Planner, marked: Iterable[str | None], forward: Forward, *, checked: bool) -> None:
-        """Take over what a forward came to that was not compiled. Sites are listed until coverage is ``checked``."""
+        """Record the weights and sites of an uncompiled forward. Sites are listed until coverage is ``checked``."""
         self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
         if forward.kind is Kind.UNCAPTURED:
-            known = set(map(_identity, self.sites))
-            self.sites.extend(site for site in planner.sites if not checked and _identity(site) not in known)
+            listed = set(map(_identity, self.sites))
+            self.sites.extend(site for site in planner.sites if not checked and _identity(site) not in listed)
         elif forward.module is self._plan.root and not checked and not self._frames:
             self.sites.extend(planner.sites)
             self.marked |= set(marked)
@@ -195,11 +195,11 @@ class Capture:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Have Dynamo allow as many graphs as are asked for, and cut none along DDP's buckets before the graph pass.
+        """Set Dynamo's options for this model in this context.
 
-        Such a cut parts markers from what they mark. The rewritten graph is cut instead. Guards look at hooks: without
-        that, a graph of a kept module without a mark hook, captured behind a graph break, would run for an alike module
-        that has one, in high precision.
+        DDP's buckets split the rewritten graph; a split of the captured one would separate markers from their products.
+        Guards check hooks. Otherwise a graph of an unmarked module, captured behind a graph break, would serve a
+        similar module that has a mark hook, in high precision.
         """
         setting, wrapper = torch_internals.dynamo_setting, torch_internals.active_ddp()
         limit = self._limit or max(RECOMPILE_LIMIT, setting("recompile_limit"))
@@ -209,7 +209,7 @@ class Capture:
         if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.sources:  # their hooks set a weight and take it away again, which leaves no effect
+        if self._plan.sources:  # their hooks set a weight and remove it again: no lasting side effect
             changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
             with torch_internals.dynamo_settings(**changes):
@@ -222,11 +222,11 @@ class Capture:
 def _entry(root: torch.nn.Module, name: str, uncompiled: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return the function that is compiled for the call ``name`` of ``root``."""
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def model_call(*args: Any, **kwargs: Any) -> Any:
         return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # Behind a graph break Dynamo compiles this function by itself, for every model of the process.
-    call = with_own_code(whole, type(root)) if name == CALL else hooks.marked_method(root, name)
+    # Behind a graph break Dynamo compiles this function by itself, so each model needs its own code object.
+    call = with_own_code(model_call, type(root)) if name == CALL else hooks.marked_method(root, name)
 
     def entry(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or uncompiled is None:
@@ -238,14 +238,14 @@ def _entry(root: torch.nn.Module, name: str, uncompiled: Callable[..., Any] | No
 
 
 def _backend(capture: Capture) -> Backend:
-    """Return the torch.compile backend of ``capture``. Dynamo keeps every backend for good, so this one does not keep
-    the capture, and with it the model."""
+    """Return the torch.compile backend of ``capture``. Dynamo never frees a backend, so this one holds the capture, and
+    with it the model, by a weak reference."""
     reference = weakref.ref(capture)
     return lambda gm, example_inputs: _alive(reference).compile(gm, example_inputs)
 
 
 def _alive(reference: weakref.ref[Capture]) -> Capture:
-    """Return the capture whose graph Dynamo compiles or runs: the call that is running keeps it."""
+    """Return the capture whose graph Dynamo compiles or runs; the running call keeps it alive."""
     capture = reference()
     assert capture is not None
     return capture

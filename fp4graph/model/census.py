@@ -31,8 +31,8 @@ def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
 def group(site: Site) -> str:
     """Return the words under which the FLOPs of ``site`` are summed.
 
-    These are the name of the rule that decided, else the kind of operation, else, for a layer that no rule speaks of,
-    the name of its module without the path.
+    These are the name of the rule that decided, else the kind of operation, else, for a layer that no rule names, the
+    name of its module without the path.
     """
     if site.rule is not None and (site.quantized or (site.rule_index or 0) != DEFAULT_INDEX):
         return site.rule
@@ -56,7 +56,7 @@ def summary(sites: Sequence[Site]) -> str:
 
 
 def on_gpu(sites: Sequence[Site]) -> list[str]:
-    """Return sentences about what is particular on a GPU: exact products, and operands that no kernel quantizes."""
+    """Return sentences about GPUs: which products are exact, and which operands no kernel quantizes."""
     lines = []
     if gemms := [
         (site, gemm) for site in sites for gemm in Gemm if any(site.operands[o] for o in Operand if o.gemm is gemm)
@@ -81,7 +81,7 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
 
 
 def percent(part: int, whole: int) -> str:
-    """Return ``part`` of ``whole`` in per cent; a part that is not all and not nothing never looks so."""
+    """Return ``part`` of ``whole`` in per cent; only exact values read 0 % or 100 %."""
     share = 100 * part / whole if whole else 0.0
     if 0 < share < 1:
         return "<1 %"
@@ -89,7 +89,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def folded(sites: Sequence[Site], *, schedules: bool = False) -> list[tuple[str, tuple[Site, ...]]]:
-    """Join sites that differ in the numbers in their modules' names alone.
+    """Join sites whose modules' names differ only in numbers.
 
     Returns names such as ``model.layers.0-31.self_attn.q_proj``, each with its sites, in the order of the first sites.
     The sites of one line agree in operation, shapes, FLOPs, rule, and operands or reason; with ``schedules`` also in
@@ -99,7 +99,7 @@ def folded(sites: Sequence[Site], *, schedules: bool = False) -> list[tuple[str,
     for site in sites:
         numbers = tuple(_NUMBER.findall(site.module or ""))
         shown = (*_shown(site), site.schedule if schedules else None)
-        number = 0  # of the module's sites that are alike
+        number = 0  # counts equal sites of one module
         while numbers in alike.setdefault((number, *shown), {}):
             number += 1
         alike[(number, *shown)][numbers] = site
@@ -116,7 +116,7 @@ def folded(sites: Sequence[Site], *, schedules: bool = False) -> list[tuple[str,
 
 
 def _shown(site: Site) -> tuple[object, ...]:
-    """Return all that a line shows of ``site``, stars for the numbers of its module."""
+    """Return all that a line shows of ``site``, with stars for the numbers in its module's name."""
     pattern = None if site.module is None else _NUMBER.sub("*", site.module)
     decided = site.rule, site.rule_index, site.reason, tuple(site.operands.items()), site.quantized
     apart = site.apart_channels, tuple(site.apart.items())
@@ -130,7 +130,7 @@ def _products(keys: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
         merged: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for row in rows:
             merged.setdefault((*row[:place], *row[place + 1 :]), []).extend(row[place])
-        rows = [(*rest[:place], tuple(items), *rest[place:]) for rest, items in merged.items()]
+        rows = [(*fixed[:place], tuple(items), *fixed[place:]) for fixed, items in merged.items()]
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Refuses to convert an applied model. What comes of a conversion would run in high precision without a word."""
+"""Refuses to convert an applied model, because the result would silently run in high precision."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch.nn.parameter import is_lazy
 from fp4graph.errors import Error
 from fp4graph.ops.first_order import is_transformed
 
-_REMEDY = "call fp4graph.remove(model) first, and fp4graph.apply(model, policy) to train on"
+_REMEDY = "call fp4graph.remove(model) first, and fp4graph.apply(model, policy) afterwards to go on training"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def opaque(function: _F) -> _F:
     """Have Dynamo leave ``function`` alone; where torch.export traces it, Dynamo's error says what to do."""
     reason = (
-        "a model with a policy applied runs a graph of its own, which an outer torch.compile leaves alone; leave out "
+        "a model with a policy applied compiles its own graph, which an outer torch.compile cannot include; leave out "
         f"fullgraph=True of the outer one; to export the model, {_REMEDY}"
     )
     return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
-def refuse(what: str) -> None:
-    """Raise the Error that ``what`` does not convert an applied model."""
+def refuse(converter: str) -> None:
+    """Raise an Error: ``converter`` cannot convert an applied model."""
     raise Error(
-        f"{what} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
+        f"{converter} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
     )
 
 
 def refuse_other_models(model: object, caller: str) -> None:
-    """Raise an error where ``model`` is no module, has weights without a shape yet, or is compiled by TorchScript,
-    whose operations nobody sees."""
+    """Raise an error where ``model`` is not a module, has weights without a shape, or is compiled by TorchScript, which
+    hides its operations."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}() takes an nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -64,7 +64,7 @@ def refuse_conversion(*, quantizes: bool) -> None:
 
 
 def refuse_nested(inputs: Iterable[torch.Tensor]) -> None:
-    """Raise an Error for a nested tensor without sizes: the guards of torch.compile end the process at one."""
+    """Raise an Error for a nested tensor without sizes: on one, the guards of torch.compile crash the process."""
     if any(x.is_nested and x.layout is torch.strided for x in inputs):
         raise Error(
             "an input of the model is a nested tensor, whose products cannot be quantized; pad it "
@@ -74,5 +74,5 @@ def refuse_nested(inputs: Iterable[torch.Tensor]) -> None:
 
 @opaque
 def refuse_export() -> None:
-    """Refuse to be traced by torch.export."""
+    """Raise an Error under torch.export."""
     refuse("torch.export")

@@ -31,10 +31,10 @@ _RECURRENT = f"{RECURRENT}, and Dynamo does not capture them"
 
 
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
-    """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about.
+    """Raise PolicyError or CaptureError where the captured graphs lack sites that the policy is about.
 
-    Add the recurrent layers, which Dynamo does not capture, to the sites of ``capture``. Return how modules use their
-    weights that share the graph of another module.
+    Add the recurrent layers, which Dynamo does not capture, to the sites of ``capture``. Return the weight uses of
+    modules that share another module's graph.
     """
     served = served_sites(plan.root, capture)
     check_captured(plan, capture)
@@ -59,7 +59,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
 
 
 def check_captured(plan: PhasePlan, capture: Capture) -> None:
-    """Raise CaptureError for a module that was called and whose product is in no graph."""
+    """Raise CaptureError for a called module whose product is in no graph."""
     captured = {site.module for site in capture.sites}
     for module in sorted(name for name in capture.marked - captured if name is not None):
         if _ran_uncaptured(module, plan, capture):
@@ -85,29 +85,30 @@ def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
     alike: dict[Any, list[str]] = {}
     for name, module in root.named_modules():
         alike.setdefault((pattern_of(name), type(module), tags.get(name)), []).append(name)
-    others: dict[str | None, list[str]] = {}
+    sharing: dict[str | None, list[str]] = {}
     for names in alike.values():
         if (first := next((name for name in names if name in captured), None)) is not None:
-            others[first] = [name for name in names if name not in captured]
-    return [(site, [site.module, *others.get(site.module, ())]) for site in capture.sites]
+            sharing[first] = [name for name in names if name not in captured]
+    return [(site, [site.module, *sharing.get(site.module, ())]) for site in capture.sites]
 
 
 def each_served(served: Iterable[ServedSite], plan: PhasePlan) -> list[Site]:
     """Return a site for every module that is served.
 
-    What a rule quantizes has the same rule in all modules that share a graph, by their tags. What is kept has no tags,
-    so the rule of each further module is looked up, without the producer of its input.
+    Modules that share the graph of a quantized site have one rule, because their tags are equal. Kept sites have no
+    tags, so the rule of each further module is looked up, without the producer of its input.
     """
     sites: list[Site] = []
     for site, names in served:
         for name in names:
-            own = dataclasses.replace(site, module=name)
+            served_site = dataclasses.replace(site, module=name)
             decided = site.rule_index is not None and site.rule_index >= DEFAULT_INDEX
             if name != site.module and decided and site.supported and not site.quantized:
                 decision = plan.policy.decide(plan.names.view(name, site.op, _sizes(site)), None)
                 if not decision.rule.quantizes:
-                    own = dataclasses.replace(own, rule_index=decision.index, rule=decision.rule.name)
-            sites.append(own)
+                    index, rule = decision.index, decision.rule.name
+                    served_site = dataclasses.replace(served_site, rule_index=index, rule=rule)
+            sites.append(served_site)
     return sites
 
 
@@ -120,7 +121,7 @@ def _sizes(site: Site) -> tuple[int | None, int | None, int | None]:
 
 
 def _decided_before(policy: Policy, index: int, sites: Sequence[Site]) -> list[Site]:
-    """Return the sites of the names, operations and blocks that a rule asks for about which an earlier rule decides."""
+    """Return the sites that rule ``index`` could match if an earlier rule did not decide them."""
     rule = policy.rules[index]
     decided = (site for site in sites if site.rule_index in range(index))
     of_kind = (site for site in decided if rule.match.may_name(site.module) and rule.speaks_of(site.op))
@@ -136,7 +137,7 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
             convolutions = sum(site.op == "conv" for site in sites)
-            known = f", whose {convolutions} convolutions only a rule with 'op: conv' quantizes" if convolutions else ""
+            hint = f", whose {convolutions} convolutions only a rule with 'op: conv' quantizes" if convolutions else ""
             roles = {CLOSING[role][0]: role for role in NAMED_ROLES}
             named = next((s for s in sites if s.rule_index in roles and rule.match.names(s.module)), None)
             remedy = "give it 'required: false' if that is meant"
@@ -150,7 +151,7 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"
             raise Place(rule.file, rule.line).error(
-                f"rule {rule.name!r} matches no site of this model{known}; {remedy}. "
+                f"rule {rule.name!r} matches no site of this model{hint}; {remedy}. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"
             )
     quantized = sum(site.quantized for site in sites)
@@ -166,30 +167,30 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
 def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
     """Warn about techniques that act on none of the captured sites whose rules declare them.
 
-    At load a technique is idle under its rule whatever the model. This is about one that waits for a kind of input that
-    the model has not, as ``smooth_swiglu`` does. Techniques that plan specs are not judged, nor those of a rule that
-    quantizes products of activations, which are no uses of a weight.
+    Loading a policy warns about techniques that are idle in every model. This check finds those for an input that this
+    model lacks, such as ``smooth_swiglu``. It skips techniques that plan specs, and rules that quantize
+    products of activations, which are not uses of a weight.
     """
-    others = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
+    not_judged = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
     declared: dict[Technique, list[WeightUse]] = {}
     judged = [use for use in uses if use.decision.rule.quantizes]
     for use in judged:
         for technique in use.decision.rule.techniques:
             declared.setdefault(technique, []).append(use)
-    for technique, own in declared.items():
-        if overrides(technique, "plan") or any(use.decision.index in others for use in own):
+    for technique, its_uses in declared.items():
+        if overrides(technique, "plan") or any(use.decision.index in not_judged for use in its_uses):
             continue
-        if any(acts(technique, use.site, use.decision.rule.specs) for use in own):
+        if any(acts(technique, use.site, use.decision.rule.specs) for use in its_uses):
             continue
-        others_made = (dataclasses.replace(own[0].site, producer=kind) for kind in DISTINGUISHED_PRODUCERS)
-        if not any(acts(technique, site, own[0].decision.rule.specs) for site in others_made):
-            continue  # idle whatever the model
-        made = ", ".join(sorted({use.site.producer or "other modules" for use in own}))
-        rule = own[0].decision.rule
+        rule, first = its_uses[0].decision.rule, its_uses[0].site
+        other_inputs = (dataclasses.replace(first, producer=kind) for kind in DISTINGUISHED_PRODUCERS)
+        if not any(acts(technique, site, rule.specs) for site in other_inputs):
+            continue  # idle in every model
+        producers = ", ".join(sorted({use.site.producer or "other modules" for use in its_uses}))
         warning = Place(rule.file, rule.line).error(
             f"technique {technique.name!r} has no effect in this model, as far as the first forward ran it: it acts on "
-            f"none of the {len(own)} weights that are quantized with it, such as that of {own[0].site}. Their inputs, "
-            f"made by {made}, are not of the kind that it is for; if no other forward runs more of the model, remove it"
+            f"none of the {len(its_uses)} weights that are quantized with it, such as that of {first}, because their "
+            f"inputs come from {producers}. Remove it, unless later forwards run more of the model"
         )
         warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
@@ -197,27 +198,27 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
 def warn_of_padding(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
     """Warn about a rule with a block that divides no axis of the layers that it quantizes.
 
-    Axes are those that fprop and dgrad contract, which are the layer's own. wgrad contracts tokens, whose number
-    differs from batch to batch. One axis that fits is enough, since a classifier has any number of outputs. A rule that
-    quantizes products of activations is not judged, nor one with an axis of unknown size.
+    Only axes that fprop and dgrad contract count, because wgrad contracts tokens, whose number differs from batch to
+    batch. One axis that fits is enough, since a classifier has any number of outputs. Rules that quantize products of
+    activations and rules with an axis of unknown size are skipped.
     """
-    others = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
+    not_judged = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
     by_rule: dict[int, list[WeightUse]] = {}
     for use in uses:
-        if use.decision.rule.quantizes and use.decision.index not in others:
+        if use.decision.rule.quantizes and use.decision.index not in not_judged:
             by_rule.setdefault(use.decision.index, []).append(use)
-    for own in by_rule.values():
-        rule = own[0].decision.rule
+    for its_uses in by_rule.values():
+        rule = its_uses[0].decision.rule
         sizes: dict[int, set[int | None]] = {}
         for operand, spec in rule.specs.items():
             if spec is None or operand.gemm is Gemm.WGRAD or isinstance(spec.block, str):
                 continue
             length = spec.block if isinstance(spec.block, int) else spec.block[-1]
             axis = "in_features" if operand.gemm is Gemm.FPROP else "out_features"
-            sizes.setdefault(length, set()).update(getattr(use.site, axis) for use in own)
-        for length, found in sizes.items():
-            known = sorted(size for size in found if size is not None)
-            if len(known) == len(found) and all(size % length for size in known):
+            sizes.setdefault(length, set()).update(getattr(use.site, axis) for use in its_uses)
+        for length, axis_sizes in sizes.items():
+            known = sorted(size for size in axis_sizes if size is not None)
+            if len(known) == len(axis_sizes) and all(size % length for size in known):
                 shown = ", ".join(map(str, known[:8])) + (" ..." if known[8:] else "")
                 warning = rule.error(
                     f"a block of {length} divides none of the axes that it quantizes, of {shown} elements: each is "
@@ -240,10 +241,10 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
     )
     if (share := quantized_share(sites, uses, recurrent)) < 0.5:
         names = sorted({site.module or "(root)" for site in sites if site.quantized})
-        what = f"only {', '.join(names[:8])} would be quantized" if names else "nothing would be quantized"
+        outcome = f"only {', '.join(names[:8])} would be quantized" if names else "nothing would be quantized"
         raise PolicyError(
             f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
-            f"has none that fp4graph recognises: {what}, {share:.0%} of "
+            f"has none that fp4graph recognises: {outcome}, {share:.0%} of "
             "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
             "such as match: {op: linear} for every linear layer or match: {op: conv} for every convolution; recurrent "
             "layers cannot be quantized",
@@ -254,8 +255,8 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
 def quantized_share(sites: Iterable[Site], uses: Iterable[WeightUse], recurrent: int) -> float:
     """Return the part of the matrix work of layers that is quantized.
 
-    The work is that of the captured FLOPs, without attention and without what a rule keeps by name. Recurrent layers,
-    which no graph shows, count with ``recurrent``, the elements of their matrices.
+    Work is counted in captured FLOPs, without attention and without sites that a rule keeps by name. Recurrent layers,
+    which no graph shows, are counted by ``recurrent``, the number of elements of their matrices.
     """
     layers = [site for site in sites if site.op not in ("matmul", "sdpa", "attention")]
     layers = [site for site in layers if site.quantized or site.rule_index in (None, -1)]

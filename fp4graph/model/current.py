@@ -27,7 +27,7 @@ PLAIN: Any = "fp4graph_plain"
 
 @dataclass
 class Calls:
-    """The calls of a model in one checkpointed region: their steps, and how many of them each backward has repeated."""
+    """The calls of a model in one checkpointed region: their steps, and the number that each backward has repeated."""
 
     steps: list[Tensor] = field(default_factory=list)
     repeats: Counter[int] = field(default_factory=Counter)
@@ -38,19 +38,19 @@ class CurrentForward:
     """The forward of an applied model that is running, or was the last to run.
 
     Attributes:
-        step: the tensor (seed, rank, count), which every mark hook of the model hands to the graph. Set anew for each
-            forward, because a graph takes the tensor that is here when the forward begins.
-        compiled: whether the compiled call is running. threads: those that run it, several at most without gradients.
-        direct: the pass that is running uncompiled, or None. thread: the last to begin that, or the compiled call.
+        step: the tensor (seed, rank, count) that every mark hook of the model hands to the graph. Each forward sets a
+            new tensor when it begins.
+        compiled: whether the compiled call is running. threads: the threads that run it, one if gradients are enabled.
+        direct: the uncompiled pass in progress, or None. thread: the last thread to begin one, or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         last: the kind of the last forward with gradients that has begun, or None.
-        regions: of each checkpointed region, the step of its forward and the sites of each module before it.
-        calls: of each checkpointed region, the steps of the calls of the model in it, in their order.
-        part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
-        uncaptured: runs a module that the compiled call calls outside of its graphs, and is told whether Dynamo is
-            disabled there; None leaves the module to Dynamo.
-        method: runs a method that is compiled like the model's call; None runs it as it is.
-        copied: called with the memo of a deepcopy that meets this object.
+        regions: by checkpointed region, the step of its forward and the number of sites of each module before it.
+        calls: by checkpointed region, the calls of the model in it.
+        part: runs a module that was called by itself; with None the module runs unchanged, and its hook refuses.
+        uncaptured: runs a module that the compiled call calls outside of its graphs; ``disabled`` says whether Dynamo
+            is disabled there. None leaves the module to Dynamo.
+        method: runs a method that is compiled like the model's call; None runs the method unchanged.
+        copied: called with the memo of a deepcopy that reaches this object.
     """
 
     step: Tensor
@@ -70,7 +70,7 @@ class CurrentForward:
     copied: Callable[[dict[Any, Any]], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CurrentForward, (self.step,)  # no forward travels
+        return CurrentForward, (self.step,)  # a pickle holds no forward
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> CurrentForward:
         memo[id(self)] = twin = CurrentForward(self.step)
@@ -80,16 +80,16 @@ class CurrentForward:
 
     @contextmanager
     def parts_left_alone(self) -> Iterator[None]:
-        """Let the model's parts run as they are in this context, which compiles what it runs itself, or bypasses it."""
-        former = self.compiled, self.uncaptured
+        """Leave the model's parts alone in this context: they have graphs of their own, or are bypassed."""
+        saved = self.compiled, self.uncaptured
         self.compiled, self.uncaptured = True, None
         try:
             yield
         finally:
-            self.compiled, self.uncaptured = former
+            self.compiled, self.uncaptured = saved
 
     def require_thread(self) -> None:
-        """Raise an Error in another thread than the one that runs the forward: what it multiplies would not be seen."""
+        """Raise an Error unless this thread runs the forward; products of another thread would not be seen."""
         if self.thread != threading.get_ident():
             raise Error("two threads run one applied model at the same time; give each its own copy.deepcopy of it")
 
@@ -97,21 +97,21 @@ class CurrentForward:
         """Note that ``module`` begins to run in the pass."""
         assert self.direct is not None
         region = torch_internals.checkpointed_region()
-        again = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
-        # A reentrant one, which has no region, runs it without gradients at first.
-        noted = again and (region in self.regions or self.last in (Kind.CALL, Kind.METHOD))
-        if torch.is_grad_enabled() and not noted:
+        recomputes = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
+        # A reentrant checkpoint has no region, and its forward runs without gradients.
+        counted = recomputes and (region in self.regions or self.last in (Kind.CALL, Kind.METHOD))
+        if torch.is_grad_enabled() and not counted:
             self.ran.add(id(module))
         if region is not None and region not in self.regions:
             self.regions[region] = self.step, self.direct.planner.occurrences
 
     def begin_call(self) -> None:
-        """Note a call of the model that begins, if a checkpoint will repeat it."""
+        """Record the step of a call of the model that a checkpoint will repeat."""
         if torch_internals.backward_id() == -1 and (region := torch_internals.checkpointed_region()) is not None:
             self.calls.setdefault(region, Calls()).steps.append(self.step)
 
     def repeated(self) -> Tensor | None:
-        """Return the step of the call that a checkpoint repeats in this backward; None if the call is none of those."""
+        """Return the step of the call that a checkpoint repeats in this backward; None for any other call."""
         backward, region = torch_internals.backward_id(), torch_internals.checkpointed_region()
         calls = None if backward == -1 or region is None else self.calls.get(region)
         if calls is None or calls.repeats[backward] == len(calls.steps):
@@ -121,26 +121,26 @@ class CurrentForward:
 
 
 class Parts:
-    """The parts of an applied model: ``nn.Module.__call__`` of each runs :meth:`_run` in the place of the module's own.
+    """The parts of an applied model; ``nn.Module.__call__`` of each part runs :meth:`_run` instead of the module.
 
-    Dynamo traces that call where a module has hooks. Nothing is written for a forward, because Dynamo checks its guards
-    faster while the modules' attributes stay as they are.
+    Dynamo traces that call where a module has hooks. A forward writes no attribute of a module, because Dynamo checks
+    its guards faster while they are unchanged.
 
-    While the compiled call is running, a part is usually inlined in a graph, or begins one. A part that does neither
-    runs in ``current.uncaptured`` where its products would be in no graph: where Dynamo is disabled, and where the part
-    owns quantized weights and its call does not fit into one graph.
+    While the compiled call is running, a part is usually inlined in a graph or starts one. A part that does neither is
+    run by ``current.uncaptured`` if its products would be in no graph: where Dynamo is disabled, and where it owns
+    quantized weights and its call does not fit into one graph.
     """
 
     def __init__(
         self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module], current: CurrentForward
     ) -> None:
-        """``modules`` are all below the root, each with whether it or a module below it has quantized sites; ``owners``
-        are those with quantized weights of their own."""
+        """``modules`` maps every module below the root to whether it or a module in it has quantized sites; ``owners``
+        hold quantized weights themselves."""
         self._current = current
         kinds = {False: self._call(holds=False), True: self._call(holds=True), None: self._call_in_one_graph()}
         kind_of = {module: None if module in owners else holds for module, holds in modules.items()}
-        # Dynamo's cache and limit are per code object, and it skips one for good. The modules of a class share theirs:
-        # guards ask for it, and alike blocks are to share their graphs.
+        # Dynamo caches, limits and skips by code object. Modules of a class share one: guards check it, and similar
+        # blocks should share their graphs.
         pairs = {(kind, type(m)) for m, kind in kind_of.items()}
         calls = {(kind, cls): with_own_code(kinds[kind], cls) for kind, cls in pairs}
         self._parts = [
@@ -155,13 +155,13 @@ class Parts:
 
     def hide(self) -> None:
         """Give the modules the calls that they had before."""
-        for attributes, part, former in self._parts:
+        for attributes, part, original in self._parts:
             if attributes.get("_compiled_call_impl") is not part:
                 continue  # another applied model has taken the module over
-            if former is None:
+            if original is None:
                 del attributes["_compiled_call_impl"]
             else:
-                attributes["_compiled_call_impl"] = former
+                attributes["_compiled_call_impl"] = original
 
     def _call(self, *, holds: bool) -> Callable[..., Any]:
         current, run = self._current, self._run
@@ -181,11 +181,11 @@ class Parts:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if current.compiled:
                 if current.uncaptured is not None and has_backward_hooks(module):
-                    # Dynamo breaks there, and would skip this frame for good: not only while there is a hook.
+                    # Dynamo breaks at the hook, and would skip this frame for good, even after the hook is removed.
                     return current.uncaptured(module, args, kwargs, disabled=False)
                 if torch.compiler.is_compiling() or current.uncaptured is None:
-                    # Dynamo resumes after a graph break, but not in the middle of a loop: it does not compile a frame
-                    # that breaks there. This frame then runs as it is, before anything in it has run.
+                    # Dynamo cannot resume inside a loop, so it does not compile a frame with a graph break there.
+                    # This frame then runs uncompiled from its beginning.
                     result = None
                     for _ in (None,):
                         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

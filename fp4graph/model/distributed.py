@@ -56,8 +56,8 @@ def over_ranks(x: Tensor, parameter: Tensor, wrapper: DistributedDataParallel | 
 def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, weights: Iterable[Weight]) -> None:
     """Give every rank of a DDP the state of rank 0, as DDP's constructor does for weights.
 
-    Rank 0 may be the only rank that loaded a checkpoint. State that a rank's own backward wrote stays, unless the rank
-    is behind rank 0.
+    Rank 0 may be the only rank that loaded a checkpoint. A rank keeps the state that its own backward wrote,
+    unless its count differs from that of rank 0.
     """
     group = wrapper.process_group
     source = torch.distributed.get_global_rank(group, 0)
@@ -75,7 +75,7 @@ def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, w
 
 
 def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend, dynamic: bool | None) -> None:
-    """Give every module that ``fully_shard`` was called on a graph of its own.
+    """Compile every module that ``fully_shard`` was called on as a graph of its own.
 
     Raises:
         Error: the model is under FSDP1, or FSDP casts the parameters beside packed weights.
@@ -113,7 +113,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
 
 
 def _require_dtype_of_sources(module: Any) -> None:
-    """Raise Error where FSDP casts what a module computes with, and a source gives a weight in another dtype."""
+    """Raise Error where FSDP casts parameters of a module to another dtype than that of a packed weight."""
     dtype = torch_internals.fsdp_dtype(module)
     for _, source in sources_below(module):
         if dtype is not None and dtype is not source.stand_in.dtype:

@@ -1,4 +1,4 @@
-"""Reports what a policy would do to a model, without doing it."""
+"""Reports what a policy would quantize in a model, without changing the model."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Explanation:
         policy: the resolved policy.
         sites: every place of matrix work, in graph order.
         blocks: the position of each module in a repeated stack.
-        problem: the error that training under this policy would raise, or that products of the forward are missing
-            from the sites, by torch's count of FLOPs; None where there is neither.
-        graphs: how many graphs the forward was captured in.
+        problem: the error that training under this policy would raise, or the report that torch counts FLOPs which no
+            site has; None without either.
+        graphs: the number of graphs that the forward was captured in.
     """
 
     policy: Policy
@@ -71,26 +71,26 @@ class Explanation:
         return census.totals(self.sites)
 
     def share(self, site: Site) -> float | None:
-        """Return the part of the FLOPs of one forward that ``site`` has; None where they are unknown."""
+        """Return the share of the FLOPs of one forward at ``site``; None where they are unknown."""
         return None if site.flops is None or not self.flops else site.flops / self.flops
 
     def __str__(self) -> str:
         return self.table()
 
     def schedule(self, *, every: bool = False) -> str:
-        """Return as a table which code quantizes each operand of the quantized sites, and why; sites of repeated blocks
-        that agree share a line, unless ``every`` one is asked for."""
+        """Return a table of the code that quantizes each operand of the quantized sites, with reasons. Equal sites of
+        repeated blocks share a line, unless ``every`` is set."""
         table = Table(title=f"{self.policy.name}: how operands are quantized", title_justify="left")
         for column in ("module", "operand", "by", "because", "kept for the backward"):
             table.add_column(column, overflow="fold")
-        former = None
+        previous = None
         for name, sites in self._lines([site for site in self.sites if site.quantized], every=every, schedules=True):
             schedule = sites[0].schedule
             lines = [] if schedule is None else schedule.lines()
             rows = [(line.what, line.by, line.why, ", ".join(line.keeps)) for line in lines]
-            for index, row in enumerate([("as above",)] if rows == former else rows):
+            for index, row in enumerate([("as above",)] if rows == previous else rows):
                 table.add_row("" if index else name, *row)
-            former = rows
+            previous = rows
         nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
         return _printed(table, *nothing, *self._problem)
 
@@ -107,8 +107,7 @@ class Explanation:
         return census.folded(sites, schedules=schedules)
 
     def table(self, *, every: bool = False) -> str:
-        """Return the sites as a table. Sites of repeated blocks that agree share a line, unless ``every`` one is asked
-        for."""
+        """Return a table of the sites. Equal sites of repeated blocks share a line, unless ``every`` is set."""
         table = Table(
             title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left"
         )
@@ -117,16 +116,16 @@ class Explanation:
         table.add_column("FLOPs", justify="right", no_wrap=True)
         for column in ("rule", "operands or reason"):
             table.add_column(column, overflow="fold")
-        former = None
+        previous = None
         for name, sites in self._lines(self.sites, every=every):
             site = sites[0]
             shapes = " @ ".join("×".join(map(str, shape)) for shape in site.shapes)
-            what = summarize(site.operands) if site.quantized else site.reason
+            decision = summarize(site.operands) if site.quantized else site.reason
             if site.apart_channels:
-                what += f"; {site.apart_channels} of {site.shapes[0][-1]} input channels: {summarize(site.apart)}"
-            former, what = what, "as above" if what == former else what
+                decision += f"; {site.apart_channels} of {site.shapes[0][-1]} input channels: {summarize(site.apart)}"
+            previous, decision = decision, "as above" if decision == previous else decision
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
-            table.add_row(name, site.op, shapes, share, site.rule or "-", what)
+            table.add_row(name, site.op, shapes, share, site.rule or "-", decision)
         return _printed(
             table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites), *self._problem
         )
@@ -157,12 +156,12 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
     Args:
-        model: applied or not, in train or eval mode as it is.
+        model: applied or not; its train or eval mode is used as it is.
         policy: as for :func:`fp4graph.apply`. The first phase of a policy with phases is shown; to see a later one,
             pass ``policy.phases[i].policy``.
-        args: of the forward call: a tuple or a list, a mapping of keywords, or the only argument. Only shapes and
-            dtypes matter.
-        kwargs: of the call, beside positional ``args``.
+        args: arguments of the forward call: a tuple or list, a mapping of keywords, or a single argument. Only shapes
+            and dtypes matter.
+        kwargs: keyword arguments of the call, beside positional ``args``.
 
     Raises:
         PolicyError: the policy cannot be loaded. CaptureError: a site cannot be planned under the policy.
@@ -171,8 +170,9 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
     loaded = dataclasses.replace(load_policy(policy), phases=())
     recurrent: dict[str, int] = {}
     counts: dict[str, int] = {}
-    given, named = _arguments(args)
-    runtime, problem = _captured(model, loaded, given, {**named, **(kwargs or {})}, recurrent=recurrent, counts=counts)
+    args, keywords = _arguments(args)
+    keywords |= kwargs or {}
+    runtime, problem = _captured(model, loaded, args, keywords, recurrent=recurrent, counts=counts)
     blocks = runtime.plan.names.blocks
     served = coverage.served_sites(runtime.plan.root, runtime.capture)
     sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
@@ -181,19 +181,19 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
         for s in sites
     ]
     problem = problem or _missing(sites, counts)
-    found = None if problem is None else str(problem)
-    return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
+    text = None if problem is None else str(problem)
+    return Explanation(loaded, tuple(sites), blocks, text, runtime.capture.graphs)
 
 
 def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
-    """Return the error that ``sites`` lack some of the FLOPs that torch has counted in the forward, or None.
+    """Return an error if ``sites`` lack FLOPs that torch has counted in the forward, else None.
 
-    Sites may have more: torch does not count the products with vectors, for one. What it counts of recurrent layers
-    depends on the device.
+    Sites may have more FLOPs: torch does not count products with vectors, for one. Recurrent layers are left out,
+    because torch's count of them depends on the device.
     """
-    apart = {site.module: site.flops or 0 for site in sites if site.op == "recurrent"}
-    listed = sum(site.flops or 0 for site in sites) - sum(apart.values())
-    counted = counts.get("", 0) - sum(counts.get(str(name), 0) for name in apart)
+    recurrent = {site.module: site.flops or 0 for site in sites if site.op == "recurrent"}
+    listed = sum(site.flops or 0 for site in sites) - sum(recurrent.values())
+    counted = counts.get("", 0) - sum(counts.get(str(name), 0) for name in recurrent)
     if counted <= listed or any(site.flops is None for site in sites):
         return None
     modules = {site.module for site in sites}
@@ -210,20 +210,20 @@ def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
 def rehearse(model: nn.Module, policy: Policy, example_inputs: Any, *, strict: bool) -> None:
     """Run one forward and backward of every phase of ``policy`` on fake tensors; raise the first error of a training.
 
-    The model stays untouched. ``example_inputs`` of the call are a tuple, a mapping of keywords, or the only argument.
+    The model stays untouched. ``example_inputs`` are a tuple or list, a mapping of keywords, or a single argument.
     """
     args, kwargs = _arguments(example_inputs)
-    for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
-        _, problem = _captured(model, one, args, kwargs, backward=True, strict=strict)
+    for in_phase in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
+        _, problem = _captured(model, in_phase, args, kwargs, backward=True, strict=strict)
         if problem is not None:
             raise problem
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call that are given as a tuple or a list, a mapping of keywords, or the only one."""
+    """Return the positional and keyword arguments in a tuple or list, a mapping of keywords, or a single argument."""
     if isinstance(inputs, Mapping):
         if (key := next((key for key in inputs if not isinstance(key, str)), None)) is not None:
-            raise Error(f"the inputs are given by keyword, and {key!r} is no name; use the names of forward's inputs")
+            raise Error(f"keys of a mapping of inputs must be names of forward's inputs; got {key!r}")
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
@@ -250,7 +250,7 @@ def _captured(
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
-            warnings.simplefilter("ignore", PolicyWarning)  # of what runs uncompiled: the training says so too
+            warnings.simplefilter("ignore", PolicyWarning)  # training warns about uncompiled modules too
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
             outputs = [leaf for leaf in nested(result, torch.Tensor) if backward and leaf.requires_grad]
@@ -259,9 +259,9 @@ def _captured(
     except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
-            "example_inputs do not have; leave example_inputs out, and errors show at the first call. A loop over "
-            "experts trains quantized, uncompiled; with model.set_experts_implementation('grouped_mm') the experts of "
-            "Hugging Face's models depend on no values, are explained, and are faster"
+            "example_inputs do not have; leave example_inputs out to see errors at the first call instead. A loop over "
+            "experts trains quantized but uncompiled; model.set_experts_implementation('grouped_mm') makes the experts "
+            "of Hugging Face's models independent of values, and faster"
         ) from error
     finally:
         random.setstate(python_state)
@@ -281,7 +281,7 @@ def _captured(
 
 
 def _fake(model: nn.Module, inputs: Any) -> tuple[nn.Module, torch_internals.FakeTensorMode, Any]:
-    """Return a plain copy of ``model`` and its inputs on fake tensors, and the mode that these are of."""
+    """Return a plain copy of ``model``, the fake mode, and ``inputs``; copy and inputs are on fake tensors."""
     fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
@@ -305,8 +305,8 @@ def _leave_meta(model: nn.Module, fake_mode: torch_internals.FakeTensorMode, dev
 
 
 def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[RemovableHandle]:
-    """Have every recurrent layer of ``model`` add the FLOPs of its forwards to ``counts``, under its name; return the
-    hooks that do so."""
+    """Hook every recurrent layer of ``model`` to add the FLOPs of its forwards to ``counts`` under its name, and
+    return the hooks."""
 
     def hook_of(name: str) -> Any:
         @torch.compiler.disable  # type: ignore[untyped-decorator]

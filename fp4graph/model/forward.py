@@ -1,4 +1,4 @@
-"""One forward of an applied model as a value, and the table of what is done around the forwards of each kind."""
+"""One forward of an applied model as data, and the table of the duties around each kind of forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALL = "__call__"
 
 
 class Kind(Enum):
-    """Who runs what of an applied model.
+    """The kinds of forward of an applied model.
 
     ``CALL``: the caller calls the model. ``METHOD``: the caller calls one of ``apply(methods=...)``. ``REPEATED``:
     activation checkpointing runs one of these again, in the backward. ``PART``: the caller calls a module of the model
@@ -32,19 +32,20 @@ class Kind(Enum):
 
 
 class Duties(NamedTuple):
-    """What is done around the forwards of one kind.
+    """The duties around the forwards of one kind.
 
     Attributes:
-        compiled: it runs in graphs, unless Dynamo gives it up. The others run operation by operation. A search for NaN
-            watches graphs only; a recording is shown both.
-        begins: it enters the phase that is due, checks optimizers, packed weights and the loaded count, and takes a
-            snapshot of the step. The others belong to a forward that has begun.
+        compiled: the forward runs in graphs, unless Dynamo gives up; others run operation by operation. A search for
+            NaN watches only graphs; a recording sees both.
+        begins: the forward enters the phase in force, checks optimizers, packed weights and the loaded count, and makes
+            the step. Others belong to a forward that has begun.
         counts: the training forwards that advance the count: ``each``, those ``with gradients`` in their result (an
             iterator may have some), or those that call a module ``again`` which has run since the count last changed.
-        covers: the rules that must match in the first forward: ``all``, those about what was ``captured``, or none. Of
-            rules that only later calls may meet, a forward warns when it runs for the second time.
-        listed: training forwards after which sites are listed no more, though the model's call was not checked yet.
-        warns: it warns, once for alike modules, that it runs uncompiled.
+        covers: what the first forward must cover: ``all`` rules, the ``captured`` modules only, or nothing. If other
+            calls may match the remaining rules, the second forward warns about them.
+        listed: number of training forwards after which sites are no longer listed, even if the model's call was never
+            checked.
+        warns: the forward warns, once for similar modules, that it runs uncompiled.
     """
 
     compiled: bool
@@ -72,9 +73,9 @@ class Forward:
     """One forward.
 
     Attributes:
-        module: that runs: the model, or a module of it.
-        call: runs it without a compiler, on ``args`` and ``kwargs``.
-        name: of the method that is called, :data:`CALL` for others.
+        module: the module that runs: the model or a part.
+        call: runs the module without a compiler, on ``args`` and ``kwargs``.
+        name: the name of the method that is called; :data:`CALL` for others.
         training: whether gradients are recorded.
         step: the step tensor of the forward that is repeated, else None.
     """
@@ -108,5 +109,5 @@ class Forward:
         return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
 
     def run(self) -> Any:
-        """Run it without a compiler."""
+        """Run the forward without a compiler."""
         return self.call(*self.args, **self.kwargs)

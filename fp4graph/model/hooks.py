@@ -21,10 +21,10 @@ from fp4graph.model.conversion import refuse_export
 from fp4graph.model.current import CurrentForward
 from fp4graph.numerics.sharding import whole
 
-#: The state of an applied model that was pickled, or of a copied part of one: the compiled call does not travel.
+#: Why a model that was pickled, or a copied part of one, has no compiled call.
 PICKLED = (
-    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, or copied apart from its model, and "
-    "the compiled call does not travel; call fp4graph.apply(model, policy) on it"
+    "it was pickled (by torch.save, ddp_spawn or worker processes) or copied apart from its model, which drops the "
+    "compiled call; call fp4graph.apply(model, policy) on it"
 )
 
 
@@ -51,7 +51,7 @@ class MarkHook:
             if torch.compiler.is_exporting():
                 refuse_export()
             if self.current is None:
-                raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
+                raise UncompiledError("this copy of an applied model has no policy; call fp4graph.apply on it")
             tag = self._carried if carried else self.tag
             weights = [_follow(module, path) for path in self._weights]
             MARK(tag, getattr(module, state.KEY), self.current.step, weights, self._state(module), module.training)
@@ -79,11 +79,11 @@ class MarkHook:
         return [whole(_follow(module, path)) for path in self._entries]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is loaded from a file is detached: there is no compiled graph behind it.
+        # A hook loaded from a file is detached, because no compiled graph comes with it.
         return _detached, (self.name,)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> MarkHook:
-        copy.deepcopy(self.current, memo)  # has the copy of the model applied
+        copy.deepcopy(self.current, memo)  # applies the policy to the copy of the model
         return _detached(self.name)
 
 
@@ -131,7 +131,7 @@ class _Instead:
 
 
 class GuardedForward(_Instead):
-    """``forward`` of a root that owns quantized weights itself, where a direct call would meet no hook at all."""
+    """``forward`` of a root that owns quantized weights: a direct call runs the root's hooks too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self._current
@@ -161,7 +161,7 @@ class Method(_Instead):
 
 
 def compiled_already(*args: Any, **kwargs: Any) -> None:
-    """Stand for ``nn.Module.compile`` of an applied model: another compiled call would go past the graph pass."""
+    """Replace ``nn.Module.compile``, whose compiled call would bypass the graph pass, by a warning."""
     text = "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect"
     warnings.warn(text, PolicyWarning, stacklevel=2)
 
@@ -181,7 +181,7 @@ def marked_method(root: nn.Module, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def uncalled(root: nn.Module) -> Iterator[None]:
-    """Take our call off ``root`` in this context: a method that calls the model goes into its forward, in one graph."""
+    """Take our call off ``root`` in this context, so that a method and the forward that it calls share one graph."""
     ours, root._compiled_call_impl = root._compiled_call_impl, None
     try:
         yield
@@ -207,10 +207,10 @@ class ShardedForward:
     def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self.module, self._compiled = module, compiled
         self._any_hook = mark_hooks(module)[0][2]
-        own = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
-        for key, _ in own:
+        marks = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
+        for key, _ in marks:
             del module._forward_pre_hooks[key]
-        self.hook = own[0][1] if own else None
+        self.hook = marks[0][1] if marks else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,17 +238,17 @@ def is_marked(module: nn.Module) -> bool:
 
 def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     """Return (module, hook id, hook) for every mark hook below ``root``; a hook inside a sharded forward has no id."""
-    found: list[tuple[nn.Module, int | None, MarkHook]] = []
+    marks: list[tuple[nn.Module, int | None, MarkHook]] = []
     for module in root.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, ShardedForward) and forward.hook is not None:
-            found.append((module, None, forward.hook))
-        found += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
-    return found
+            marks.append((module, None, forward.hook))
+        marks += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
+    return marks
 
 
 def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
-    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``, but for the modules in
+    """Remove mark hooks, guarded and sharded forwards, and their state from ``root``, except from the modules in
     ``shared``, which another applied model has taken over."""
     if root.__dict__.get("compile") is compiled_already:
         del root.__dict__["compile"]
@@ -259,8 +259,8 @@ def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
     for module in [module for module in root.modules() if module not in shared]:
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CarryHook)]:
             del module._forward_pre_hooks[key]
-        if (own := state.State.of(module)) is not None:
-            own.remove()
+        if (module_state := state.State.of(module)) is not None:
+            module_state.remove()
         if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
             del module.forward
         for name in [name for name, value in module.__dict__.items() if isinstance(value, Method)]:
@@ -270,8 +270,8 @@ def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
 def drop_repeated_hooks(embeddings: Iterable[nn.Embedding]) -> None:
     """Keep one of the hooks through which transformers makes an embedding's output require gradients.
 
-    It adds one more whenever gradient checkpointing is switched on again, which TRL does around every generation. They
-    all do the same, but Dynamo compiles anew for each.
+    transformers adds an equal hook each time gradient checkpointing is switched on, which TRL does around every
+    generation, and Dynamo recompiles for each.
     """
     for embedding in embeddings:
         hooks = embedding._forward_hooks
@@ -284,11 +284,11 @@ def drop_repeated_hooks(embeddings: Iterable[nn.Embedding]) -> None:
 @contextmanager
 def bypassed(root: nn.Module) -> Iterator[None]:
     """Let all modules with hooks below ``root`` run uncompiled while the context lasts."""
-    found = [hook for _, _, hook in mark_hooks(root)]
-    for hook in found:
+    marks = [hook for _, _, hook in mark_hooks(root)]
+    for hook in marks:
         hook.bypassed += 1
     try:
         yield
     finally:
-        for hook in found:
+        for hook in marks:
             hook.bypassed -= 1

@@ -14,7 +14,7 @@ from fp4graph.model.prepare import PhasePlan
 class Inspection:
     """The observation of one phase's forwards: a search for NaN and Inf, or a recording of the sites.
 
-    ``recording`` is shown the sites of forwards with gradients (``training``) or of those without.
+    ``recording`` sees the sites of forwards with gradients (``training``) or of those without.
     """
 
     def __init__(self, plan: PhasePlan, dynamic: bool | None) -> None:
@@ -33,15 +33,15 @@ class Inspection:
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
         watch = Watch(self._plan.names)
-        former, self._watched = self._watched, Capture(self._plan, watch.backend, self._dynamic)
+        outer, self._watched = self._watched, Capture(self._plan, watch.backend, self._dynamic)
         try:
             yield
         finally:
-            self._watched = former
+            self._watched = outer
             watch.close()
 
     def capture(self, *, training: bool, checked: bool) -> Capture | None:
-        """Return the capture that runs an observed forward; None for any other, and until coverage was ``checked``."""
+        """Return the capture that runs an observed forward; None for others, and until coverage is ``checked``."""
         if self._watched is not None:
             return self._watched
         recording = self.shown(training=training, checked=checked)
@@ -55,5 +55,5 @@ class Inspection:
         return capture
 
     def shown(self, *, training: bool, checked: bool) -> Recording | None:
-        """Return the recording that is shown a forward's sites, or None."""
+        """Return the recording that sees a forward's sites, or None."""
         return self.recording if training == self.training and checked else None

@@ -1,7 +1,7 @@
 """Tells a caller which models a function applies and which optimizers it prepares.
 
-:func:`fp4graph.compare` runs a user's training function and learns in this way which model to look at. A listener hears
-its own thread, and only while the context lasts; nothing here keeps a model alive.
+:func:`fp4graph.compare` runs a user's training function and learns in this way which model to observe. A listener hears
+only its own thread, only while the context lasts. This module keeps no model alive.
 """
 
 from __future__ import annotations

@@ -34,17 +34,17 @@ class PreparedOptimizers:
     def prepare_again(self, root: nn.Module) -> None:
         """Prepare the optimizers for the policy that ``root`` has now.
 
-        One whose parameters have all left the model, such as that of merged adapters, is forgotten.
+        An optimizer whose parameters have all left the model, such as that of merged adapters, is forgotten.
         """
-        own = {id(parameter) for parameter in root.parameters()}
-        self._prepared = [entry for entry in self._prepared if _holds(entry[0](), own)]
+        ids = {id(parameter) for parameter in root.parameters()}
+        self._prepared = [entry for entry in self._prepared if _holds(entry[0](), ids)]
         for reference, prepare in self._prepared:
             if (optimizer := reference()) is not None:
                 prepare(root, optimizer)
 
     def check(self, plan: PhasePlan) -> None:
-        """Raise CaptureError where a technique acts at the optimizer's step and no optimizer was prepared for it, and
-        where one would choose the channels of a frozen weight, which no optimizer's step measures."""
+        """Raise CaptureError for a technique that acts at the optimizer's step without a prepared optimizer, or that
+        would choose channels of a frozen weight, which no step measures."""
         stages = ("before_step", "after_step")
         on_all = OPTIMIZER_STAGES - {*stages}
         acting = sorted(t.name for t in plan.techniques() if any(overrides(t, stage) for stage in on_all))
@@ -57,9 +57,9 @@ class PreparedOptimizers:
             if not weight.parameter.requires_grad and (chooser := _chooser(weight)) is not None:
                 place = weight.rule
                 raise CaptureError(
-                    f"{place.file or 'rule'}:{place.line}: technique {chooser} measures at the optimizer's step which "
-                    f"channels it multiplies apart, and {weight.name} is frozen, so that none would be measured: train "
-                    "it, or keep frozen layers by a rule of their own, or quantize them by one without the technique"
+                    f"{place.file or 'rule'}:{place.line}: technique {chooser} chooses channels by measurements at the "
+                    f"optimizer's step, and {weight.name} is frozen, so that none would be measured: train it, or give "
+                    "frozen layers a rule of their own, which keeps them or quantizes them without the technique"
                 )
             needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
             if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
@@ -77,10 +77,8 @@ def _chooser(weight: Weight) -> str | None:
     return next((name for name in names if name in kept), None)
 
 
-def _holds(optimizer: torch.optim.Optimizer | None, own: Collection[int]) -> bool:
-    """Return whether an optimizer holds a parameter of those with the ids ``own``.
-
-    One of shards counts as such: while FSDP has gathered the parameters, the module holds others.
-    """
+def _holds(optimizer: torch.optim.Optimizer | None, ids: Collection[int]) -> bool:
+    """Return whether an optimizer holds a parameter with one of the ``ids``, or a sharded one: while FSDP has gathered
+    parameters, the module holds other tensors than the optimizer."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
-    return any(id(parameter) in own or is_sharded(parameter) for parameter in held)
+    return any(id(parameter) in ids or is_sharded(parameter) for parameter in held)

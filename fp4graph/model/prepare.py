@@ -1,6 +1,6 @@
 """Prepares a model for a policy: plans its weights, then adds state and the hooks that mark modules for the graph pass.
 
-Planning touches nothing, so that a refusal leaves the model as it was.
+Planning changes nothing, so a refused policy leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PhasePlan:
     """The weights and techniques of a model while one phase of the policy lasts.
 
     Args:
-        policy: the policy of this phase, without phases of its own.
-        names: of the root's modules, where they are known.
+        policy: the policy of this phase, itself without phases.
+        names: the names of the root's modules; None collects them.
 
     Attributes:
         weights: every weight that a rule quantizes, or may quantize.
@@ -56,28 +56,28 @@ class PhasePlan:
 
     @property
     def sources(self) -> list[Source]:
-        """The sources of the weights that are no parameters now."""
+        """The sources of the weights that are not parameters now."""
         return [source for weight in self.weights if (source := weight.source) is not None]
 
     def before_training(self) -> None:
-        """Warn of what a training forward that begins will not do."""
+        """Let the sources warn, before a training forward, about packed weights that stay frozen."""
         for warn in {source.before_training for source in self.sources}:
             warn()
 
     def require_sources(self) -> None:
-        """Raise PolicyError where the plan asks other values of a weight than its source gives."""
+        """Raise PolicyError where the plan needs other values of a weight than its source gives."""
         weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}
         for module, source in sources_below(self.root):
             if (weight := weights.get((id(module), source.name))) is None:
                 raise PolicyError(
-                    f"{source.path} was packed, and no rule quantizes it any more; its high-precision values are gone: "
+                    f"{source.path} was packed and no rule quantizes it now, but its high-precision values are gone; "
                     f"{_RELOAD}"
                 )
             for choice in weight.choices:
                 if choice.plan.program not in source.programs:
                     raise choice.rule.error(
-                        f"{weight.name} was packed under another rule or phase, and this one quantizes it from its "
-                        f"high-precision values, which are gone; {_RELOAD}"
+                        f"{weight.name} was packed under another rule or phase, and this one needs its high-precision "
+                        f"values, which are gone; {_RELOAD}"
                     )
             source.path = weight.name
 
@@ -98,7 +98,7 @@ class PhasePlan:
             out_features, in_features = in_features, out_features
         op = "conv" if convolves else "linear"
         view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
-        weight = self._possibly(fqn, module, name, [view], transposed)
+        weight = self._planned_weight(fqn, module, name, [view], transposed)
         if weight is not None and parameter.layout is not torch.strided:
             raise CaptureError(
                 f"it is sparse ({parameter.layout}), and quantizers take dense tensors; make it dense (to_dense()), or "
@@ -108,22 +108,22 @@ class PhasePlan:
         return weight
 
     def _experts(self, fqn: str, module: nn.Module, name: str, parameter: Tensor) -> Weight | None:
-        """Return ``parameter [E, N, K]`` or ``[E, K, N]`` as the weights of experts; only a graph shows which, and
-        whether they are any."""
+        """Return ``parameter [E, N, K]`` or ``[E, K, N]`` as the weights of experts; only a graph shows which layout it
+        has, and whether experts use it at all."""
         if min(parameter.shape) < 2 or type(module).__module__.startswith("torch.nn.modules"):
             return None
         last, first = parameter.shape[-1], parameter.shape[-2]
         sizes = [(last, first, parameter.numel()), (first, last, parameter.numel())]
         views = [self.names.view(fqn, "grouped", each, parameter=name) for each in sizes]
         try:
-            return self._possibly(fqn, module, name, views, transposed=False)
+            return self._planned_weight(fqn, module, name, views, transposed=False)
         except CaptureError:  # raised again where a graph has such a product
             return None
 
-    def _possibly(
+    def _planned_weight(
         self, fqn: str, module: nn.Module, name: str, views: Sequence[SiteView], transposed: bool
     ) -> Weight | None:
-        """Return the weight with its possible decisions, where one of them quantizes it."""
+        """Return the weight with its possible decisions; None if none of them quantizes it."""
         possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
         for site, decision in (pair for view in views for pair in self.policy.decide_weight(view)):
             planned = PlannedWeight.of(site, decision.rule)
@@ -133,10 +133,10 @@ class PhasePlan:
         return Weight(module, fqn, name, tuple(possible.values()), transposed)
 
     def hosts(self) -> set[str]:
-        """Return the modules that may multiply activations with each other, or use parameters directly, under a rule
-        that quantizes such products."""
-        found = set()
-        weighing = {weight.module for weight in self.weights}
+        """Return the names of modules that may multiply activations with each other, or use parameters directly, under
+        a rule that quantizes such products."""
+        hosts = set()
+        weight_owners = {weight.module for weight in self.weights}
         for fqn, module in self.root.named_modules(remove_duplicate=False):
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
@@ -144,23 +144,23 @@ class PhasePlan:
             if inside_torch and not attends and not computes:
                 continue
             if isinstance(module, parametrize.ParametrizationList):
-                continue  # it computes a weight, also for those who read the weight outside of a forward
-            owns = computes or module in weighing
+                continue  # it also computes a weight that is read outside of a forward
+            owns = computes or module in weight_owners
             owns = owns or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
-                found.add(fqn)
-        return found
+                hosts.add(fqn)
+        return hosts
 
     def techniques(self) -> tuple[Technique, ...]:
-        """Return the techniques that some rule uses, and those that act whatever is quantized."""
+        """Return the techniques that some rule uses, and those that act on the model as a whole."""
         rules = (*self.policy.rules, self.policy.default)
         of_rules = [t for rule in rules if rule.quantizes for t in rule.techniques]
         return tuple(dict.fromkeys((*of_rules, *(t for t in self.policy.techniques if t.per_model))))
 
 
 def computes_weight(module: nn.Module) -> bool:
-    """Return whether ``module`` has a weight that is no parameter, as after weight_norm, spectral_norm or pruning."""
+    """Return whether ``module`` computes a weight, as after weight_norm, spectral_norm or pruning."""
     attributes = vars(module).items()
     plain = any(isinstance(value, Tensor) for name, value in attributes if name.endswith("weight"))
     return plain or parametrize.is_parametrized(module)
@@ -174,16 +174,16 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def prepare(
-    plan: PhasePlan, policy: Policy, current: CurrentForward, former: Mapping[str, Tensor]
+    plan: PhasePlan, policy: Policy, current: CurrentForward, earlier: Mapping[str, Tensor]
 ) -> state.RootState | None:
     """Add state and hooks to the model of ``plan``; return the root's state, None where no phase quantizes anything.
 
     Args:
-        plan: of the phase in force.
-        policy: the whole policy. Where any phase needs state, all phases have it, so that a checkpoint's keys are the
-            same in all of them.
-        current: what the hooks hand to the graph, and what runs where the model itself is not called.
-        former: entries of the state dict of an earlier application, which are taken over where they fit.
+        plan: the plan of the phase in force.
+        policy: the whole policy. State that any phase needs exists in every phase, so that a checkpoint's keys do not
+            depend on the phase.
+        current: the forward whose step the hooks hand to the graph.
+        earlier: state-dict entries of an earlier application; those that fit are taken over.
     """
     if not (plan.policy.quantizes or policy.phases):
         return None
@@ -196,21 +196,21 @@ def prepare(
     modules = list(root.named_modules(remove_duplicate=False))
     root_state = state.RootState(root, device)
     for fqn, module in modules:
-        own = state.State.of(module)
-        if (fqn in planned or fqn in hosts) and (own is None or not own.has_sites):
-            own = own or state.State(module, fqn)
-            own.add_key(device_of(module, device))
+        module_state = state.State.of(module)
+        if (fqn in planned or fqn in hosts) and (module_state is None or not module_state.has_sites):
+            module_state = module_state or state.State(module, fqn)
+            module_state.add_key(device_of(module, device))
             for weight in planned.get(fqn, ()):
-                weight.add_entries(own)
+                weight.add_entries(module_state)
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
-        if (own := state.State.of(module)) is not None and own.has_sites:
+        if (module_state := state.State.of(module)) is not None and module_state.has_sites:
             tag, entries = _tag(plan, fqn, module, planned, numbers)
-            # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
+            # It runs after hooks that set up weights: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
         root.forward = hooks.GuardedForward(root, "forward", current)
-    _take_over(root, root_state, former)
+    _take_over(root, root_state, earlier)
     ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
     setattr(root, _IGNORED, [*getattr(root, _IGNORED, []), *ours])
@@ -218,20 +218,20 @@ def prepare(
 
 
 def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
-    """Give a module a key and a mark after a graph has shown that it multiplies with what it computes, such as the
-    weight that a hypernetwork generates; return the mark, or None where the module is marked already."""
+    """Give a key and a mark hook to a module that a graph has shown to multiply with a tensor it computes, such as the
+    weight of a hypernetwork; return the hook, or None where the module has one."""
     if hooks.is_marked(module):
         return None
-    own = state.State.of(module) or state.State(module, fqn)
-    if not own.has_sites:
-        own.add_key(device_of(module, device_of(plan.root)))
+    module_state = state.State.of(module) or state.State(module, fqn)
+    if not module_state.has_sites:
+        module_state.add_key(device_of(module, device_of(plan.root)))
     hook = hooks.MarkHook(current, fqn, *_tag(plan, fqn, module, {}, {}))
     module.register_forward_pre_hook(hook)
     return hook
 
 
 def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
-    """Remove what :func:`prepare` has added to ``root``, for any model, or for that of ``current`` alone."""
+    """Undo :func:`prepare`; with ``current``, leave modules that another applied model has taken over."""
     marked = hooks.mark_hooks(root) if current is not None else ()
     hooks.remove_hooks(root, {module for module, _, hook in marked if hook.current not in (None, current)})
     if ignored := [name for name in root.__dict__.pop(_IGNORED, []) if not state.is_ours(name)]:
@@ -239,7 +239,7 @@ def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
 
 
 def _hosts(plan: PhasePlan, policy: Policy) -> set[str]:
-    """Return the modules that need state beside those whose weights this phase plans."""
+    """Return the names of modules that need state in any phase, beside the owners of this phase's weights."""
     if not policy.phases:
         return plan.hosts()
     plans = [PhasePlan(plan.root, policy.in_phase(i), plan.names) for i in range(len(policy.phases) + 1)]
@@ -273,13 +273,14 @@ def _tag(
     return Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans), tuple(paths)
 
 
-def _take_over(root: nn.Module, root_state: state.RootState, former: Mapping[str, Tensor]) -> None:
-    """Take over the values of an earlier application of the same policy (a deepcopy applied again)."""
+def _take_over(root: nn.Module, root_state: state.RootState, earlier: Mapping[str, Tensor]) -> None:
+    """Copy the values of an earlier application where name and shape fit (a deepcopy applied again)."""
     buffers = dict(root.named_buffers(remove_duplicate=False))
-    for key, value in former.items():
+    for key, value in earlier.items():
         if key in buffers and buffers[key].shape == value.shape:
             buffers[key].copy_(value)
-    for own in state.states(root):
-        own.loaded = any(f"{own.fqn}.{name}".removeprefix(".") in former for name in own.buffers)
-    if state.FORWARDS in former:
+    for module_state in state.states(root):
+        keys = (f"{module_state.fqn}.{name}".removeprefix(".") for name in module_state.buffers)
+        module_state.loaded = any(key in earlier for key in keys)
+    if state.FORWARDS in earlier:
         root_state.recount()

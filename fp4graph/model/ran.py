@@ -1,4 +1,4 @@
-"""What one forward has run so far: sites in graphs and outside of them, and the noise that they have drawn."""
+"""The record of one forward: the sites it has run, in graphs and outside of them, and the noise they have drawn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fp4graph.graph.site import Site
 from fp4graph.model import state
 from fp4graph.numerics import noise
 
-#: The name of a call, and the number that Dynamo has for a frame of it.
+#: The name of a call, and Dynamo's number for a frame of it.
 Frame = tuple[str, Any]
-#: A site's module as another module sees it, its operation and its occurrence.
+#: The name of a site's module relative to another module, the site's operation and its occurrence.
 _Place = tuple[str, str, int]
 
 
@@ -27,9 +27,9 @@ class Drawing(NamedTuple):
     """The inputs of a graph that its sites draw noise with.
 
     Attributes:
-        steps: the inputs that are the step.
-        sites: the sites whose module each key belongs to, or a module in it, by the key's input. They are named as seen
-            from that module, because alike modules may share the graph, each with its own key.
+        steps: positions of the inputs that are the step.
+        sites: by the position of a key, the sites in the key's module and below. Their names are relative to that
+            module, because similar modules may share the graph, each with its own key.
     """
 
     steps: Collection[int]
@@ -37,22 +37,22 @@ class Drawing(NamedTuple):
 
     @staticmethod
     def of(rewritten: Rewritten) -> Drawing:
-        """Return those of a graph; one that draws nothing has no sites."""
+        """Return the drawing inputs of a graph; without noise there are no sites."""
         quantized = [(site.module or "", site.op, site.occurrence) for site in rewritten.sites if site.quantized]
         sites = {
             place: frozenset(
-                (module.removeprefix(of), op, occurrence)
+                (module.removeprefix(owner), op, occurrence)
                 for module, op, occurrence in quantized
-                if f"{module}.".startswith(f"{of}.") or not of
+                if f"{module}.".startswith(f"{owner}.") or not owner
             )
-            for place, of in rewritten.keys.items()
+            for place, owner in rewritten.keys.items()
         }
         return Drawing(rewritten.steps, sites if rewritten.draws else {})
 
 
 @dataclass
 class Ran:
-    """What a forward has run so far.
+    """The record of one forward.
 
     Attributes:
         apart: whether no two runs may draw the same noise.
@@ -66,10 +66,10 @@ class Ran:
     _repeats: int = 0  # runs of graphs that would have drawn the same again
 
     def occurrences(self) -> dict[str, int]:
-        """Count the sites of each module over what has run.
+        """Return the number of sites of each module that this forward has run.
 
-        Graphs of other calls do not count: a forward that Dynamo breaks has the noise of one that it does not break,
-        such as a training step after a generation.
+        Graphs of other calls do not count, so graph breaks do not change the noise of a forward, such as that of a
+        training step after a generation.
         """
         counts = dict(self._uncaptured)
         for site in chain.from_iterable(self.sites.values()):
@@ -79,9 +79,9 @@ class Ran:
     def drawing(self, drawing: Drawing, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
 
-        The occurrence of a site is in its graph, counted when the graph was captured. It was counted too low where
-        that forward left out an earlier graph of this one, and where one graph runs several times in a forward. What
-        a checkpoint recomputes keeps the step: its backward cannot tell which of the runs it repeats.
+        A graph holds the occurrences of its sites as counted at its capture. That count is too low where the capturing
+        forward skipped an earlier graph of this one, and where one graph runs several times in a forward. A
+        checkpointed forward keeps the step, because its recomputation cannot tell which of the runs it repeats.
         """
         if not drawing.sites or not self.apart or _recomputable():
             return inputs
@@ -91,24 +91,24 @@ class Ran:
             return inputs
         self._repeats += 1
         step = inputs[min(drawing.steps)].clone()
-        step[:2] = noise.derive(step[:2], self._repeats)  # the rest is what is drawn once and kept, and the count
-        return tuple(step if place in drawing.steps else each for place, each in enumerate(inputs))
+        step[:2] = noise.derive(step[:2], self._repeats)  # keeps the key of draws made once, and the count
+        return tuple(step if place in drawing.steps else value for place, value in enumerate(inputs))
 
     def note(self, planner: Planner, root: nn.Module) -> None:
-        """Count the sites that a module of ``root`` has run outside of graphs, and what they have drawn."""
+        """Record the sites that a module of ``root`` has run outside of graphs, and their draws."""
         for name, count in planner.occurrences.items():
             self._uncaptured[name] = max(count, self._uncaptured.get(name, 0))
         if not self.apart or _recomputable():
             return
         for site in planner.sites:
             if site.quantized and site.module is not None:
-                own = state.State.of(root.get_submodule(site.module))
-                if own is not None and own.has_sites:
-                    self._drawn.add((id(own.key), ("", site.op, site.occurrence)))
+                module_state = state.State.of(root.get_submodule(site.module))
+                if module_state is not None and module_state.has_sites:
+                    self._drawn.add((id(module_state.key), ("", site.op, site.occurrence)))
 
 
 def _recomputable() -> bool:
-    """Return whether a checkpoint recomputes what runs now, or will: in a backward, without gradients (a reentrant one
-    runs its forward so), or under hooks for saved tensors (one that is not)."""
-    again = torch_internals.backward_id() != -1
-    return again or not torch.is_grad_enabled() or torch_internals.has_saved_tensor_hooks()
+    """Return whether a checkpoint may recompute the running operations, now or later: in a backward, without gradients
+    (a reentrant checkpoint's forward) or under hooks for saved tensors (that of any other)."""
+    in_backward = torch_internals.backward_id() != -1
+    return in_backward or not torch.is_grad_enabled() or torch_internals.has_saved_tensor_hooks()

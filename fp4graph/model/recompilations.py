@@ -1,4 +1,4 @@
-"""Warns of a forward that Dynamo compiles again and again."""
+"""Warns about a forward that Dynamo compiles again and again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from fp4graph import torch_internals
 from fp4graph.errors import PolicyWarning
 
-#: Recompilations for one cause, after which the cause is told.
+#: Recompilations for one cause before the warning.
 _REPEATS = 3
 #: The value in a guard that failed: ``== 3``, ``expected 4, actual 5``, or the address of an object.
 _VALUE = re.compile(r" == .*|\. expected .*|\b\d{7,}\b")
-#: The way from the compiled function of a call to the model, and from a module to what it holds.
+#: Dynamo's source text from a compiled call to the model, and from a module to its children, parameters and buffers.
 _ROOT = re.compile(r"call\.__closure__\[\d+\]\.cell_contents")
 _HELD = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
 class Recompilations:
-    """The guards of one model that have failed again and again, each told once.
+    """Collects the guards of one model that fail again and again, and warns about each once.
 
-    Failures before this object was made are those of other models.
+    Failures before this object was made belong to other models.
     """
 
     def __init__(self) -> None:
@@ -30,23 +30,23 @@ class Recompilations:
         self._untold: list[str] = []
 
     def look(self, frame: int | None) -> None:
-        """Look, while Dynamo compiles ``frame``, whether it does so for the same cause as before."""
+        """Record repeated causes of the compilation of ``frame``, while Dynamo compiles it."""
         for cause, guards in self._repeated(frame).items():
             if cause not in self._told:
                 self._untold.append(_warning(cause, guards))
             self._told.add(cause)
 
     def warn(self) -> None:
-        """Warn of what the call in progress has met."""
+        """Warn about the causes that the call in progress has met."""
         untold, self._untold = self._untold, []
         for text in untold:
             warnings.warn(text, PolicyWarning, stacklevel=4)
 
     def _repeated(self, frame: int | None) -> dict[str, list[str]]:
-        """Return the guards of ``frame`` that failed with several values, by what they ask for:
+        """Return the guards of ``frame`` that failed with several values, by the expression that they check:
         ``{"model.step": ["model.step == 0", "model.step == 1", ...]}``.
 
-        Guards on the compiled call of a module are ours, and tell one model from another.
+        Guards on the compiled call of a module are left out: they tell one applied model from another.
         """
         failures = torch_internals.guard_failures().items()
         guards: dict[str, dict[str, None]] = {}
@@ -60,7 +60,7 @@ class Recompilations:
 
 
 def _warning(cause: str, guards: Sequence[str]) -> str:
-    """Return the warning that ``guards``, which all ask for ``cause``, fail again and again."""
+    """Return the warning about ``guards``, which all check ``cause`` and fail again and again."""
     if cause.startswith("tensor"):
         remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
     elif cause.startswith(("args", "kwargs", "len(")):

@@ -32,17 +32,17 @@ from fp4graph.torch_internals import pytree
 
 
 class Runner:
-    """Runs the forwards of one phase, whatever their kind.
+    """Runs the forwards of one phase, of any kind.
 
     Args:
-        explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
+        explains: collect refusals in ``capture.problems`` instead of raising them.
 
     Attributes:
-        capture: the model's compiled forward, and what its graphs came to.
-        inspection: what observes the forwards.
-        uncompiled: runs what no compiler captured, and warns of it.
+        capture: the model's compiled forward, and the sites of its graphs.
+        inspection: the observer of the forwards.
+        uncompiled: runs forwards that no compiler captured, and warns about them.
         checked: whether the coverage of the model's call was checked.
-        failure: of the first forward or of packing; every later forward raises it again.
+        failure: the error of the first forward or of packing; every later forward raises it again.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Runner:
 
     @property
     def _listed(self) -> bool:
-        """Whether all sites of the model's call are listed."""
+        """True once all sites of the model's call are listed."""
         return self.checked and not self._explains
 
     def open(self, forward: Forward) -> None:
-        """Raise an Error where the forward cannot run or an earlier one has failed; count the forward of parts before
-        it, where it shows that that one is over."""
+        """Raise an Error where the forward cannot run or an earlier one has failed; count a preceding forward of parts
+        if this one ends it."""
         if forward.duties.compiled:
             refuse_nested(forward.tensors)
         if forward.kind is Kind.METHOD and fsdp_modules(self._plan.root):
             raise Error(
-                "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
+                "methods= compiles whole methods, but under fully_shard modules are compiled one by one; leave it out"
             )
         if self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -91,7 +91,7 @@ class Runner:
             if ran:
                 steps.advance()
         if repeated and not self.checked:
-            self.uncompiled.check(self.capture)  # of rules that a whole step has not met
+            self.uncompiled.check(self.capture)  # warns about rules that matched nothing in a whole step
 
     def begin(self, forward: Forward, *, training: bool) -> None:
         """Make modules, state and the step tensor ready; ``training``: for the first training forward of this count."""
@@ -105,8 +105,8 @@ class Runner:
             self._current.last = forward.kind
 
     def run(self, forward: Forward) -> Any:
-        """Run a forward, check the coverage of a first one, and count a training's."""
-        # Another applied model may call this one in a pass of its own, which must not see what this one computes.
+        """Run a forward, check the coverage of the first, and count it if it trains."""
+        # Another applied model may call this one in an uncompiled pass, which must not see this model's operations.
         with nullcontext() if self._current.direct else torch_internals.without_function_modes(Direct):
             result = self._run(forward)
         duties = forward.duties
@@ -114,7 +114,7 @@ class Runner:
             try:
                 if duties.covers == "all":
                     self.check_coverage()
-                else:  # rules may be about what others call
+                else:  # other calls may match the remaining rules
                     coverage.check_captured(self._plan, self.capture)
             except Error as error:
                 self.failure = error
@@ -130,7 +130,7 @@ class Runner:
         return result
 
     def check_coverage(self) -> None:
-        """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
+        """Raise PolicyError or CaptureError where the captured graphs lack sites that the policy is about."""
         self.capture.learn(coverage.check(self._plan, self.capture))
 
     def _run(self, forward: Forward) -> Any:
@@ -141,8 +141,8 @@ class Runner:
             place = self._plan.names.name(forward.module)
             self.uncompiled.warn(
                 f"module {place}",
-                f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and "
-                "slower. Only calling the applied model runs the compiled graph",
+                f"module {place or '(root)'!r} was called by itself, so it runs uncompiled, with the same quantizers "
+                "but slower. Only calling the applied model runs the compiled graph",
             )
         return self.uncompiled.run(forward, self.capture, checked=listed)
 
@@ -159,7 +159,7 @@ class Runner:
         current, root = self._current, self._plan.root
         sharded = isinstance(root.__dict__.get("forward"), hooks.ShardedForward)
         if sharded and (self.inspection.watching or self.inspection.recording is not None):
-            raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
+            raise Error("a model under fully_shard is compiled module by module; observe it without fully_shard")
         observed = None if sharded else self.inspection.capture(training=forward.training, checked=listed)
         capture = observed or self.capture
         if forward.training and current.compiled:
@@ -174,14 +174,14 @@ class Runner:
                     with capture.forward():
                         return forward.run()
                 if self._refused is not None and all(p.dtype is not torch.float32 for p in root.parameters()):
-                    self._refused = None  # the remedy that the warning names
+                    self._refused = None  # the user has followed the warning
                 if self._refused is not None:
                     return self._run_refused(forward.name, forward.call, forward.args, forward.kwargs)
                 return capture.run(forward.name, forward.args, forward.kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
             if self._refuses_product(error, strict=capture.strict or sharded) or self._carried(ours, capture):
-                return self._run_compiled(forward, listed)  # what ran before a graph break runs again, this once
+                return self._run_compiled(forward, listed)  # once: graphs before a graph break run again
             if ours is not None:
                 self.failure = None if self.checked or self._steps.trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
@@ -201,7 +201,7 @@ class Runner:
         return why is not None
 
     def _carried(self, error: Error | None, capture: Capture) -> bool:
-        """Return whether the weights without a mark, for which the call's first graph was refused, have one now."""
+        """Mark the weights whose missing marks refused the call's first graph; return whether any has a mark now."""
         unmarked = error.all if isinstance(error, UnmarkedWeight) and not capture.has_run else []
         carried = [self.uncompiled.carry(each) for each in unmarked]
         return any(carried)
@@ -211,10 +211,10 @@ class Runner:
         """Run a call of the model that Dynamo does not compile."""
         forward = replace(Forward.of(self._plan.root, name, args, kwargs), call=call)
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
-        # Dynamo leaves a forward that raises an error to Python, so the error says more than this does.
+        # Dynamo also leaves a forward that raises an error to Python; its error says more than this warning.
         why = self._refused or cause(full=self.capture.is_full(name))
-        what = "this forward" if name == CALL else f"{name}()"
-        self.uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
+        call_name = "this forward" if name == CALL else f"{name}()"
+        self.uncompiled.warn(why, f"{call_name} runs uncompiled, with the same quantizers but slower: {why}")
         return result
 
     @opaque

@@ -1,4 +1,4 @@
-"""A policy applied to a model: what the model's call runs, forward by forward and phase by phase."""
+"""A policy applied to a model: runs the model's calls, forward by forward and phase by phase."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _COUNT_UNKNOWN = (
 class Runtime:
     """A model under one phase of a policy. ``nn.Module.__call__`` of an applied model runs this object.
 
-    Another phase, like another policy, makes another Runtime.
+    Each phase of a policy has its own Runtime.
 
     Args:
-        policy: with its phases.
+        policy: the policy, with all its phases.
         settings: how the policy is applied.
         phase: the number of the policy's phases that have begun.
-        explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
+        explains: collect refusals in ``capture.problems`` instead of raising them.
 
     Attributes:
-        plan: what this phase of the policy asks of the model. weights: every weight that a rule quantizes in it.
-        capture: the model's compiled forward, and what its graphs came to. sites: the captured ones.
+        plan: the plan of this phase. weights: every weight that a rule quantizes in it.
+        capture: the model's compiled forward. sites: the sites of its graphs.
         optimizers: the optimizers that techniques act through.
-        inspection: what observes the forwards.
-        intercept: called with the arguments in the place of the model's call; None lets the call run.
+        inspection: the observer of the forwards.
+        intercept: called with the arguments instead of the model's call; None lets the call run.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Runtime:
         self.sites: list[Site] = self.capture.sites
         self.optimizers = PreparedOptimizers()
         self._any_hook: hooks.MarkHook | None = None
-        self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
+        self._original: weakref.ref[nn.Module] | None = None  # the model that this one was copied from
         self._previous: Any = None
         self._tree = Tree(root, self.plan.weights, quantizes=policy.quantizes)
         self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -110,29 +110,29 @@ class Runtime:
         return PhasePlan(self.root, self.policy.in_phase(phase))
 
     def attach(self) -> None:
-        """Add state, hooks and the compiled call to the root. After an error the model is as it was, under its former
-        policy if it had one."""
+        """Add state, hooks and the compiled call to the root. After an error the model is unchanged, under its
+        previous policy if it had one."""
         replaced = runtime_of(self.root)
-        former = state.buffers_to_keep(self.root)
+        buffers = state.buffers_to_keep(self.root)
         count_unknown = replaced is not None and replaced.root_state is not None and replaced.root_state.count_unknown
         detach(self.root)
         try:
-            self.install(former)
+            self.install(buffers)
         except BaseException:
             detach(self.root)
             if replaced is not None:
-                replaced.install(former)
+                replaced.install(buffers)
             raise
         if count_unknown and self.root_state is not None:
             self.root_state.count_unknown = True
 
-    def install(self, former: dict[str, Tensor]) -> None:
-        """Attach to a root without a policy, and take over our buffers of ``former`` where they fit."""
+    def install(self, buffers: dict[str, Tensor]) -> None:
+        """Attach to a root without a policy, and take over the ``buffers`` of an earlier application that fit."""
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         if type(self.root).compile is nn.Module.compile:
             self.root.__dict__["compile"] = hooks.compiled_already
-        self._steps.root_state = prepare(self.plan, self.policy, self._current, former)
+        self._steps.root_state = prepare(self.plan, self.policy, self._current, buffers)
         if self.root_state is not None and not self.settings.strict:
             self._runner.uncompiled.show(*_parts(self))
         for name in self.settings.methods:
@@ -144,7 +144,7 @@ class Runtime:
         """Give ``root``, the model or a copy of it, the compiled call that the model had before."""
         if root is self.root:
             self._runner.uncompiled.parts.hide()
-        del root._compiled_call_impl  # the class has None
+        del root._compiled_call_impl  # the class attribute is None
         if self._previous is not None:
             root._compiled_call_impl = self._previous
 
@@ -163,15 +163,15 @@ class Runtime:
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
-        Activation checkpointing calls modules again in the backward; that is no forward of its own, and its noise is
-        that of the first time.
+        Activation checkpointing calls modules again in the backward. Such a call is not a new forward, and repeats the
+        noise of the first.
         """
         call: Any = module.forward if module is self.root else module._call_impl
         kind = Kind.PART if torch_internals.backward_id() == -1 else Kind.RECOMPUTED
         return self._forward(Forward(kind, module, call, args, kwargs))
 
     def _forward(self, forward: Forward) -> Any:
-        """Run a forward, with what its kind asks for before and after it."""
+        """Run a forward, with the duties of its kind."""
         if (bypass := _bypass(self, forward)) is not None:
             with bypass:
                 return forward.run()
@@ -181,14 +181,14 @@ class Runtime:
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
-            due = self._due()
-            if due != self.phase:
-                return _replaced(self, due)._forward(forward)
+            phase = self._current_phase()
+            if phase != self.phase:
+                return _replaced(self, phase)._forward(forward)
             self._begin(forward)
         return self._runner.run(forward)
 
     def _begin(self, forward: Forward) -> None:
-        """Check what a forward relies on, and make state and the step tensor ready for it."""
+        """Check the preconditions of a forward, and make state and the step tensor ready for it."""
         if all(parameter.is_meta for parameter in self.root.parameters()) and self.plan.weights:
             raise Error(_ON_META)
         of_parts = forward.duties.counts == "again"
@@ -197,8 +197,8 @@ class Runtime:
             self.optimizers.check(self.plan)
         if first:
             self.plan.before_training()
-        own = self.root_state
-        if own is not None and first and own.count_unknown and own.count == 0 and self.policy.phases:
+        counted = self.root_state
+        if counted is not None and first and counted.count_unknown and counted.count == 0 and self.policy.phases:
             self._runner.uncompiled.warn("count", _COUNT_UNKNOWN.format(policy=repr(self.policy.name)))
         self._runner.begin(forward, training=first)
 
@@ -206,7 +206,7 @@ class Runtime:
         """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
         return _replaced(self, self.phase) if self._tree.adapted() else self
 
-    def _due(self) -> int:
+    def _current_phase(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
         return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
@@ -214,22 +214,22 @@ class Runtime:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
-        due = self._due()
-        with (self if due == self.phase else _replaced(self, due)).inspection.watched():
+        phase = self._current_phase()
+        with (self if phase == self.phase else _replaced(self, phase)).inspection.watched():
             yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
-        """Show ``recording`` the sites at work in all following forwards with gradients (``training``) or in all
-        without, until it is None again.
+        """Show ``recording`` the sites of all following forwards with gradients (``training``), or of all without,
+        until it is set to None.
 
-        Such a forward and its backward run without a compiler, to the noise and with the effects of any other. The
-        very first forward, which is checked, is not observed.
+        An observed forward and its backward run without a compiler, with the noise and effects of any other. The first
+        forward, whose coverage is checked, is not observed.
         """
         self.inspection.recording, self.inspection.training = recording, training
 
 
 def _bypass(runtime: Runtime, forward: Forward) -> AbstractContextManager[None] | None:
-    """Return the context in which the forward runs as if no policy were applied; None where the policy rules."""
+    """Return the context in which the forward runs as if no policy were applied; None where the policy applies."""
     bypassed = runtime._any_hook is not None and runtime._any_hook.bypassed > 0
     if forward.duties.compiled:
         if any(x.is_meta for x in forward.tensors):  # for shapes alone, as Keras does before its first step
@@ -240,7 +240,7 @@ def _bypass(runtime: Runtime, forward: Forward) -> AbstractContextManager[None] 
 
 
 def _follow(runtime: Runtime, *, training: bool) -> None:
-    """Evaluate in the phase and noise of the model that this one was copied from; go on alone in training."""
+    """Let a copy follow the count of its original until the copy's first training forward."""
     if runtime._original is None or runtime.root_state is None:
         return
     if training:
@@ -251,11 +251,11 @@ def _follow(runtime: Runtime, *, training: bool) -> None:
 
 
 def _replaced(runtime: Runtime, phase: int) -> Runtime:
-    """Apply the policy in ``phase``, another one or the present, to the model as it is now (adapters may have joined or
-    left it), with the present state and optimizers."""
+    """Apply the policy again, in ``phase``, to the model as it is now: adapters may have joined or left. State and
+    optimizers stay."""
     if runtime.inspection.watching:
         raise Error(
-            "a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves"
+            "a phase of the policy begins inside detect_nonfinite(); use a context for the steps of each phase"
             if phase != runtime.phase
             else "adapters joined or left the model inside detect_nonfinite(); call the model once before it"
         )
@@ -280,7 +280,7 @@ def _parts(runtime: Runtime) -> tuple[dict[nn.Module, bool], set[nn.Module]]:
 
     def may_own(name: str, module: nn.Module) -> bool:
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            return False  # recurrent layers are none of a graph's
+            return False  # no graph holds recurrent layers
         matrices = any(p is not None and min((1, *p.shape)[-2:]) > 1 for p in module._parameters.values())
         parts = any(part in holds for part in module.children())
         return matrices and not parts and runtime.policy.may_quantize(plan.names.view(name, "linear"))
@@ -293,7 +293,7 @@ def _apply_to_copy(runtime: Runtime, memo: dict[Any, Any]) -> None:
     """Apply the policy to the copy of the root that ``copy.deepcopy`` is making, with a copy of the state."""
     twin: nn.Module | None = memo.get(id(runtime.root))
     if twin is None:
-        return  # a part of the model is copied, or something that makes its copy by itself
+        return  # only a part is copied, or an object that copies itself
 
     def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
         del twin.__dict__["__setstate__"]
@@ -325,8 +325,8 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
 
 
 def detach(root: nn.Module, *, shared: bool = False) -> None:
-    """Take hooks, state and the compiled call off ``root``; with ``shared`` not off modules that another applied model
-    has taken over."""
+    """Take hooks, state and the compiled call off ``root``; with ``shared``, leave modules that another applied
+    model has taken over."""
     runtime = runtime_of(root)
     unprepare(root, runtime._current if shared and runtime is not None else None)
     if runtime is not None:

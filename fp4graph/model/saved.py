@@ -23,11 +23,11 @@ from fp4graph.numerics.sharding import is_sharded
 def restore(root: nn.Module) -> None:
     """Load our entries from the folder of ``root`` (its ``name_or_path``) into ``root``, which was applied.
 
-    Nothing is loaded unless all weights are those of the folder. The state of other weights describes another training,
-    and a model made from a configuration alone names a folder too.
+    Nothing is loaded unless all weights equal those of the folder: the state of other weights belongs to another
+    training, and a model made from a configuration alone names a folder too.
 
     Warns:
-        PolicyWarning: some of the entries are left out, and why.
+        PolicyWarning: some of the entries are left out; the text says why.
     """
     name = getattr(root, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
@@ -41,10 +41,10 @@ def restore(root: nn.Module) -> None:
     ours, _ = state.from_former(ours)
     if not ours:
         return
-    here = root.state_dict()
-    taken = {k: v for k, v in ours.items() if k in here and v.shape == here[k].shape}
+    current = root.state_dict()
+    taken = {k: v for k, v in ours.items() if k in current and v.shape == current[k].shape}
     why = "the policy that is applied now keeps nothing under these names"
-    if (changed := _changed(plain, here)) is not None:
+    if (changed := _changed(plain, current)) is not None:
         taken, why = {}, f"{changed} is not what the folder holds, so state begins anew"
     if taken:
         root.load_state_dict(taken, strict=False)
@@ -80,14 +80,14 @@ def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
         yield list(content.keys()), content.get_tensor
 
 
-def _changed(plain: list[tuple[Path, str]], here: Mapping[str, Tensor]) -> str | None:
+def _changed(plain: list[tuple[Path, str]], state_dict: Mapping[str, Tensor]) -> str | None:
     """Return the first entry of ``plain`` that differs from the model's in the model's dtype, or None.
 
     Entries that the model does not have, or that are sharded or without data, cannot be compared and count as
     different.
     """
     for file, key in plain:
-        current = here.get(key)
+        current = state_dict.get(key)
         if current is None or is_sharded(current) or current.is_meta:
             return key
         with _opened(file) as (_, tensor):

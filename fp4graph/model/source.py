@@ -1,4 +1,4 @@
-"""Weights that are no parameters: a hook of the module makes each of them for a call, from what is kept instead."""
+"""Weights that are not parameters: a hook of the module makes each weight for a call, from data kept in its place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Source(ABC):
     """Forward pre-hook that gives its module a weight.
 
     Attributes:
-        name: of the parameter that the weight was. path: its fully qualified name.
+        name: the name of the parameter that the weight was. path: its fully qualified name.
         stand_in: that parameter without data (device meta).
-        programs: the programs under which the weight gives the operands that the parameter gave.
-        before_training: warns of what training would not do; one function for weights that left together.
+        programs: the programs under which the weight gives the same operands as the parameter.
+        before_training: warns about weights that training would leave frozen; weights packed together share it.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Source(ABC):
 
     @abstractmethod
     def require_dtype(self, dtype: torch.dtype) -> None:
-        """Raise Error where a module that is converted to ``dtype`` would leave the weight behind."""
+        """Raise Error where the weight cannot follow its module's conversion to ``dtype``."""
 
     @abstractmethod
     def release(self, module: nn.Module) -> Callable[[], None]:
-        """Give ``module`` the parameter back, with the weight's values; return what undoes that."""
+        """Give ``module`` the parameter back, with the weight's values; return a function that undoes this."""
 
 
 def sources_of(module: nn.Module) -> list[Source]:
@@ -57,25 +57,25 @@ def sources_below(root: nn.Module) -> list[tuple[nn.Module, Source]]:
 
 
 def release_all(root: nn.Module) -> list[Callable[[], None]]:
-    """Give the weights of a model back as parameters; return what undoes that."""
+    """Give the weights of a model back as parameters; return functions that undo this."""
     return [source.release(module) for module, source in sources_below(root)]
 
 
 @contextmanager
 def released(root: nn.Module) -> Iterator[None]:
     """Give the weights of a model back as parameters for another policy, unless the context ends in an error."""
-    undo = release_all(root)
+    undos = release_all(root)
     try:
         yield
     except BaseException:
-        for again in undo:
-            again()
+        for undo in undos:
+            undo()
         raise
 
 
 @contextmanager
 def as_parameters(root: nn.Module) -> Iterator[None]:
-    """Show each such weight as the parameter that it was, without data: a policy is planned from parameters."""
+    """Show the weight of each source as a parameter without data, because policies are planned from parameters."""
     sources = sources_below(root)
     for module, source in sources:
         module._parameters[source.name] = source.stand_in

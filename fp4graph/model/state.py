@@ -20,9 +20,9 @@ from fp4graph.numerics.sharding import is_sharded, like, whole
 
 #: The attribute of a module that holds its :class:`State`. Former layouts had a submodule of this name.
 NAME = "_fp4graph"
-#: The methods of a module that its :class:`State` stands before.
+#: The methods of a module that its :class:`State` overrides.
 _METHODS = {"_apply": "convert", "_load_from_state_dict": "load", "__prepare_scriptable__": "refuse_script"}
-#: Entries that former layouts had in state dicts, and no model has any more.
+#: Entries of state dicts in former layouts that models no longer have.
 _FORMER = ("forwards", "_extra_state")
 
 _V = TypeVar("_V")
@@ -34,7 +34,7 @@ def buffer_name(name: str) -> str:
 
 
 KEY, FORWARDS = buffer_name("key"), buffer_name("forwards")
-#: Buffers that a :class:`Source` keeps, whatever policy is applied.
+#: The prefix of buffers that a :class:`Source` keeps under any policy.
 PACKED = buffer_name("packed_")
 
 
@@ -50,7 +50,7 @@ def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
 
 
 def require_free(root: nn.Module) -> None:
-    """Raise an Error where the model itself uses names that are ours."""
+    """Raise an Error where the model itself uses names of fp4graph's state."""
     for fqn, module in root.named_modules():
         taken = [NAME] if NAME in module.__dict__ and State.of(module) is None else []
         buffers = () if State.of(module) is not None or sources_of(module) else module._buffers
@@ -68,22 +68,21 @@ def from_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None
     present: dict[str, _V] = {}
     count = None
     for key, value in state_dict.items():
-        module, found, name = f".{key}".partition(f".{NAME}.")
-        if found and name.rpartition(".")[2] in _FORMER:
+        module, separator, name = f".{key}".partition(f".{NAME}.")
+        if separator and name.rpartition(".")[2] in _FORMER:
             count = int(value) if name.endswith("forwards") else count  # type: ignore[call-overload]
         else:
-            present[f"{module}.{buffer_name(name)}"[1:] if found else key] = value
+            present[f"{module}.{buffer_name(name)}"[1:] if separator else key] = value
     return present, count
 
 
 class State:
-    """What fp4graph keeps for one module: buffers of the module, and facts about them in this object.
+    """The state of one module: buffers of the module, and facts about them in this object.
 
-    The buffers keep their dtypes whatever ``.to`` says, and a checkpoint without them loads. An EMA with β = 0.998
-    freezes in bf16, whose neighbours are 0.4 % apart; so a cast moves buffers between devices and never changes their
-    dtype. Casts and loads reach a module through its methods alone, so three of them are attributes of the module
-    while it has state, and call those of its class. torch has no hook for a cast, and its hooks for a load do not see
-    the module between the values that were loaded and the keys that are missing.
+    A cast moves the buffers between devices and never changes their dtype: an EMA with β = 0.998 would freeze in bf16,
+    whose neighbours are 0.4 % apart. A checkpoint without the buffers loads. While a module has state, attributes
+    override three of its methods and call those of the class, because torch has no hook for a cast, and its hooks for
+    a load do not see the module after its values were loaded and before missing keys are reported.
 
     Attributes:
         module, fqn: the owner of the buffers, and its fully qualified name.
@@ -105,10 +104,10 @@ class State:
         return state if isinstance(state, State) else None
 
     def remove(self) -> None:
-        """Take the state off the module, but for what weights are made from."""
+        """Remove the state from the module, except the buffers of packed weights."""
         for name in (NAME, *_METHODS):
             del self.module.__dict__[name]
-        ours = [name for name in self.module._buffers if is_ours(name)]  # None among them
+        ours = [name for name in self.module._buffers if is_ours(name)]  # a value may be None
         for name in [name for name in ours if not name.startswith(PACKED)]:
             delattr(self.module, name)
 
@@ -129,35 +128,34 @@ class State:
         return {name: buffer for name, buffer in named if buffer is not None and is_ours(name)}
 
     def add_key(self, device: torch.device) -> None:
-        """Add the noise key. It is derivable from the module's name, so not saved."""
+        """Add the noise key. It is not saved, because it follows from the module's name."""
         self.module.register_buffer(KEY, None, persistent=False)
         self._make_key(device)
 
     def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
-        """Add the technique entry in buffer ``name``, with the first value ``init(weight())``."""
+        """Add the technique entry in buffer ``name``, with the initial value ``init(weight())``."""
         self._weights[name] = (init, weight)
-        self.module.register_buffer(name, self._first(name))
+        self.module.register_buffer(name, self._initial(name))
 
-    def _first(self, name: str) -> Tensor:
+    def _initial(self, name: str) -> Tensor:
         init, weight = self._weights[name]
         with torch.no_grad():
             parameter = weight().detach()
-            first = init(whole(parameter))
-            return like(first, parameter) if first.shape == parameter.shape else first
+            value = init(whole(parameter))
+            return like(value, parameter) if value.shape == parameter.shape else value
 
     def _reset(self, name: str) -> None:
-        former = self.module._buffers[name]
-        self.module._buffers[name] = self._first(name) if former is None else like(self._first(name), former)
+        buffer, initial = self.module._buffers[name], self._initial(name)
+        self.module._buffers[name] = initial if buffer is None else like(initial, buffer)
 
     def restart(self) -> None:
-        """Give every entry its first value again, from the weights as they are now, unless values were loaded."""
+        """Reset every entry to its initial value for the present weights, unless values were loaded."""
         for name in () if self.loaded else self._weights:
             self._reset(name)
 
     def settle(self, device: torch.device) -> None:
-        """Make on ``device`` what stayed on the meta device, shard entries of the weight's shape as the weight is
-        sharded now, and undo a write to the key, which an average over a model's buffers
-        (``AveragedModel(use_buffers=True)``) changes."""
+        """Make buffers that are on the meta device on ``device``, shard entries of the weight's shape like the weight,
+        and restore a key that was written to, as ``AveragedModel(use_buffers=True)`` does when it averages buffers."""
         self._leave_meta(device)
         if self.has_sites and self.key._version != self._version_of_key:
             self.key.copy_(noise.make_key("site", self.fqn))
@@ -168,7 +166,7 @@ class State:
                 self.module._buffers[name] = like(buffer, parameter)
 
     def convert(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        """Stand before ``_apply`` of the module's class, through which ``.to``, ``.half`` and ``.to_empty`` go."""
+        """Override the module's ``_apply``, through which ``.to``, ``.half`` and ``.to_empty`` go."""
         for source in sources_of(self.module):
             source.require_dtype(fn(torch.empty(0, dtype=source.stand_in.dtype, device=self.key.device)).dtype)
         buffers, ours = self.module._buffers, self.buffers
@@ -189,11 +187,11 @@ class State:
             self._make_key(self.key.device)
 
     def _leave_meta(self, device: torch.device) -> None:
-        """Make on ``device`` what stayed on meta when ``load_state_dict(assign=True)`` brought the weights."""
+        """Make on ``device`` the buffers left on meta by ``load_state_dict(assign=True)``."""
         for name, (_, weight) in self._weights.items():
             buffer = self.module._buffers[name]
             if buffer is not None and buffer.is_meta and not weight().is_meta:
-                self.module._buffers[name] = self._first(name)
+                self.module._buffers[name] = self._initial(name)
         derived = [name for name in (KEY, FORWARDS) if name in self.module._buffers]
         if any(self.module.get_buffer(name).is_meta for name in derived):
             for name in derived:
@@ -206,34 +204,34 @@ class State:
         self._version_of_key = key._version
 
     def load(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Stand before ``_load_from_state_dict`` of the module's class: read former layouts, and give entries that
-        ``state_dict`` lacks their first values, from the weights it held."""
-        local_metadata, strict, missing, *rest = args
+        """Override the module's ``_load_from_state_dict``: read former layouts, and give entries that ``state_dict``
+        lacks their initial values for the loaded weights."""
+        local_metadata, strict, missing, *errors = args
         present, count = from_former(state_dict)
-        own = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
+        ours = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
-        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *rest)
-        missing.extend(key for key in absent if key not in own)
+        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *errors)
+        missing.extend(key for key in absent if key not in ours)
         for name in self._weights:
             if f"{prefix}{name}" in absent:
                 self._reset(name)
-        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in own.items())
+        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in ours.items())
         self._loaded_count(count)
 
     def _loaded_count(self, count: int | None) -> None:
-        """Take note of the count that a state dict of a former layout held, or None."""
+        """Record the count that a state dict of a former layout held, or None."""
 
     def refuse_script(self) -> None:
         """Refuse torch.jit.script, which calls ``__prepare_scriptable__`` and would leave out the quantizers."""
         refuse("torch.jit.script")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Closures over the weight do not travel; apply() makes them anew.
+        # Closures over the weight cannot be pickled; apply() makes them again.
         return {**self.__dict__, "_weights": {}}
 
 
 def _moved(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
-    """Return ``fn(buffer)``, undefined where ``fn`` would copy from the meta device, which holds nothing."""
+    """Return ``fn(buffer)``, with undefined values where ``fn`` cannot copy them from the meta device."""
     try:
         return fn(buffer)
     except NotImplementedError:
@@ -243,8 +241,8 @@ def _moved(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
 
 
 def _share(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors share memory: torch's distributed checkpoint loads what it has no values for from the
-    model itself."""
+    """Return whether two tensors share memory. For keys without values, torch's distributed checkpoint loads the
+    model's own tensors."""
     first, second = (t.to_local() if is_sharded(t) else t for t in (x, y))
     return first.device == second.device and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
@@ -257,8 +255,8 @@ def states(root: nn.Module) -> list[State]:
 def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of an application that the next one takes over, by name.
 
-    Before the first training forward these are only the buffers of states that were loaded: others begin at the weights
-    as they are by then.
+    Before the first training forward these are only the buffers of states that were loaded. Others start from the
+    weights at that forward.
     """
     trained = any(isinstance(state, RootState) and state.count for state in states(root))
     return {
@@ -272,12 +270,12 @@ def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
 class RootState(State):
     """The state of the root, with the count of root forwards with gradients enabled.
 
-    It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
+    The count is not in the model's state dict; the optimizer's state and our checkpoints hold it.
 
     Attributes:
-        followed: the count of the model that this one was copied from, until this one trains: then it goes on from its
-            own count, which is that of the moment of copying.
-        count_unknown: whether a state dict was loaded, and nothing has said how many forwards its weights have had.
+        followed: the count of the model that this copy was made from, until the copy trains. Then the copy goes on from
+            the count at which it was made.
+        count_unknown: whether a state dict was loaded without the number of forwards that its weights have had.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:

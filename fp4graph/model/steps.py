@@ -19,8 +19,8 @@ class Steps:
     """Counts the training forwards of a model, and makes state and the step tensor for each forward.
 
     Attributes:
-        root_state: the count; None where no phase quantizes anything, and until the model is prepared.
-        trained: training forwards in this phase, as far as they are over; those of parts from their beginning.
+        root_state: holds the count; None where no phase quantizes anything, and until the model is prepared.
+        trained: number of finished training forwards in this phase; those of parts count when they begin.
     """
 
     def __init__(self, plan: PhasePlan, seed: int, current: CurrentForward) -> None:
@@ -35,7 +35,7 @@ class Steps:
         return None if self.root_state is None else self.root_state.count + bool(self._current.ran)
 
     def count_from(self, count: int) -> None:
-        """Set the count of forwards, as a resumed training has it."""
+        """Set the count of forwards, as for a resumed training."""
         self._current.ran.clear()
         if self.root_state is not None:
             self.root_state.count_from(count)
@@ -49,17 +49,17 @@ class Steps:
     def begin(self, *, training: bool) -> None:
         """Make state and the step tensor ready for a forward.
 
-        State starts before the first forwards at the weights as they are now (initialized after apply(), sharded, or
-        received from another rank), and is made the same on all ranks of a DDP.
+        Before the first forwards, state is computed from the present weights (initialized after apply(), sharded, or
+        received from another rank) and made equal on all ranks of a DDP.
         """
         if self.root_state is None:
             return
         if not self.trained:
             with torch.inference_mode(False):  # tensors made in it could not be trained with
-                for own in state.states(self._plan.root):
+                for each in state.states(self._plan.root):
                     if self.root_state.count == 0:
-                        own.restart()
-                    own.settle(device_of(own.module, device_of(self._plan.root)))
+                        each.restart()
+                    each.settle(device_of(each.module, device_of(self._plan.root)))
         wrapper = torch_internals.active_ddp()
         if training and wrapper is not None and wrapper is not self._wrapper:
             distributed.synchronize(wrapper, self.root_state, self._plan.weights)

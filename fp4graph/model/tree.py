@@ -1,4 +1,4 @@
-"""The modules of an applied model as they were when the policy was applied, to notice adapters that come and go."""
+"""Remembers the modules of a model when a policy was applied, to notice adapters that come and go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Children = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
 
 
 class Tree:
-    """The modules of a model at one moment; where nothing is quantized, any may come and go."""
+    """The modules of a model at one moment; where nothing is quantized, any module may come and go."""
 
     def __init__(self, root: nn.Module, weights: Sequence[Weight], *, quantizes: bool) -> None:
         self._root, self._weights, self._quantizes = root, weights, quantizes
@@ -25,14 +25,14 @@ class Tree:
         self._children, self._names = _children(root), _named(root)
 
     def adapted(self) -> bool:
-        """Return whether modules have joined or left since, all of them adapters or their wrappers, or a parameter has
-        become a weight that is computed (weight_norm, pruning), or the other way round, or another applied model that
-        had taken over modules of this one was removed.
+        """Return whether the policy must be applied again.
 
-        Every forward asks. Other modules that join are an error of the first graph that shows them.
+        It must if modules joined or left and all of them are adapters or their wrappers, if a weight became computed
+        (weight_norm, pruning) or ceased to be, and if another applied model that shared modules was removed. Every
+        forward asks. Any other new module is an error of the first graph that shows it.
 
         Raises:
-            CaptureError: other modules have joined or left together with adapters, which the graph would name.
+            CaptureError: other modules have joined or left together with adapters.
         """
         prepared = all(weight.is_held and state.KEY in weight.module._buffers for weight in self._weights)
         if not prepared or not all(map(computes_weight, self._computing)):
@@ -40,22 +40,22 @@ class Tree:
         if all(tuple(module._modules.values()) == children for module, children in self._children):
             return False
         names = _named(self._root)
-        former, present = set(map(id, self._names.values())), set(map(id, names.values()))
-        joined = [name for name, module in names.items() if id(module) not in former]
+        earlier, present = set(map(id, self._names.values())), set(map(id, names.values()))
+        joined = [name for name, module in names.items() if id(module) not in earlier]
         left = [name for name, module in self._names.items() if id(module) not in present]
-        others = [name for name in joined if not is_of_adapters(name, names)]
-        others += [name for name in left if not is_of_adapters(name, self._names)]
-        if (joined or left) and not others:
+        foreign = [name for name in joined if not is_of_adapters(name, names)]
+        foreign += [name for name in left if not is_of_adapters(name, self._names)]
+        if (joined or left) and not foreign:
             return True
-        if len(others) < len(joined) + len(left) and self._quantizes:
-            more = ", ..." if others[3:] else ""
+        if len(foreign) < len(joined) + len(left) and self._quantizes:
+            more = ", ..." if foreign[3:] else ""
             raise CaptureError(
-                f"adapters and {', '.join(others[:3])}{more} were added to the model after fp4graph.apply(), or taken "
-                "from it, and adapters alone may come and go; call fp4graph.apply(model, policy) again, which keeps "
+                f"adapters and {', '.join(foreign[:3])}{more} were added to the model after fp4graph.apply(), or taken "
+                "from it, but only adapters may come and go; call fp4graph.apply(model, policy) again, which keeps "
                 "state where it fits, and prepare_optimizer again",
-                site=others[0],
+                site=foreign[0],
             )
-        self._children = _children(self._root)  # not asked again until the next change
+        self._children = _children(self._root)  # compare again only after the next change
         return False
 
 

@@ -1,7 +1,7 @@
 """Forwards that no compiler captured: parts of an applied model called by themselves, and calls that Dynamo refused.
 
-They run operation by operation (:mod:`fp4graph.graph.direct`), with the quantizers, the noise and the state of the
-compiled graph, slower than it.
+They run operation by operation (:mod:`fp4graph.graph.direct`), slower than the compiled graph, with its quantizers,
+noise and state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Uncompiled:
     """Runs forwards of one model, or of a part of it, operation by operation.
 
     Attributes:
-        parts: the calls of the model's parts; shown and hidden by whoever runs the model.
+        parts: the calls of the model's parts; the runtime shows and hides them.
     """
 
     def __init__(self, plan: PhasePlan, current: CurrentForward, inspection: Inspection) -> None:
@@ -50,14 +50,14 @@ class Uncompiled:
         self.parts.show()
 
     def show_without_owners(self) -> None:
-        """Leave the parts that own weights to Dynamo, in pieces around graph breaks, like any others."""
+        """Let Dynamo compile parts that own weights like other parts, in pieces around graph breaks."""
         self.parts.hide()
         self.show(self._modules, ())
 
     def run(self, forward: Forward, capture: Capture, *, checked: bool, running: Capture | None = None) -> Any:
-        """Run ``forward``, and tell ``capture`` what it came to.
+        """Run ``forward``, and report its weights and sites to ``capture``.
 
-        ``checked`` says whether the model's coverage was checked: only a later forward is recorded. ``running`` is the
+        ``checked`` says whether the model's coverage was checked; only then is the forward recorded. ``running`` is the
         capture whose forward calls an uncaptured module, or None.
         """
         if self._inspection.watching:
@@ -68,18 +68,18 @@ class Uncompiled:
                 + " is not compiled; a warning says why. Remove what breaks the graph there, such as a print or a loop "
                 "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
             )
-        current, former = self._current, self._current.step
-        # A call of the model has a step of its own; parts have that of their region.
+        current, outer = self._current, self._current.step
+        # A call of the model has a step of its own; a part has that of its checkpointed region.
         region = None if forward.duties.compiled else torch_internals.checkpointed_region()
-        # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
+        # A reentrant checkpoint's forward has no gradients, and its backward could not tell what ran before.
         follows = running is not None and (region is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
-        current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
+        current.step, occurrences = current.regions.get(region, (outer, before)) if region else (outer, before)
         compiled = current.compiled
         direct = Direct(
             self._plan.policy,
             self._plan.names,
-            whole=forward.module is self._plan.root,
+            whole_model=forward.module is self._plan.root,
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
@@ -94,10 +94,10 @@ class Uncompiled:
             with direct, direct.inside(forward.module):
                 result = forward.run()
         except BaseException:
-            current.ran = ran  # what fails is no forward: the next try has its count and noise
+            current.ran = ran  # a failed forward does not count: the next try has its count and noise
             raise
         finally:
-            current.direct, current.compiled, current.step = None, compiled, former
+            current.direct, current.compiled, current.step = None, compiled, outer
         direct.finish(result)
         if running is not None:
             running.ran.note(direct.planner, self._plan.root)
@@ -105,8 +105,8 @@ class Uncompiled:
         return result
 
     def check(self, capture: Capture) -> None:
-        """Warn of rules that the first training step by parts or methods alone has not met; calling the model may meet
-        them yet."""
+        """Warn about rules that matched nothing in the first training step by parts or methods alone; a call of the
+        model may still match them."""
         parts, capture.of_parts = capture.of_parts, []
         if "coverage" in self._warned:
             return
@@ -117,10 +117,10 @@ class Uncompiled:
         self._warned.add("coverage")
 
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
-        """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
+        """Warn that the compiled call runs ``module`` outside of its graphs, once for modules at similar places."""
         if has_backward_hooks(module):
             why = "it has a hook on its backward, which torch.compile does not compile; compiled again without the hook"
-        elif any(torch_internals.is_full(of.forward) for of in (self._plan.root, module)):
+        elif any(torch_internals.is_full(owner.forward) for owner in (self._plan.root, module)):
             why = (
                 "there is a graph break, and Dynamo has made as many graphs of the code around it, for this model and "
                 "earlier ones, as its recompile limit allows; remove the break, or call torch._dynamo.reset() between "
@@ -133,8 +133,8 @@ class Uncompiled:
         inside = set(module.modules())
         if any(weight.module in inside and weight.stored.dim() == 3 for weight in self._plan.weights):
             why += ". The fast form of a mixture of experts is experts_implementation='grouped_mm' in transformers"
-        what = f"module {name!r} runs uncompiled, like others of its kind: quantized as ever, and slower"
-        self.warn(f"uncaptured {pattern_of(name or '')}", f"{what}. The reason: {why}")
+        effect = f"module {name!r} runs uncompiled, like others of its kind, with the same quantizers but slower"
+        self.warn(f"uncaptured {pattern_of(name or '')}", f"{effect}. The reason: {why}")
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""
@@ -143,8 +143,8 @@ class Uncompiled:
             warnings.warn(text, PolicyWarning, stacklevel=2)
 
     def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | hooks.MarkHook | None:
-        """Let the module that multiplies with another's weight, or with what it computes itself, mark the product;
-        return None where that is not possible."""
+        """Let a module that multiplies with another module's weight, or with a tensor it computes, mark the product;
+        return the new hook, or None where that is not possible."""
         modules, caller = dict(self._plan.root.named_modules(remove_duplicate=False)), error.caller or ""
         owner = None if error.owner is None else modules[error.owner.module]
         if owner is None or not hooks.is_marked(owner):  # a ParameterList is not called
@@ -152,7 +152,7 @@ class Uncompiled:
         return hooks.CarryHook.add(modules[caller], owner)
 
     def _carries(self, error: UnmarkedWeight) -> bool:
-        """The same inside a forward."""
+        """Mark the product of ``error`` now, inside a forward; return whether that was possible."""
         if (carrying := self.carry(error)) is None:
             return False
         carrying(dict(self._plan.root.named_modules(remove_duplicate=False))[error.caller or ""], ())

@@ -42,8 +42,8 @@ class PlannedWeight:
 
     @property
     def on_weight(self) -> tuple[tuple[Technique, ...], OperandProgram | None]:
-        """The techniques that act on the weight itself, outside of any product (at the optimizer's step, or by keeping
-        state), and where there are any the quantizer that they are handed."""
+        """The techniques that act on the weight outside of products (at the optimizer's step, or by keeping state), and
+        the quantizer that they receive; None without such techniques."""
         program = self.plan.program
         keeping = {slot.technique for slot in program.state} if program is not None else set()
         stages = ("before_step", "after_step")
@@ -58,8 +58,8 @@ def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...
     slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
     for planned in possible:
         for slot in () if planned.plan.program is None else planned.plan.program.state:
-            known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
-            if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
+            first, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+            if dataclasses.replace(first.entry, init=slot.entry.init) != slot.entry:
                 raise CaptureError(
                     f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state under "
                     f"the name {slot.technique}.{slot.label}; tell them apart by module",
@@ -89,28 +89,28 @@ class Weight:
         self._sharded: Tensor | None = None
         self.slots = _slots(possible, self.name)
 
-    def add_entries(self, own: state.State) -> None:
-        """Add the entries of techniques for this weight to ``own``, the state of the module."""
+    def add_entries(self, module_state: state.State) -> None:
+        """Add the entries of techniques for this weight to the state of the module."""
         by_name = {t.name: t for planned in self.possible for t in planned.rule.techniques}
         for slot in self.slots:
             init = contract.initial(by_name[slot.technique], slot.entry, self.name)
-            own.add(self.buffer(slot), init, lambda: self.stored)
+            module_state.add(self.buffer(slot), init, lambda: self.stored)
 
     def settle(self, use: WeightUse) -> None:
         """Take over the decision that a captured graph shows.
 
-        Raise CaptureError where another product with this weight was decided otherwise, and techniques act on the
-        weight itself, which exists once.
+        Raises:
+            CaptureError: another product with this weight has another decision, and techniques act on the weight.
         """
         site, stored = use.site, self.stored
         if site.op == "linear" and stored.dim() == 3 and site.numel is not None and site.numel < stored.numel():
-            # A loop multiplies with one matrix of the stack at a time, so that statistics are those of each expert.
+            # A loop multiplies with one matrix of the stack at a time, so each expert has its own statistics.
             site = dataclasses.replace(site, op="grouped", numel=stored.numel())
         planned = PlannedWeight.of(site, use.decision.rule)
-        former = self._settled if self._captured else None
-        if former is not None and former.on_weight != planned.on_weight:
+        earlier = self._settled if self._captured else None
+        if earlier is not None and earlier.on_weight != planned.on_weight:
             raise CaptureError(
-                f"two products use it; rule {former.rule.name!r} decides one and {planned.rule.name!r} the other, but "
+                f"two products use it; rule {earlier.rule.name!r} decides one and {planned.rule.name!r} the other, but "
                 "techniques act on the weight itself, which exists once; let one rule decide both",
                 site=self.name,
             )
@@ -128,7 +128,7 @@ class Weight:
 
     @property
     def is_used(self) -> bool:
-        """Return whether a product is known: a parameter of three axes may be anything until a graph shows one."""
+        """Return whether a product uses the weight; for a parameter of three axes only a graph shows that."""
         return self._captured or self.view.op != "grouped"
 
     @property
@@ -183,7 +183,7 @@ class Weight:
 
     @property
     def source(self) -> Source | None:
-        """The source of a weight that is no parameter now, or None."""
+        """The source of a weight that is not a parameter now, or None."""
         if self.module._parameters.get(self.parameter_name) is not None:
             return None
         return next((source for source in sources_of(self.module) if source.name == self.parameter_name), None)
@@ -222,9 +222,8 @@ class Weight:
     def quantize(self, w: Tensor, step: Tensor) -> Tensor:
         """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
 
-        The kernels of a convolution are quantized as the rows of a matrix.
-
-        A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
+        The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
+        blocks and tensor scales reach across shards.
         """
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
@@ -242,12 +241,12 @@ class Weight:
         return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
 
     def _score(self) -> Tensor | None:
-        """Return the scores of the input channels ``[K]``; None where none are multiplied apart."""
+        """Return the scores of the input channels ``[K]``; None where no channel is multiplied apart."""
         program = self.plan.program
         return None if program is None or program.apart is None else self.entry(program.state[program.apart.score])
 
     def apart(self) -> Tensor | None:
-        """Return which elements, as stored, are in input channels that are multiplied apart; None where none are."""
+        """Return which elements, as stored, are in input channels multiplied apart; None without such channels."""
         if (score := self._score()) is None:
             return None
         assert self.plan.program is not None
@@ -256,15 +255,15 @@ class Weight:
         return like(chosen.expand(self.parameter.shape), self.parameter)
 
     def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the technique state that fprop's quantizer is given.
+        """Return the technique state that fprop's quantizer receives.
 
-        Entries of the weight's shape are passed as ``lay_out(entry)``, the entry being ``[N, K]``; others as they are.
+        Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged.
         """
-        given: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for slot in self.plan.program.state if self.plan.program is not None else ():
             if slot.entry.operand is Operand.FPROP_WEIGHT:
                 entry = whole(self.entry(slot))
                 if slot.entry.weight_like:
                     entry = lay_out(entry.mT if self.stored_transposed else entry)
-                given.setdefault(slot.technique, {})[slot.entry.name] = entry
-        return given
+                states.setdefault(slot.technique, {})[slot.entry.name] = entry
+        return states

@@ -100,7 +100,7 @@ def outer(function):
 
 optimizer_of = fp4graph.prepare_optimizer
 ERRORS = {
-    "pickled, called": (lambda: pickled()(batch()), "pickled, as .*ddp_spawn.*fp4graph.apply"),
+    "pickled, called": (lambda: pickled()(batch()), r"pickled \(by .*ddp_spawn.*fp4graph.apply"),
     "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
     "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
     "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
@@ -111,7 +111,7 @@ ERRORS = {
     "sparse": (lambda: sparse(torch.sparse_coo), r"^second.weight: it is sparse.*to_dense.*match: {module: 'second'}"),
     "sparse rows": (lambda: sparse(torch.sparse_csr), r"^second.weight: it is sparse \(torch.sparse_csr\)"),
     "sparse later": (sparse_after, r"^second: .*a factor is sparse.*to_dense"),
-    "named by a number": (lambda: fp4graph.explain(Model(), POLICY, {1: batch()}), "by keyword, and 1 is no name"),
+    "named by a number": (lambda: fp4graph.explain(Model(), POLICY, {1: batch()}), "names of forward's inputs; got 1"),
     "meta": (on_meta, r"on the meta device.*to_empty.*fp4graph.explain"),
     "jagged": (lambda: nested(torch.jagged), r"^first: .*nested tensor; pass its values \(x.values\(\)\), or pad"),
     "nested": (lambda: nested(torch.strided), r"nested tensor.*to_padded_tensor"),

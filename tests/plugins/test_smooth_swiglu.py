@@ -266,7 +266,7 @@ def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path
         "    quantize: {element: e2m1, block: 32}\n"
     )
     model = fp4graph.apply(module(), path, backend="eager")
-    message = f"p.yaml:4: technique 'smooth_swiglu' has no effect in this model, .* made by {made}, are not of the kind"
+    message = rf"p.yaml:4: technique 'smooth_swiglu' has no effect in this model, .* inputs come from {made}\. Remove"
     with pytest.warns(PolicyWarning, match=message) as seen:
         model(x, ends)
     assert len(seen) == 1
