@@ -290,9 +290,10 @@ def wrong_fact(cls: type[Technique]) -> str | None:
         return f"has a property mixes; declare the most that it mixes with any options, as mixes = 'block'; see {_PAGE}"
     if cls.mixes not in get_args(Mixes):
         return f"declares mixes = {cls.mixes!r}; choose from {', '.join(get_args(Mixes))}"
-    if not isinstance(cls.on_experts, frozenset | set):
-        return f"declares on_experts = {cls.on_experts!r}; write the stages as a set, {{'round'}}"
-    if idle := [stage for stage in cls.on_experts if stage not in QUANTIZER_STAGES or not overrides(cls, stage)]:
+    declared: object = cls.on_experts
+    if not isinstance(declared, frozenset | set):
+        return f"declares on_experts = {declared!r}; write the stages as a set, {{'round'}}"
+    if idle := [stage for stage in declared if stage not in QUANTIZER_STAGES or not overrides(cls, stage)]:
         return f"declares on_experts with {min(idle)!r}, at which it does not act; name stages of its quantizer"
     shared = [stage for stage in _OF_BLOCKS if overrides(cls, stage)]
     if cls.mixes == "none" and shared and not overrides(cls, "group_granularity"):
