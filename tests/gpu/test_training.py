@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 from torch import Tensor
 
 from fp4graph.kernels import gpu, machine
+from fp4graph.kernels.direction import Blocks
 from fp4graph.numerics.declare import of_flat
 from fp4graph.numerics.target import traced_for
 from fp4graph.ops.matmul import quantized_matmul
@@ -151,7 +152,7 @@ def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
     x = factors(torch.bfloat16)[0]
     # A divisor that rounds, and a factor.
     numbers = ((1.7, 0.5), (0.3, 4.0))
-    parts = [[torch.tensor([d]), None, None, torch.tensor([f])] if given else [None] * 4 for d, f in numbers]
+    parts = [Blocks(torch.tensor([d]), factor=torch.tensor([f])) if given else Blocks() for d, f in numbers]
     about = zip((rows, columns), (3, 5), parts, strict=True)
     arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in about]
     operator = getattr(torch.ops.fp4graph, name)
@@ -162,5 +163,5 @@ def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
         assert_same_bits(second[0].mT, other)
         assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
     else:
-        stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1][3]
+        stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1].factor
         assert_same_bits(torch.ops.fp4graph.unpack(*stored), other)

@@ -214,7 +214,7 @@ OPERATORS = {
     "requantize_at": (_x.codes, _x.scales, MXFP4.to_text(), N, torch.float32, places(), _text, *_noise),
     "quantized_product": (
         *(normal(TOKENS, K), normal(4, N, K), STARTS, SIZES, None, _text, *_noise),
-        *(None, None, None, None, None, 0, True),
+        *(*Blocks(), None, 0, True),
     ),
     "requantized_product": (
         *(normal(TOKENS, N), _w.codes, _w.scales, MXFP4.to_text(), K, torch.float32),

@@ -266,7 +266,7 @@ def test_a_frozen_layer_beside_trained_ones_is_refused() -> None:
     model.fc.requires_grad_(False)
     x = batch(0).requires_grad_()
     model(x).sum().backward()
-    with pytest.raises(fp4graph.CaptureError, match=r"technique out_control measures .* fc\.weight is frozen.*: train"):
+    with pytest.raises(fp4graph.CaptureError, match=r"out_control chooses channels .* fc\.weight is frozen.*: train"):
         model(x)
 
 
