@@ -110,10 +110,10 @@ _PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
 
 
 def _entry(tensors: str, call: str, formats: str, *, across: bool = True) -> Entry:
-    """Return an entry of cpp/measures.h, whose loops are of a known length where the lines of blocks have it.
+    """Return an entry of cpp/measures.h. Its loops have a constant length where the lines of blocks have that length.
 
     Args:
-        across: whether there is one for blocks whose elements lie apart.
+        across: whether a variant exists for blocks whose elements are not contiguous.
     """
     name, _, arguments = call.partition("(")
     apart = f"grid.steps[3] != 1 ? {name}_across<{formats}> : " if across else ""
@@ -147,7 +147,8 @@ _CHOICES = {
 
 
 def _run(entry: Entry, axes: int, tensors: tuple[Tensor, ...], number: float, units: float, **formats: str) -> None:
-    """Run an entry on the first tensor, in which blocks reach over so many axes, and on contiguous ones."""
+    """Run an entry. The first tensor may have any strides; its blocks span its last ``axes`` axes, or all axes for 0.
+    The other tensors are contiguous."""
     values = _gridded(tensors[0], axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
     grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *tensors[1:]))

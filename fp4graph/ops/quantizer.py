@@ -139,14 +139,15 @@ class Quantizer:
                 return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
 
             return self.kernel.run(Job(x, Direction(self.spec, self.draw), rounded=rounded)).values
-        if len(scaled.group_scales) > 1:
-            divided = scaled.blocking.join(scaled.values())
-            return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
         given = self.given(scaled, x.device, factor)
+        if len(scaled.group_scales) > 1:  # one division after another rounds differently from one by the product
+            divided = scaled.blocking.join(scaled.values())
+            direction = Direction(by_runs(self.spec), self.draw, given._replace(divisor=None))
+            return self.kernel.run(Job(divided, direction)).values.to(x.dtype)
         return self.kernel.run(Job(x, Direction(by_runs(self.spec), self.draw, given), dtype)).values
 
     def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
-        """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
+        """Return the numbers of blocks that a kernel takes: those of ``scaled``, and ``factor``."""
         scale, stored = scaled.scale, None
         if [*at_stage("rescale", self.acting)]:
             scale = self._scale(scaled, device) if scale is None else scale

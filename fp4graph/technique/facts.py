@@ -122,7 +122,7 @@ class Facts(BaseModel):
     #: True if the result depends on the number of an operand's elements or blocks, as a quantile does. The engine then
     #: refuses the technique at the operands of wgrad in a grouped product, where zeros fill up the tokens of an expert.
     counts: ClassVar[bool] = False
-    #: The stages at which the technique acts on operands of experts alone; at others' they return None.
+    #: The stages at which the technique acts only on operands of experts. On other operands these methods return None.
     on_experts: ClassVar[frozenset[str]] = frozenset()
     #: True if γ is the statistic g of its groups up to a constant, so that operands are quantized as U = X/g. Other
     #: techniques of the operand then read :attr:`group_granularity` as ``context.normalized``.

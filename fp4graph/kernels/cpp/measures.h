@@ -88,8 +88,9 @@ struct Errors {
     double total() const { return M == AMAX ? as<double>(most) : sum * (1 / units); }
 };
 
-// Calls of a measure for LANES blocks at once, each of one line, whose elements lie apart and beside those of the next
-// blocks: begin(lane, number of the block), add(elements of the same number), end(lane, number of the block).
+// Measures LANES blocks at once. Each block is one line, strided in memory; the first elements of neighbouring blocks are
+// contiguous, and so are the second ones, and so on. A lane's block begins with begin(lane, number of the block); add takes
+// the next element of all lanes; end(lane, number of the block) stores the result.
 template <class Lanes>
 void by_lanes(const float* values, const BlockGrid& grid, int threads, const Lanes& idle) {
     const i64 tiles = (grid.outer + LANES - 1) / LANES;

@@ -1,0 +1,63 @@
+"""Scales that a technique returns from ``rescale``: kernels multiply by them as tensor code does."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import operators
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique import Context, Overhead, Quantization, Technique
+from tests.helpers.floats import assert_same_bits
+
+pytestmark = pytest.mark.compiler
+
+SPEC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
+
+
+class Dividing(Technique):
+    """Divides by a constant γ."""
+
+    name: ClassVar[str] = "dividing"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.0
+    mixes = "none"
+
+    gamma: float
+
+    def group_scale(self, z: Tensor, group: object, context: Context) -> Tensor:
+        return torch.full((1,) * z.dim(), self.gamma)
+
+
+class Rescaling(Technique):
+    """Adds to each scale a share that depends on everything that the stage is shown."""
+
+    name: ClassVar[str] = "rescaling"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.0
+    mixes = "block"
+
+    def rescale(self, quantization: Quantization, context: Context) -> Tensor:
+        gamma = quantization.group_scale
+        errors = (quantization.ratio - quantization.elements).abs().amax(-1, keepdim=True)
+        share = errors if gamma is None else errors / gamma
+        return quantization.scale * (1 + share) + quantization.z / 64
+
+
+@pytest.mark.parametrize("gammas", [(), (1.7,), (1.7, 0.3)], ids=["none", "one", "two"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_kernels_multiply_by_the_scale_of_rescale(gammas: tuple[float, ...], transposed: bool) -> None:
+    techniques = (*(Dividing(gamma=gamma) for gamma in gammas), Rescaling())
+    program = OperandProgram(SPEC, techniques)
+    x = torch.randn(70, 96) * torch.exp2(torch.randint(-4, 4, (70, 1)).float())
+    x = x.T.contiguous().T if transposed else x
+    (term,) = program(x)
+    with operators.tensor_code():
+        (expected,) = program(x)
+    assert_same_bits(term.values, expected.values)
+    plain, *_ = OperandProgram(SPEC, techniques[:-1])(x)
+    assert (term.values != plain.values).any()
