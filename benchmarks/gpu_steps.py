@@ -125,9 +125,18 @@ class Trainee:
 
 
 def step(
-    model: str, policy: str, dtype: str, switch: str, device: torch.device, backend: str, seconds: float
+    model: str,
+    policy: str,
+    dtype: str,
+    switch: str,
+    device: torch.device,
+    backend: str,
+    seconds: float,
+    ready: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Return the time of a step relative to the unquantized step, and peak memory and compile time of both programs.
+
+    ``ready`` is called before the time is measured, and returns when nothing else uses the device.
 
     Peak memory is the most that one program's steps allocate, parameters and optimizer included. Compile time is that
     of the first step with an empty cache.
@@ -139,6 +148,7 @@ def step(
         caches = stack.enter_context(TemporaryDirectory(prefix="gpu_steps-", ignore_cleanup_errors=True))
         baseline, baseline_figures = _ready(stack, model, UNQUANTIZED, dtype, chosen, device, backend, caches)
         quantized, policy_figures = _ready(stack, model, policy, dtype, chosen, device, backend, caches)
+        ready()
         comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
     low, middle, high = comparison.quartiles
     return {

@@ -26,9 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata, util
@@ -36,27 +34,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_run import Case, Figures, Outcome, one_by_one, prepared_together, side_by_side
+
 #: Required modules, with the name of the package if that differs.
 NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich", "numpy", "timm", "transformers"), "")
 NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
 PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
 ROOT = Path(__file__).parents[1]
 POLICIES = ("tetrajet", "tetrajet-qema", "microscaling", "nvfp4", "fp4-all-the-way")
-Figures = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One check or measurement: its part, its description in plain values, and the function that runs it."""
-
-    part: str
-    about: Mapping[str, str]
-    run: Callable[[], Figures]
-
-    @property
-    def name(self) -> dict[str, str]:
-        """The case as plain data."""
-        return {"part": self.part, **self.about}
 
 
 def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: float) -> Iterator[Case]:
@@ -162,17 +147,6 @@ def predictions(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "estimate" in row["figures"]]
 
 
-def attempt(case: Case) -> Figures:
-    """Return the figures of ``case``, or the reason why there are none, so that a failure does not end the command."""
-    began = time.perf_counter()
-    try:
-        figures = case.run()
-    except Exception as error:  # noqa: BLE001  # a compiler's, the driver's, a lack of memory
-        traceback.print_exc()
-        figures = {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}
-    return {**figures, "took_seconds": round(time.perf_counter() - began, 2)}
-
-
 def parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
     cli.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
@@ -181,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--backend", default="inductor", help="eager tries a rehearsal without compiling")
     cli.add_argument("--minutes", type=float, default=7.0, help="begin no case that may end later than this (7)")
     cli.add_argument("--seconds", type=float, default=10.0, help="time limit of one timing (10)")
+    cli.add_argument("--jobs", type=int, default=1, help="processes that compile at a time (1); timings stay alone")
     cli.add_argument("--again", action="store_true", help="measure cases that have figures too")
     cli.add_argument("--folder", type=Path, help="benchmarks/results; runs/gpu_validate with --rehearse")
     return cli
@@ -206,17 +181,21 @@ def main(arguments: list[str] | None = None) -> int:
     all_cases = cases(options.part or list(PARTS), device, options.backend, options.rehearse, seconds)
     remaining = sorted((case for case in all_cases if options.again or record.failure(case)), key=record.tried)
     begun = failed = 0
-    for case in remaining:
-        if begun and time.perf_counter() - began + record.longest(case.part) > 60 * options.minutes:
-            continue
-        begun += 1
-        record.begin(case)
-        figures = attempt(case)
+
+    def begin(chosen: Iterable[Case]) -> Iterator[Case]:
+        nonlocal begun
+        for case in chosen:
+            if not begun or time.perf_counter() - began + record.longest(case.part) <= 60 * options.minutes:
+                begun += 1
+                record.begin(case)
+                yield case
+
+    for case, figures, works in _outcomes(remaining, begin, device, options.jobs):
         record.add(case, figures)
         reason = record.failure(case)
         failed += reason is not None
         print(f"{' '.join(case.name.values())}: {'FAILED, ' if reason else ''}{_short(figures)}", flush=True)
-        if "failed" in figures and not answers(device):
+        if not works:
             print(f"{device} no longer answers this process: run the same command again")
             break
     print(f"{record.file}\n{record.page}")
@@ -225,16 +204,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 3 if begun < len(remaining) else 0
 
 
-def answers(device: Any) -> bool:
-    """Return whether ``device`` still works in this process: after a fault, CUDA fails every later call."""
-    import torch
-
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError:
-            return False
-    return True
+def _outcomes(
+    remaining: list[Case], begin: Callable[[Iterable[Case]], Iterator[Case]], device: Any, jobs: int
+) -> Iterator[Outcome]:
+    """Yield the outcome of every case that ``begin`` lets begin: first the checks, then the timings."""
+    if jobs == 1:
+        yield from one_by_one(begin(remaining), device)
+        return
+    yield from side_by_side(begin(case for case in remaining if not case.timed), device, jobs)
+    yield from prepared_together(begin(case for case in remaining if case.timed), jobs)
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

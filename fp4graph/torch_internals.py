@@ -74,6 +74,12 @@ def compiled_frame() -> int | None:
     return getattr(CompileContext.current_compile_id(), "frame_id", None)
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces now. Dynamo of torch 2.11 takes the public function to be always true.
+    Checked on torch 2.11 to 2.15."""
+    return torch.compiler._is_exporting_flag  # type: ignore[attr-defined]  # not in its __all__
+
+
 def retry_skipped_code() -> None:
     """Have Dynamo compile the code again that it has given up.
 

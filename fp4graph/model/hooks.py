@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4graph import torch_internals
 from fp4graph.errors import PolicyWarning, UncompiledError
 from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
@@ -48,7 +49,7 @@ class MarkHook:
 
     def __call__(self, module: nn.Module, args: Any, *, carried: bool = False) -> None:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            if torch_internals.is_exporting():
                 refuse_export()
             if self.current is None:
                 raise UncompiledError("this copy of an applied model has no policy; call fp4graph.apply on it")
