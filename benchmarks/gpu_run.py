@@ -1,6 +1,6 @@
 """Runs the cases of ``make gpu-validate``: one by one, or in several processes.
 
-Most of a case's time goes to compilers, on the CPU. Checks therefore run side by side. Timings are prepared side by side,
+Compilers, on the CPU, take most of a case's time. Checks therefore run side by side. Timings are prepared side by side,
 in a process each, and then measured one at a time while the other processes wait.
 """
 
