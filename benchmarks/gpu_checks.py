@@ -50,7 +50,8 @@ def kernels(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> dict[s
     compared = 0
     for _, values in operands(SHAPE, spec):
         x = values.to(dtype).to(device)
-        rows, columns = fake_quantize(x, spec, -1, row_noise), fake_quantize(x, spec, 0, column_noise)
+        # A draw counts the elements of the operand, which is xᵀ where columns are quantized.
+        rows, columns = fake_quantize(x, spec, -1, row_noise), fake_quantize(x.mT, spec, -1, column_noise).mT
         for name, pair in _runs(x, spec, row_draw, column_draw, rows, columns):
             differs[name] = differs.get(name, 0) + _different(*pair)
             compared += x.numel()

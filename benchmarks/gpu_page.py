@@ -96,7 +96,7 @@ def _parity(rows: Sequence[Row]) -> list[str]:
 
 
 def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[str]:
-    header = ("model", "dtype", "policy", "switch", "step", "quartiles", "predicted", "ms", "peak, GiB",
+    header = ("model", "dtype", "policy", "switch", "step", "quartiles", "busy", "predicted", "ms", "peak, GiB",
               "unquantized", "compiling, s", "unquantized")  # fmt: skip
     cells = []
     for row in rows:
@@ -111,6 +111,7 @@ def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[s
                 case["switch"],
                 f"{figures['ratio']:.2f}",
                 "{:.2f}–{:.2f}".format(*figures["quartiles"]),
+                _busy(figures),
                 _predicted(case, predicted, device),
                 f"{1e3 * figures['seconds']:.3g}",
                 _gib(figures["peak_bytes"]),
@@ -119,9 +120,14 @@ def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[s
                 f"{figures['baseline_compile_seconds']:.0f}",
             )
         )
-    lines = ["## Training steps", "", "*step*: time relative to the unquantized model under the same mode, measured in "
-             "alternation. *predicted*: `make gpu-plan`'s estimate for one block of the model, without head and "
-             "optimizer, on the card in brackets. *compiling*: the first step with empty caches."]  # fmt: skip
+    lines = [
+        "## Training steps",
+        "",
+        "*step*: time relative to the unquantized model under the same mode, measured in alternation. *busy*: the same "
+        "of the time in which the card computed, which is shorter where the host is slower. *predicted*: `make "
+        "gpu-plan`'s estimate for one block of the model, without head and optimizer, on the card in brackets. "
+        "*compiling*: the first step with empty caches.",
+    ]
     lines += ["", *(f"- `{name}`: {switch.why}" for name, switch in SWITCHES.items())]
     return [*lines, "", *_table(header, cells, 4), ""]
 
@@ -136,6 +142,11 @@ def _predicted(case: Mapping[str, str], predicted: Sequence[Row], device: str) -
                 "" if row_case["card"] in device else f" ({row_case['card']})"
             )
     return "–"
+
+
+def _busy(figures: Mapping[str, Any]) -> str:
+    busy, baseline = figures.get("busy_seconds"), figures.get("baseline_busy_seconds")
+    return f"{busy / baseline:.2f}" if busy and baseline else "–"
 
 
 def _gib(count: int | None) -> str:

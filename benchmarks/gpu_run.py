@@ -145,4 +145,3 @@ def answers(device: Any) -> bool:
         except RuntimeError:
             return False
     return True
-

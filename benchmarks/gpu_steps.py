@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._inductor import utils as inductor
+from torch.profiler import ProfilerActivity, profile
 
 import fp4graph
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, Batch, Model, autocast
@@ -134,7 +135,8 @@ def step(
     seconds: float,
     ready: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return the time of a step relative to the unquantized step, and peak memory and compile time of both programs.
+    """Return the time of a step relative to the unquantized step; of both programs peak memory, compile time and the
+    time in which the device was busy, which is shorter than the step where the host is slower; the longest kernels.
 
     ``ready`` is called before the time is measured, and returns when nothing else uses the device.
 
@@ -150,6 +152,7 @@ def step(
         quantized, policy_figures = _ready(stack, model, policy, dtype, chosen, device, backend, caches)
         ready()
         comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
+        baseline_kernels, kernels = (_kernels(trainee, device) for trainee in (baseline, quantized))
     low, middle, high = comparison.quartiles
     return {
         "ratio": middle,
@@ -157,9 +160,29 @@ def step(
         "repeats": len(comparison.pairs),
         "seconds": comparison.seconds,
         "baseline_seconds": comparison.baseline,
+        "busy_seconds": sum(kernels.values()) or None,
+        "baseline_busy_seconds": sum(baseline_kernels.values()) or None,
+        "kernels": _longest(kernels),
+        "baseline_kernels": _longest(baseline_kernels),
         **policy_figures,
         **{f"baseline_{name}": value for name, value in baseline_figures.items()},
     }
+
+
+def _kernels(trainee: Trainee, device: torch.device, steps: int = 3) -> dict[str, float]:
+    """Return the seconds of each kernel in a step, by name; empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            trainee.step()
+        synchronize(device)
+    return {event.key: event.self_device_time_total / (1e6 * steps) for event in profiler.key_averages()}
+
+
+def _longest(kernels: Mapping[str, float], count: int = 30) -> list[tuple[str, float]]:
+    ordered = sorted(kernels.items(), key=lambda item: item[1], reverse=True)
+    return [(name[:120], seconds) for name, seconds in ordered[:count]]
 
 
 def _ready(

@@ -321,7 +321,7 @@ def test_what_is_missing_is_named_first(
 
 def test_the_prediction_stands_beside_what_was_measured() -> None:
     figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
-    figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
+    figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0, "busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
     about = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
     rows = [{"case": about, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
     machine = {"device": "NVIDIA H200", "python": "3.12.1", "cuda": "12.8", "versions": {"torch": "2.11.0"}}
@@ -331,7 +331,7 @@ def test_the_prediction_stands_beside_what_was_measured() -> None:
         {"case": {**own, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
     ]
     page = gpu_page.page({"machine": machine, "rows": rows}, predicted)
-    line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
+    line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.10 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
     assert line in page
     page = gpu_page.page({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
