@@ -182,6 +182,18 @@ def test_frame_hook() -> None:
     assert not callable(internals.frame_hook())
 
 
+def test_is_exporting() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if internals.is_exporting() else x
+
+    x = torch.zeros(2)
+    assert torch.equal(Asks()(x), x)
+    assert torch.equal(compiled(Asks())(x), x)
+    assert torch.equal(torch.export.export(Asks(), (x,), strict=True).module()(x), x + 1)
+    assert torch.equal(compiled(Asks())(x), x)
+
+
 def test_compiled_frame() -> None:
     backend = Kept(lambda gm: internals.compiled_frame())
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_checks, gpu_page, gpu_steps, gpu_validate
+from benchmarks import gpu_checks, gpu_page, gpu_run, gpu_steps, gpu_validate
 from fp4graph.kernels import operators
 from tests.gpu.cases import operands
 
@@ -61,6 +61,15 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{again['case']['dtype']}: other bits than expected" in page.partition("## Failed")[2]
     kinds = len(list(operands(gpu_checks.SHAPE, next(iter(gpu_checks.kernel_specs().values())))))
     assert f"quantize, rows {kinds}, quantize, columns {kinds}\n" in page
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_kernels_that_draw() -> None:
+    """A draw counts the elements of what is quantized: x along rows, its transpose along columns."""
+    spec = next(spec for spec in gpu_checks.kernel_specs().values() if spec.needs_key)
+    figures = gpu_checks.kernels(spec, torch.float32, CPU)
+    assert figures["equal"], figures["differs"]
 
 
 @pytest.mark.long
@@ -199,7 +208,7 @@ def test_a_device_that_answers_no_longer_ends_the_command(
 
     made = [case(fails, model="bad"), case(lambda: dict(PARITY), model="good")]
     monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
-    monkeypatch.setattr(gpu_validate, "answers", lambda device: False)
+    monkeypatch.setattr(gpu_run, "answers", lambda device: False)
     status, rows, _ = rehearse(tmp_path)
     assert (status, [row["case"]["model"] for row in rows]) == (1, ["bad"])
     said = capsys.readouterr().out
@@ -214,10 +223,10 @@ def test_whether_a_device_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    assert gpu_validate.answers(CPU)
-    assert not gpu_validate.answers(torch.device("cuda"))
+    assert gpu_run.answers(CPU)
+    assert not gpu_run.answers(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert gpu_validate.answers(torch.device("cuda"))
+    assert gpu_run.answers(torch.device("cuda"))
 
 
 def test_no_case_is_begun_that_takes_longer_than_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +330,8 @@ def test_what_is_missing_is_named_first(
 
 def test_the_prediction_stands_beside_what_was_measured() -> None:
     figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
-    figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0, "busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
+    figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
+    figures |= {"busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
     about = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
     rows = [{"case": about, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
     machine = {"device": "NVIDIA H200", "python": "3.12.1", "cuda": "12.8", "versions": {"torch": "2.11.0"}}

@@ -1,0 +1,72 @@
+"""Cases of ``make gpu-validate`` in several processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_run import Case, prepared_together, side_by_side
+
+pytestmark = pytest.mark.process
+CPU = torch.device("cpu")
+
+
+def check(name: str) -> dict[str, Any]:
+    if name == "fails":
+        raise RuntimeError("wrong")
+    if name == "killed":
+        os._exit(9)
+    return {"name": name}
+
+
+def timing(name: str, log: Path, ready: Callable[[], None]) -> dict[str, Any]:
+    if name == "killed":
+        os._exit(9)
+    if name == "fails":
+        raise RuntimeError("wrong")
+    note(log, f"prepared {name}")
+    ready()
+    note(log, f"begins {name}")
+    time.sleep(0.2)
+    note(log, f"ends {name}")
+    return {"name": name}
+
+
+def note(log: Path, text: str) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+
+
+def test_checks_side_by_side() -> None:
+    cases = [Case("kernels", {"name": name}, partial(check, name)) for name in ("a", "fails", "b")]
+    outcomes = {case.about["name"]: (figures, works) for case, figures, works in side_by_side(cases, CPU, 2)}
+    assert {name: works for name, (_, works) in outcomes.items()} == {"a": True, "fails": True, "b": True}
+    assert outcomes["a"][0]["name"] == "a"
+    assert outcomes["fails"][0]["failed"] == "RuntimeError: wrong"
+
+
+def test_a_check_whose_process_is_killed() -> None:
+    cases = [Case("kernels", {"name": "killed"}, partial(check, "killed"))]
+    ((_, figures, works),) = side_by_side(cases, CPU, 2)
+    assert not works
+    assert figures["failed"].startswith("BrokenProcessPool")
+
+
+def test_timings_run_alone_when_all_are_prepared(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cases = [Case("steps", {"name": name}, partial(timing, name, log)) for name in ("a", "fails", "killed", "b")]
+    outcomes = {case.about["name"]: figures for case, figures, _ in prepared_together(cases, 4)}
+    lines = log.read_text("utf-8").splitlines()
+    assert sorted(lines[:2]) == ["prepared a", "prepared b"]
+    assert lines[2:] == ["begins a", "ends a", "begins b", "ends b"]
+    assert outcomes["a"]["name"] == "a"
+    assert outcomes["b"]["prepared_beside"] == 3
+    assert outcomes["fails"]["failed"] == "RuntimeError: wrong"
+    assert outcomes["killed"]["failed"] == "its process was killed"
