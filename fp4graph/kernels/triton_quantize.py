@@ -3,8 +3,8 @@
 Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit. All operators launch one
 kernel, compiled for what it reads and writes: values or bytes, along rows, along columns, or along both in one read.
 
-**No GPU has run this kernel.** It is tested in Triton's interpreter, and compiled to machine code for compute
-capability 9.0 and 10.0; docs/kernels.md says how.
+An H200 gave the bits of tensor code (docs/gpu.md). Tests run the kernel in Triton's interpreter, and compile it to
+machine code for compute capability 9.0 and 10.0; docs/kernels.md says how.
 
 Why tiles of 64 x 64. Both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is then one cache
 line of 128 bytes, and a line of its codes one sector of 32 in either direction, so that no sector is fetched or written
