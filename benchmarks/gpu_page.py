@@ -126,7 +126,7 @@ def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[s
         "*step*: time relative to the unquantized model under the same mode, measured in alternation. *busy*: the same "
         "of the time in which the card computed, which is shorter where the host is slower. *predicted*: `make "
         "gpu-plan`'s estimate for one block of the model, without head and optimizer, on the card in brackets. "
-        "*compiling*: the first step with empty caches.",
+        "*compiling*: the first step with empty caches; under `--jobs`, while other cases compile too.",
     ]
     lines += ["", *(f"- `{name}`: {switch.why}" for name, switch in SWITCHES.items())]
     return [*lines, "", *_table(header, cells, 4), ""]

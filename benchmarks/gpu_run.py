@@ -23,7 +23,7 @@ Figures = dict[str, Any]
 Outcome = tuple["Case", Figures, bool]
 SPAWN = multiprocessing.get_context("spawn")  # a process that was forked cannot use CUDA
 #: Inductor would start a compiler for every core, in every process.
-_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def one_by_one(cases: Iterable[Case], device: Any) -> Iterator[Outcome]:
 def side_by_side(cases: Iterable[Case], device: Any, jobs: int) -> Iterator[Outcome]:
     """Run checks in ``jobs`` processes; a case is taken from ``cases`` when a process is free."""
     remaining, running = iter(cases), dict[Future[tuple[Figures, bool]], Case]()
-    with patch.dict(os.environ, _ALONE), ProcessPoolExecutor(jobs, SPAWN) as pool:
+    with patch.dict(os.environ, _ONE_COMPILER), ProcessPoolExecutor(jobs, SPAWN) as pool:
         while True:
             for case in islice(remaining, jobs - len(running)):
                 running[pool.submit(_attempt_on, device, case.run)] = case
@@ -69,42 +69,54 @@ def side_by_side(cases: Iterable[Case], device: Any, jobs: int) -> Iterator[Outc
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 case = running.pop(future)
                 if error := future.exception():  # the process was killed, and the pool with it
-                    yield case, {"failed": _short(error)}, False
+                    yield case, {"failed": _first_line(error)}, False
                 else:
                     yield case, *future.result()
 
 
 def prepared_together(cases: Iterable[Case], jobs: int) -> Iterator[Outcome]:
-    """Prepare ``jobs`` timings at a time, in a process each; when all are ready, measure one after the other."""
+    """Prepare ``jobs`` timings at a time, in a process each; when all are ready, measure one after the other.
+
+    The figure ``prepared_beside`` is the number of other timings that were prepared, and compiled, at the same time.
+    """
     remaining = iter(cases)
     while batch := list(islice(remaining, jobs)):
-        with patch.dict(os.environ, _ALONE):
+        with patch.dict(os.environ, _ONE_COMPILER):
             started = [_start(case) for case in batch]
-        ended: list[tuple[Case, Figures | None]] = [(case, _received(pipe)) for case, pipe, _ in started]
-        for (case, figures), (_, pipe, process) in zip(ended, started, strict=True):
+        replies = [_received(pipe) for _, pipe, _ in started]
+        for figures, (case, pipe, process) in zip(replies, started, strict=True):
             if figures is None:
-                pipe.send("go")
-                figures = _received(pipe)
+                figures = _measured(pipe)
             process.join()
             yield case, {**(figures or {}), "prepared_beside": len(batch) - 1}, True
 
 
 def _start(case: Case) -> tuple[Case, Connection, Any]:
-    pipe, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_prepare_and_measure, args=(case.run, theirs))
+    pipe, child_pipe = SPAWN.Pipe()
+    # A daemon ends with an interrupted command, which would otherwise wait until the process has compiled.
+    process = SPAWN.Process(target=_prepare_and_measure, args=(case.run, child_pipe), daemon=True)
     process.start()
-    theirs.close()
+    child_pipe.close()
     return case, pipe, process
 
 
 def _prepare_and_measure(run: Callable[..., Figures], pipe: Connection) -> None:
-    """Send None when ready, wait for a word, then send the figures. A failure sends its figures at once."""
+    """Send None when ready, wait until the device is free, then send the figures; send those of a failure at once."""
 
     def ready() -> None:
         pipe.send(None)
         pipe.recv()
 
     pipe.send(attempt(lambda: run(ready=ready)))
+
+
+def _measured(pipe: Connection) -> Figures | None:
+    """Let the process measure, and return its figures."""
+    try:
+        pipe.send("the device is free")
+    except OSError:  # it was killed while it waited
+        return {"failed": "its process was killed"}
+    return _received(pipe)
 
 
 def _received(pipe: Connection) -> Figures | None:
@@ -122,11 +134,11 @@ def attempt(run: Callable[[], Figures]) -> Figures:
         figures = run()
     except Exception as error:  # noqa: BLE001  # a compiler's, the driver's, a lack of memory
         traceback.print_exc()
-        figures = {"failed": _short(error)}
+        figures = {"failed": _first_line(error)}
     return {**figures, "took_seconds": round(time.perf_counter() - began, 2)}
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 

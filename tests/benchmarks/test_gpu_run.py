@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_run import Case, prepared_together, side_by_side
+from benchmarks.gpu_run import SPAWN, Case, prepared_together, side_by_side
 
 pytestmark = pytest.mark.process
 CPU = torch.device("cpu")
@@ -31,12 +32,19 @@ def timing(name: str, log: Path, ready: Callable[[], None]) -> dict[str, Any]:
         os._exit(9)
     if name == "fails":
         raise RuntimeError("wrong")
+    note(log, f"prepares {name}")
+    if name == "slow":
+        time.sleep(60)
     note(log, f"prepared {name}")
     ready()
     note(log, f"begins {name}")
     time.sleep(0.2)
     note(log, f"ends {name}")
     return {"name": name}
+
+
+def prepare(log: Path) -> None:
+    list(prepared_together([Case("steps", {}, partial(timing, "slow", log))], 2))
 
 
 def note(log: Path, text: str) -> None:
@@ -64,9 +72,23 @@ def test_timings_run_alone_when_all_are_prepared(tmp_path: Path) -> None:
     cases = [Case("steps", {"name": name}, partial(timing, name, log)) for name in ("a", "fails", "killed", "b")]
     outcomes = {case.about["name"]: figures for case, figures, _ in prepared_together(cases, 4)}
     lines = log.read_text("utf-8").splitlines()
-    assert sorted(lines[:2]) == ["prepared a", "prepared b"]
-    assert lines[2:] == ["begins a", "ends a", "begins b", "ends b"]
+    assert sorted(lines[:4]) == ["prepared a", "prepared b", "prepares a", "prepares b"]
+    assert lines[4:] == ["begins a", "ends a", "begins b", "ends b"]
     assert outcomes["a"]["name"] == "a"
     assert outcomes["b"]["prepared_beside"] == 3
     assert outcomes["fails"]["failed"] == "RuntimeError: wrong"
     assert outcomes["killed"]["failed"] == "its process was killed"
+
+
+def test_an_interrupted_command_does_not_wait_for_a_preparation(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = SPAWN.Process(target=prepare, args=(log,))
+    process.start()
+    while not log.exists():
+        assert process.is_alive()
+        time.sleep(0.1)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(20)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 1
