@@ -12,67 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import fp4graph
+from tests.helpers.steps import Blocks
 
 HALF = 6  # past the detection of q_ramping, and amid its accumulation
-SPAM = {
-    "version": 1,
-    "name": "everything",
-    "extends": "mxfp4",
-    "techniques": [
-        {"hadamard": {"kind": "random", "block": 32}},
-        {"stochastic_rounding": {"operands": "backward"}},
-        {"stable_spam": {"reset_interval": 4, "total_steps": 20}},
-        {"loss_scaling": {"init_scale": 1024.0, "growth_interval": 3}},
-    ],
-}
-RAMPING = {
-    "version": 1,
-    "name": "ramping",
-    "extends": "tetrajet",
-    "techniques": [{"q_ramping": {"t_update": 9, "n_max": 3, "t0": 4, "k1": 1.0, "k2": 1}}],
-}
-RECIPES: dict[str, Any] = {
-    "tetrajet": "tetrajet",
-    "tetrajet-qema": "tetrajet-qema",
-    "tetrajet-qramping": RAMPING,
-    "everything": SPAM,
+RECIPES: dict[str, tuple[str, list[Any]]] = {
+    "tetrajet": ("tetrajet", []),
+    "tetrajet-qema": ("tetrajet-qema", []),
+    "tetrajet-qramping": ("tetrajet", [{"q_ramping": {"t_update": 9, "n_max": 3, "t0": 4, "k1": 1.0, "k2": 1}}]),
+    "everything": (
+        "mxfp4",
+        [
+            {"hadamard": {"kind": "random", "block": 32}},
+            {"stochastic_rounding": {"operands": "backward"}},
+            {"stable_spam": {"reset_interval": 4, "total_steps": 20}},
+            {"loss_scaling": {"init_scale": 1024.0, "growth_interval": 3}},
+        ],
+    ),
 }
 
 
-class Mlp(nn.Module):
-    """A stack of two blocks, so that policies for blocks find them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def train(recipe: Any, backend: str, saved: dict[str, Any] | None, steps: range) -> tuple[dict[str, Any], Any]:
+def train(name: str, backend: str, saved: dict[str, Any] | None, steps: range) -> tuple[dict[str, Any], Any]:
     """State after ``steps``, and after the first half of them."""
     torch._dynamo.reset()
-    model = fp4graph.apply(Mlp(), recipe, backend=backend, seed=7)
+    base, techniques = RECIPES[name]
+    recipe = {"version": 1, "name": name, "extends": base, "techniques": techniques} if techniques else base
+    model = fp4graph.apply(Blocks(dropout=0.0), recipe, backend=backend, seed=7)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * HALF)
     scaler = fp4graph.grad_scaler(model)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    losses = []
-
-    def state() -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in parts.items()}
-
-    if saved is not None:
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    half: Any = None
+    losses, half = [], None
+    for part, state in (saved or {}).items():
+        parts[part].load_state_dict(state)
     for step in steps:
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
         loss = (model(x) - x.roll(1, 1)).square().mean()
@@ -83,19 +56,19 @@ def train(recipe: Any, backend: str, saved: dict[str, Any] | None, steps: range)
         scheduler.step()
         losses.append(loss.item())
         if step + 1 == HALF:
-            half = copy.deepcopy(state())
-    return {**state(), "losses": losses[-HALF:]}, half
+            half = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+    return {**{name: part.state_dict() for name, part in parts.items()}, "losses": losses[-HALF:]}, half
 
 
 def main(backend: str, part: str, folder: Path) -> None:
-    for name, recipe in RECIPES.items():
+    for name in RECIPES:
         if part == "whole":
-            end, half = train(recipe, backend, None, range(2 * HALF))
+            end, half = train(name, backend, None, range(2 * HALF))
             torch.save(half, folder / f"{name}.checkpoint")
             torch.save(end, folder / f"{name}.end")
         else:
             saved = torch.load(folder / f"{name}.checkpoint", weights_only=True)
-            end, _ = train(recipe, backend, saved, range(HALF, 2 * HALF))
+            end, _ = train(name, backend, saved, range(HALF, 2 * HALF))
             torch.save(end, folder / f"{name}.resumed")
 
 

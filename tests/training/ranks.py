@@ -20,39 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 import fp4graph
 from fp4graph.training import checkpoint
 from tests.helpers.processes import PARTNER, rendezvous
+from tests.helpers.steps import Blocks
 
 #: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
-POLICY = {
-    "version": 1,
-    "name": "held",
-    "extends": "ue5m3-d50",
-    "techniques": [{"tensor_scaling": {"hold_steps": 5}}],
-}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rise, self.fall, self.dropout = nn.Linear(64, 96), nn.Linear(96, 64), nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fall(self.dropout(self.rise(x).relu()))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+HELD = {"version": 1, "name": "held", "extends": "ue5m3-d50", "techniques": [{"tensor_scaling": {"hold_steps": 5}}]}
 
 
 def make(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model: nn.Module = fp4graph.apply(Blocks(), "tetrajet-qema" if sharded else POLICY, backend="eager")
+    model: nn.Module = fp4graph.apply(Blocks(), "tetrajet-qema" if sharded else HELD, backend="eager")
     if sharded:
         for block in model.blocks:
             fully_shard(block)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,89 +11,81 @@ import torch
 from torch import nn
 
 import fp4graph
+from tests.helpers.models import vit
+from tests.helpers.steps import same
 
 pytestmark = pytest.mark.slow
 
-POLICIES = ["tetrajet", "tetrajet-qema", "nvfp4-best", "quartet"]
-FEW = ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("tetrajet", "nvfp4-best", "quartet"))]
+
+def runs(*policies: str, **options: Any) -> list[Any]:
+    """Return every policy with these options of :func:`train`, as parameters; but for ``policies`` all are long."""
+    names = ("tetrajet", "tetrajet-qema", "nvfp4-best", "quartet")
+    marks = {name: () if name in policies else pytest.mark.long for name in names}
+    what = " ".join(f"{name}={value}" for name, value in options.items())
+    return [pytest.param(name, options, marks=marks[name], id=f"{name} {what}") for name in names]
 
 
 def train(
-    model: nn.Module,
-    images: torch.Tensor,
     policy: Any,
+    images: torch.Tensor,
     *,
     steps: int = 3,
+    dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
-    around: Callable[[nn.Module], None] = lambda model: None,
-    clip: float | None = None,
-    set_to_none: bool = True,
+    checkpointing: bool = False,
+    evaluates: bool = False,
+    zeroes: bool = False,
 ) -> list[torch.Tensor]:
-    """Losses and final parameters; ``around`` runs between steps."""
+    """Losses and final parameters."""
+    model = vit().to(dtype)
+    model.set_grad_checkpointing(checkpointing)
     applied = fp4graph.apply(model, policy, backend="eager")
     optimizer = fp4graph.prepare_optimizer(applied, torch.optim.AdamW(applied.parameters(), lr=1e-3))
     labels, losses = torch.arange(len(images)), []
     for _ in range(steps):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            loss = nn.functional.cross_entropy(applied(images).float(), labels)
+            loss = nn.functional.cross_entropy(applied(images.to(dtype)).float(), labels)
         loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(applied.parameters(), clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        around(applied)
+        optimizer.zero_grad(set_to_none=not zeroes)
         losses.append(loss.detach())
+        if evaluates:
+            applied.eval()
+            with torch.no_grad():
+                assert torch.equal(applied(images), applied(images))  # no noise in evaluation
+            applied.train()
     return [*losses, *(p.detach().clone() for p in applied.parameters())]
 
 
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_autocast(vit, images, policy, dtype):
-    result = train(vit(), images, policy, steps=6, autocast=dtype)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        *runs("tetrajet", "tetrajet-qema", "nvfp4-best", "quartet", autocast=torch.bfloat16),
+        *runs(autocast=torch.float16),
+        *runs("tetrajet-qema", dtype=torch.bfloat16),
+    ],
+)
+def test_training_in_16_bits(images, policy, options):
+    """Under autocast, or of parameters in bf16."""
+    result = train(policy, images, steps=6, **options)
     assert all(value.isfinite().all() for value in result)
     assert result[5] < result[0]
-    assert result[-1].dtype is torch.float32
+    assert result[-1].dtype is options.get("dtype", torch.float32)
 
 
-@pytest.mark.parametrize("policy", FEW)
-def test_parameters_in_bf16(vit, images, policy):
-    result = train(vit().to(torch.bfloat16), images.to(torch.bfloat16), policy, steps=6)
-    assert all(value.isfinite().all() for value in result)
-    assert result[5] < result[0]
-    assert result[-1].dtype is torch.bfloat16
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        *runs("tetrajet-qema", checkpointing=True),
+        *runs("tetrajet-qema", evaluates=True),
+        *runs("nvfp4-best", zeroes=True),
+    ],
+)
+def test_checkpointing_evaluation_and_zeroed_gradients_change_nothing(images, policy, options):
+    assert same(train(policy, images, **options), train(policy, images))
 
 
-@pytest.mark.parametrize("policy", FEW)
-def test_checkpointing_repeats_the_noise(vit, images, policy):
-    plain = train(vit(), images, policy)
-    model = vit()
-    model.set_grad_checkpointing()
-    assert equal(train(model, images, policy), plain)
-
-
-@pytest.mark.parametrize("policy", FEW)
-def test_evaluation_between_steps_changes_nothing(vit, images, policy):
-    def evaluate(model: nn.Module) -> None:
-        model.eval()
-        with torch.no_grad():
-            first, second = model(images), model(images)
-        assert torch.equal(first, second)  # no noise in evaluation
-        model.train()
-
-    assert equal(train(vit(), images, policy, around=evaluate), train(vit(), images, policy))
-
-
-def test_zeroed_gradients_are_as_good_as_none(vit, images):
-    assert equal(
-        train(vit(), images, "nvfp4-best", set_to_none=False), train(vit(), images, "nvfp4-best", set_to_none=True)
-    )
-
-
-def test_clipping_comes_before_techniques_that_change_gradients(vit, images):
+def test_clipping_comes_before_techniques_that_change_gradients(images):
     """The dampening term is added to the clipped gradient: with everything clipped away it is all there is."""
     policy = {"version": 1, "name": "p", "extends": "tetrajet", "techniques": [{"dampen": {"strength": 0.1}}]}
     applied = fp4graph.apply(vit(), policy, backend="eager")
@@ -108,7 +99,7 @@ def test_clipping_comes_before_techniques_that_change_gradients(vit, images):
     torch.testing.assert_close(applied.blocks[0].mlp.fc1.weight, expected, rtol=0, atol=1e-7)  # two fp32 roundings
 
 
-def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(vit, images):
+def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(images):
     applied = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     ema = timm.utils.ModelEmaV3(applied, decay=0.5)
     optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.1))
