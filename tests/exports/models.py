@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file
+from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
+from tests.helpers.policies import MXFP4, NVFP4
 
+__all__ = ["MXFP4", "NVFP4"]
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -24,8 +33,19 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
 }
-MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+
+
+class Tied(nn.Module):
+    """Two layers, the second of which an embedding's weight is tied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inner, self.head = nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.inner(self.embed(x)))
 
 
 def _of(config: Any) -> Any:
@@ -71,6 +91,12 @@ def policy(quantize: Any = MXFP4, *techniques: Any, **rule: Any) -> dict[str, An
     return {"version": 1, "name": "p", "rules": [only], "techniques": list(techniques)}
 
 
+def by_rule(quantize: Any, *techniques: Any, **rule: Any) -> dict[str, Any]:
+    """Return a policy of one rule, "the rule", which quantizes every linear layer, or what ``match`` says."""
+    only = {"name": "the rule", "match": {"op": "linear"}, "quantize": quantize, **rule}
+    return {"version": 1, "name": "p", "rules": [only], "techniques": list(techniques)}
+
+
 def keeping(name: str, *operands: str) -> dict[str, Any]:
     """Return a shipped policy that keeps ``operands`` in high precision."""
     data: dict[str, Any] = yaml.safe_load(fp4graph.load_policy(name).to_yaml())
@@ -80,18 +106,29 @@ def keeping(name: str, *operands: str) -> dict[str, Any]:
     return data
 
 
-def trained(model: Any, under: Any, steps: int = 2, **call: Any) -> Any:
-    """Apply a policy, train ``model`` on :data:`TOKENS` or on ``call``, and return it in eval mode."""
+def inputs(model: Any) -> torch.Tensor:
+    """Return what a model of this file is called with."""
+    return IMAGES if hasattr(model, "patch_embed") else TOKENS
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return the outputs of an eval forward."""
+    with torch.no_grad():
+        y = model(inputs(model))
+    return y if isinstance(y, torch.Tensor) else y.logits
+
+
+def trained(model: Any, under: Any, steps: int = 2) -> Any:
+    """Apply a policy, train ``model`` on its inputs, and return it in eval mode, called once."""
     fp4graph.apply(model, under, backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    x = inputs(model)
     for _ in range(steps):
-        output = model(**call) if call else model(TOKENS, labels=TOKENS).loss
+        output = model(x) if x is IMAGES else model(x, labels=x).loss
         output.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        model(**call) if call else model(TOKENS)
+    logits(model.eval())
     return model
 
 
@@ -113,29 +150,44 @@ class _Weights:
 
 
 @torch.no_grad()
-def multiplied(model: Any, *args: Any) -> dict[str, torch.Tensor]:
-    """Return what an eval forward multiplies with, ``[..., N, K]``, by site: the module, with #1 for its second."""
+def multiplied(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights ``[..., N, K]`` that an eval forward multiplies with, by the names of the parameters.
+
+    A module's second site has #1 after its name; of experts, it is down_proj, and the first is gate_up_proj.
+    """
     seen = _Weights()
     runtime_of(model).observe(seen, training=False)
-    model(*args)
+    model(inputs(model))
     runtime_of(model).observe(None)
-    return seen.found
-
-
-def parameters(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights by the names of transformers' parameters; the experts' sites are gate_up_proj, then down_proj."""
     named = {}
-    for site, weight in found.items():
+    for site, weight in seen.found.items():
         module, _, number = site.partition("#")
         expert = {"": "gate_up_proj", "1": "down_proj"}[number]
         named[f"{module}.{expert}" if module.endswith("experts") else f"{module}.weight"] = weight
     return named
 
 
-def fprop_parameters(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights that a language model multiplies :data:`TOKENS` with, by the names of its parameters."""
-    return parameters(multiplied(model, TOKENS))
+def modelopt_parts(folder: Path, module: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return elements, block scales (one an element) and γ of a weight in ModelOpt's layout, in float64."""
+    found = load_file(folder / "model.safetensors")
+    codes = found[f"{module}.weight"].numpy()
+    elements = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(ml_dtypes.float4_e2m1fn)
+    scales = found[f"{module}.weight_scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    gamma = found[f"{module}.weight_scale_2"].double().numpy()
+    return elements.astype(np.float64), np.repeat(scales.astype(np.float64), 16, -1), gamma
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Return what an export's config.json says of quantization."""
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return content
 
 
 #: By name, each made anew by a call.
-MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe"), "vit": vit}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "qwen3-moe": lambda: mixture("qwen3-moe"),
+    "gpt-oss": lambda: mixture("gpt-oss"),
+    "gpt2": gpt2,
+    "vit": vit,
+}

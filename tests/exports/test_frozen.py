@@ -15,10 +15,11 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error, PolicyError
 from fp4graph.model.runtime import runtime_of
-from tests.helpers.policies import NVFP4
+from tests.exports.models import MXFP4, NVFP4, Tied
+from tests.exports.models import by_rule as policy
+from tests.helpers.steps import differences, same, through_file
 from tests.model.test_adapters import Lora
 
-TETRAJET = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 FROM_FPROP = {
     "backward": {"rounding": "stochastic"},
     "dgrad.weight": {"source": "fprop"},
@@ -28,14 +29,10 @@ SQUARE = {"weights": {"block": [16, 16]}}
 X = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
 
 
-def policy(quantize, *techniques, **rule):
-    given = {"name": "the rule", "match": {"op": "linear"}, "quantize": quantize, **rule}
-    return {"version": 1, "name": "p", "rules": [given], "techniques": list(techniques)}
-
-
+TETRAJET = policy(MXFP4, operands=FROM_FPROP)
 #: Policies whose frozen weights can be packed.
 SOUND = {
-    "tetrajet": policy(TETRAJET, operands=FROM_FPROP),
+    "tetrajet": TETRAJET,
     "encode scales": policy(
         {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "convention": "encode"}}, operands=FROM_FPROP
     ),
@@ -69,16 +66,23 @@ def train(net, steps=2):
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = net(X).square().mean()
-        loss.backward()
+        losses.append(net(X).square().mean())
+        losses[-1].backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.grad.clone() for p in trainable]
+    return [*losses, *(p.grad.clone() for p in trainable)]
 
 
-def same(one, other):
-    (losses, gradients), (others, more) = one, other
-    return losses == others and all(torch.equal(a, b) for a, b in zip(gradients, more, strict=True))
+def evaluated(net):
+    with torch.no_grad():
+        return net.eval()(X)
+
+
+def applied(data=None, net=None, **how):
+    return fp4graph.apply(model() if net is None else net, data or TETRAJET, backend="eager", **how)
+
+
+def packed(*args, **how):
+    return fp4graph.pack_frozen(applied(*args, **how))
 
 
 def values_of(weight):
@@ -112,29 +116,25 @@ def cases():
 
 @pytest.mark.parametrize(("name", "called"), list(cases()))
 def test_a_packed_model_trains_to_the_same_bits(name, called):
-    plain, packed = (fp4graph.apply(model(), SOUND[name], backend="eager") for _ in range(2))
+    plain, net = applied(SOUND[name]), applied(SOUND[name])
     if called:
-        assert same(train(plain), train(packed))
-    freed = [weakref.ref(packed.get_submodule(linear).weight) for linear in LINEARS]
-    assert fp4graph.pack_frozen(packed) is packed
+        assert same(train(plain), train(net))
+    freed = [weakref.ref(net.get_submodule(linear).weight) for linear in LINEARS]
+    assert fp4graph.pack_frozen(net) is net
     gc.collect()
     assert [each() for each in freed] == [None] * 3
-    assert not any(
-        name.endswith(tuple(f"{linear}.weight" for linear in LINEARS)) for name, _ in packed.named_parameters()
-    )
-    assert same(train(plain), train(packed))
-    assert [(s.module, s.quantized) for s in runtime_of(packed).sites[:3]] == [
-        (s.module, s.quantized) for s in runtime_of(plain).sites[:3]
-    ]
-    with torch.no_grad():
-        assert torch.equal(packed.eval()(X), plain.eval()(X))
-    assert not any(isinstance(packed.get_submodule(linear).weight, torch.Tensor) for linear in LINEARS)
+    assert not {f"{linear}.weight" for linear in LINEARS} & dict(net.named_parameters()).keys()
+    assert same(train(plain), train(net))
+    sites = [[(s.module, s.quantized) for s in runtime_of(each).sites[:3]] for each in (plain, net)]
+    assert sites[0] == sites[1]
+    assert torch.equal(evaluated(net), evaluated(plain))
+    assert not any(isinstance(net.get_submodule(linear).weight, torch.Tensor) for linear in LINEARS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), [("tetrajet", 4 + 8 / 32), ("nvfp4-te", 4 + 8 / 16)])
 def test_the_bytes_at_rest_are_those_of_the_format(name, bits):
-    net = fp4graph.apply(model(), SOUND[name], backend="eager")
+    net = applied(SOUND[name])
     before = at_rest(net)
     fp4graph.pack_frozen(net)
     elements = 64 * 96 + 96 * 64 + 64 * 32
@@ -149,62 +149,48 @@ def test_the_bytes_at_rest_are_those_of_the_format(name, bits):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_and_autocast(dtype):
-    data = SOUND["tetrajet"]
-    plain, packed = (fp4graph.apply(model().to(dtype), data, backend="eager") for _ in range(2))
-    fp4graph.pack_frozen(packed)
     with torch.no_grad():
-        assert torch.equal(packed(X.to(dtype)), plain(X.to(dtype)))
-    plain, packed = (fp4graph.apply(model(), data, backend="eager") for _ in range(2))
+        assert torch.equal(*(make(net=model().to(dtype))(X.to(dtype)) for make in (applied, packed)))
     with torch.autocast("cpu", dtype):
-        fp4graph.pack_frozen(packed)
-        assert same(train(plain), train(packed))
+        assert same(train(applied()), train(packed()))
 
 
 @pytest.mark.slow
 def test_parts_run_uncompiled_from_bytes_too():
-    plain, packed = (fp4graph.apply(model(), SOUND["tetrajet"], backend="eager") for _ in range(2))
-    fp4graph.pack_frozen(packed)
+    nets = applied(), packed()
     with pytest.warns(fp4graph.PolicyWarning, match="called by itself"):
-        y, z = (net[0](X) for net in (plain, packed))
+        y, z = (net[0](X) for net in nets)
     assert torch.equal(y, z)
-    y.sum().backward()
-    z.sum().backward()
-    a, b = ([p.grad for p in net[0].parameters() if p.grad is not None] for net in (plain, packed))
+    (y.sum() + z.sum()).backward()
+    a, b = ([p.grad for p in net[0].parameters() if p.grad is not None] for net in nets)
     assert len(a) == 2
-    assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+    assert same(a, b)
 
 
 @pytest.mark.long
 @pytest.mark.inductor
 def test_inductor_reads_the_bytes():
-    plain, packed = (fp4graph.apply(model(), SOUND["tetrajet"]) for _ in range(2))
-    fp4graph.pack_frozen(packed)
-    assert same(train(plain), train(packed))
+    plain, net = (fp4graph.apply(model(), TETRAJET) for _ in range(2))
+    fp4graph.pack_frozen(net)
+    assert same(train(plain), train(net))
 
 
 @pytest.mark.slow
 def test_a_packed_model_saves_the_values_of_fprop_under_plain_names():
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    net = applied()
     weights = {f"{name}.weight": net.get_submodule(name).weight.detach().clone() for name in LINEARS}
     names = fp4graph.strip(net.state_dict()).keys()
     fp4graph.pack_frozen(net)
     train(net)
-    saved = io.BytesIO()
-    torch.save(net.state_dict(), saved)
-    saved.seek(0)
-    loaded = torch.load(saved, weights_only=True)
+    loaded = through_file(dict(net.state_dict()))
     assert fp4graph.strip(loaded).keys() == names
-    spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"))
     for name, weight in weights.items():
-        assert torch.equal(loaded[name], fp4graph.fake_quantize(weight, spec)), name
+        assert torch.equal(loaded[name], values_of(weight)), name
     again = model()
     again.load_state_dict(fp4graph.strip(loaded), strict=True)
-    fp4graph.apply(again, SOUND["tetrajet"], backend="eager")
-    with torch.no_grad():
-        assert torch.equal(again.eval()(X), net.eval()(X))
-    with pytest.raises(
-        Error, match=r"0\.base_layer\.weight is packed and cannot be loaded; call fp4graph\.unpack_frozen"
-    ):
+    assert torch.equal(evaluated(applied(net=again)), evaluated(net))
+    message = r"0\.base_layer\.weight is packed and cannot be loaded; call fp4graph\.unpack_frozen"
+    with pytest.raises(Error, match=message):
         net.load_state_dict(loaded)
     fp4graph.unpack_frozen(net).load_state_dict(loaded)
     assert [name for name, _ in net.named_parameters()] == [name for name, _ in model().named_parameters()]
@@ -213,48 +199,42 @@ def test_a_packed_model_saves_the_values_of_fprop_under_plain_names():
 
 @pytest.mark.slow
 def test_packed_models_are_copied_adapted_removed_and_applied_again():
-    data = SOUND["tetrajet"]
-    plain, packed = (fp4graph.apply(model(), data, backend="eager") for _ in range(2))
-    fp4graph.pack_frozen(packed)
-    size = at_rest(packed)
-    twins = copy.deepcopy(plain), copy.deepcopy(packed)
+    plain, net = applied(), packed()
+    size = at_rest(net)
+    twins = copy.deepcopy(plain), copy.deepcopy(net)
     assert at_rest(twins[1]) == size
     assert same(*map(train, twins))
-    for net in (plain, packed):
+    for each in (plain, net):
         torch.manual_seed(2)
-        net[4] = Lora(net[4])
-        net[4].base_layer.requires_grad_(False)
-    fp4graph.apply(plain, data, backend="eager")
-    assert same(train(plain), train(packed))
-    assert "weight" not in packed[4].base_layer._parameters  # packed again
-    explained = [(site.module, site.quantized) for site in fp4graph.explain(packed, data, (X,)).sites]
-    assert explained == [(site.module, site.quantized) for site in fp4graph.explain(plain, data, (X,)).sites]
-    fp4graph.remove(packed)
-    expected = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"))
-    weight = fp4graph.fake_quantize(plain[4].base_layer.weight.detach(), expected)
-    assert torch.equal(packed[4].base_layer.weight, weight)
-    fp4graph.apply(packed, data, backend="eager")
-    with torch.no_grad():
-        assert torch.equal(packed(X), plain(X))
+        each[4] = Lora(each[4])
+        each[4].base_layer.requires_grad_(False)
+    applied(net=plain)
+    assert same(train(plain), train(net))
+    assert "weight" not in net[4].base_layer._parameters  # packed again
+    explained = [fp4graph.explain(each, TETRAJET, (X,)).sites for each in (net, plain)]
+    assert len({tuple((site.module, site.quantized) for site in sites) for sites in explained}) == 1
+    fp4graph.remove(net)
+    assert torch.equal(net[4].base_layer.weight, values_of(plain[4].base_layer.weight.detach()))
+    assert torch.equal(evaluated(applied(net=net)), evaluated(plain))
 
 
 #: Policies whose frozen weights cannot be packed, with the reason that is given.
 REFUSED = {
-    "original": (policy(TETRAJET), r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
-    "kept": (policy(TETRAJET, operands={"dgrad": "keep"}), r"dgrad reads the original.*source: fprop"),
-    "stochastic dgrad": (policy(TETRAJET, operands={"dgrad": {"rounding": "stochastic"}}), "original stochastically"),
+    "original": (policy(MXFP4), r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
+    "kept": (policy(MXFP4, operands={"dgrad": "keep"}), r"dgrad reads the original.*source: fprop"),
+    "stochastic dgrad": (policy(MXFP4, operands={"dgrad": {"rounding": "stochastic"}}), "original stochastically"),
     "stochastic fprop": (
-        policy(TETRAJET, operands={**FROM_FPROP, "fprop": {"rounding": "stochastic"}}),
+        policy(MXFP4, operands={**FROM_FPROP, "fprop": {"rounding": "stochastic"}}),
         r"stochastically at every forward.*[Rr]ound fprop\.weight to nearest",
     ),
-    "rotated": (policy(TETRAJET, "hadamard", operands=FROM_FPROP), r"hadamard transforms it in fprop.*backward"),
-    "state": (policy(TETRAJET, "q_ema", operands=FROM_FPROP), "q_ema changes the weight itself or keeps state"),
+    "rotated": (policy(MXFP4, "hadamard", operands=FROM_FPROP), r"hadamard transforms it in fprop.*backward"),
+    "state": (policy(MXFP4, "q_ema", operands=FROM_FPROP), "q_ema changes the weight itself or keeps state"),
     "split": (
-        policy(TETRAJET, {"outlier_clamp": {"operands": ["fprop.weight"]}}, operands=FROM_FPROP),
+        policy(MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}, operands=FROM_FPROP),
         "outlier_clamp gives it values that are not FP4",
     ),
-    "8 bits": (policy({**TETRAJET, "element": "e4m3"}, operands=FROM_FPROP), "bytes of e4m3 in blocks of 32"),
-    "one block": (policy({**TETRAJET, "block": "tensor"}, operands=FROM_FPROP), "in blocks of tensor"),
+    "8 bits": (policy({**MXFP4, "element": "e4m3"}, operands=FROM_FPROP), "bytes of e4m3 in blocks of 32"),
+    "one block": (policy({**MXFP4, "block": "tensor"}, operands=FROM_FPROP), "in blocks of tensor"),
     "two elements": (
         policy({"element": ["e2m1", "int4"], "block": 16, "scale": {"format": "e4m3"}}, operands=FROM_FPROP),
         r"each of its blocks chooses one of the elements e2m1, int4.*with one element",
@@ -262,62 +242,67 @@ REFUSED = {
 }
 
 
+def written(data, folder):
+    """Write a policy to a file, whose lines errors name."""
+    (folder / "p.yaml").write_text(fp4graph.load_policy(data).to_yaml())
+    return folder / "p.yaml"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_packed_is_named_and_left(name, tmp_path):
     data, message = REFUSED[name]
-    file = tmp_path / "p.yaml"
-    file.write_text(fp4graph.load_policy(data).to_yaml())
-    net = fp4graph.apply(model(), file, backend="eager")
-    before = {key: value.clone() for key, value in net.state_dict().items()}
+    net = applied(written(data, tmp_path))
+    before = copy.deepcopy(dict(net.state_dict()))
     with pytest.raises(
         PolicyError, match=rf"(?s)p\.yaml:\d+: rule 'the rule': 0\.base_layer\.weight cannot be .*{message}"
     ):
         fp4graph.pack_frozen(net)
     assert all(isinstance(net.get_submodule(name).weight, nn.Parameter) for name in LINEARS)
-    after = net.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not differences(dict(net.state_dict()), before)
 
 
-def test_a_weight_that_is_not_finite_is_named():
+def not_finite():
     net = model()
     with torch.no_grad():
         net[4].weight[3, 5] = torch.nan
-    fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
-    with pytest.raises(PolicyError, match=r"4\.weight cannot be packed: it holds NaN or Inf\. Load finite values"):
+    return applied(net=net)
+
+
+def with_dora():
+    net = model()
+    net[2].lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 1)})
+    return applied(net=net)
+
+
+OF_THE_HEAD = policy(MXFP4, operands=FROM_FPROP, match={"module": "head", "role": "head"})
+#: Models whose weights cannot be packed, with the reason that is given.
+NAMED = {
+    "not finite": (not_finite, r"4\.weight cannot be packed: it holds NaN or Inf\. Load finite values"),
+    "dora": (with_dora, r"2\.base_layer\.weight cannot be packed: 2 has a DoRA adapter.*use_dora"),
+    "tied": (
+        lambda: applied(OF_THE_HEAD, Tied().requires_grad_(False)),
+        r"head\.weight cannot be packed: embed\.weight is the same parameter\. Untie",
+    ),
+    "attention": (
+        lambda: applied(net=nn.MultiheadAttention(64, 2).requires_grad_(False)),
+        "a MultiheadAttention, may be bypassed",
+    ),
+    "plain": (lambda: nn.Linear(64, 64), r"pack_frozen\(\) takes a model that fp4graph\.apply has prepared"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_models_that_cannot_be_packed_are_named(name):
+    make, message = NAMED[name]
+    net = make()
+    with pytest.raises(Error if name == "plain" else PolicyError, match=message):
         fp4graph.pack_frozen(net)
-
-
-def test_weights_that_others_read_are_named():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(self.embed(x))
-
-    data = policy(TETRAJET, operands=FROM_FPROP, match={"module": "head", "role": "head"})
-    net = fp4graph.apply(Tied().requires_grad_(False), data, backend="eager")
-    with pytest.raises(
-        PolicyError, match=r"head\.weight cannot be packed: embed\.weight is the same parameter\. Untie"
-    ):
-        fp4graph.pack_frozen(net)
-
-    attention = nn.MultiheadAttention(64, 2).requires_grad_(False)
-    fp4graph.apply(attention, policy(TETRAJET, operands=FROM_FPROP), backend="eager")
-    with pytest.raises(PolicyError, match=r"a MultiheadAttention, may be bypassed"):
-        fp4graph.pack_frozen(attention)
-    with pytest.raises(Error, match=r"pack_frozen\(\) takes a model that fp4graph\.apply has prepared"):
-        fp4graph.pack_frozen(nn.Linear(64, 64))
 
 
 @pytest.mark.slow
 def test_what_trains_stays_as_it_is():
-    net = model().requires_grad_(True)
-    fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
+    net = applied(net=model().requires_grad_(True))
     frozen = net[4].requires_grad_(False).weight.detach().clone()
     fp4graph.pack_frozen(net)
     assert isinstance(net[0].base_layer.weight, nn.Parameter)
@@ -332,7 +317,7 @@ def test_what_trains_stays_as_it_is():
 
 def phases(*later):
     """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
-    return SOUND["tetrajet"] | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
+    return TETRAJET | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
 
 
 FROM_NEAREST = FROM_FPROP | {"backward": {"rounding": "nearest"}}
@@ -345,7 +330,7 @@ UNSOUND = {
     ),
     "other scales": (
         {"rules": [{"name": "floor", "match": {"op": "linear"}, "operands": FROM_FPROP, "quantize": {
-            **TETRAJET, "scale": {"format": "e8m0", "rounding": "floor"}}}]},
+            **MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}}]},
         r"rule 'floor'.*its quantizer changes values",
     ),
     "fprop is stochastic": (
@@ -353,20 +338,19 @@ UNSOUND = {
         r"rule 'the rule'.*stochastically at every forward",
     ),
     "dgrad of the original": (
-        {"rules": [{"name": "late", "match": {"op": "linear"}, "quantize": TETRAJET}]},
+        {"rules": [{"name": "late", "match": {"op": "linear"}, "quantize": MXFP4}]},
         r"rule 'late'.*dgrad quantizes it from the original",
     ),
 }  # fmt: skip
 
 
+NEAREST = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": MXFP4, "operands": FROM_NEAREST}]}
+
+
 @pytest.mark.parametrize("name", UNSOUND)
 def test_every_later_phase_is_checked(name, tmp_path):
     later, message = UNSOUND[name]
-    same_again = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": TETRAJET,
-                             "operands": FROM_NEAREST}]}  # fmt: skip
-    file = tmp_path / "p.yaml"
-    file.write_text(fp4graph.load_policy(phases(same_again, later)).to_yaml())
-    net = fp4graph.apply(model(), file, backend="eager")
+    net = applied(written(phases(NEAREST, later), tmp_path))
     with pytest.raises(PolicyError, match=rf"(?s)p\.yaml:\d+: {message}") as caught:
         fp4graph.pack_frozen(net)
     assert "0.base_layer.weight cannot be packed: in the phase that begins at 4, " in str(caught.value)
@@ -375,44 +359,39 @@ def test_every_later_phase_is_checked(name, tmp_path):
 
 @pytest.mark.slow
 def test_weights_stay_packed_through_phases_that_ask_the_same_values():
-    same_again = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": TETRAJET,
-                             "operands": FROM_NEAREST}]}  # fmt: skip
-    plain, packed = (fp4graph.apply(model(), phases(same_again), backend="eager") for _ in range(2))
-    fp4graph.pack_frozen(packed)
-    size = at_rest(packed)
-    assert same(train(plain, 4), train(packed, 4))
-    assert runtime_of(packed).phase == 1
-    assert at_rest(packed) == size
+    plain, net = applied(phases(NEAREST)), packed(phases(NEAREST))
+    size = at_rest(net)
+    assert same(train(plain, 4), train(net, 4))
+    assert runtime_of(net).phase == 1
+    assert at_rest(net) == size
 
 
 #: Changes of the rule of ``tetrajet`` after which packed bytes are wrong for layer 4.
 CHANGED = {
     "kept": {"match": {"module": "0"}},
-    "other scales": {"quantize": {**TETRAJET, "scale": {"format": "e8m0", "rounding": "floor"}}},
+    "other scales": {"quantize": {**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(name):
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
+    net = packed()
     train(net, 1)
-    rule = SOUND["tetrajet"]["rules"][0] | CHANGED[name]
-    runtime_of(net).policy = fp4graph.load_policy(SOUND["tetrajet"] | {"rules": [rule]})
+    rule = TETRAJET["rules"][0] | CHANGED[name]
+    runtime_of(net).policy = fp4graph.load_policy(TETRAJET | {"rules": [rule]})
     net[4] = Lora(net[4])  # the next call plans the model anew
     for _ in range(3):
         with pytest.raises(PolicyError, match=r"\w+ was packed.*gone.*load the original weights and apply"):
             net(X)
-    fp4graph.apply(net.requires_grad_(True), SOUND["tetrajet"], backend="eager")
+    applied(net=net.requires_grad_(True))
     train(net, 1)
 
 
 def test_a_policy_that_cannot_be_applied_leaves_a_model_packed():
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
+    net = packed()
     size, expected = at_rest(net), net(X)
-    unused = policy(TETRAJET, match={"module": "4"}) | {"expect": {"quantized": 3}}
+    unused = policy(MXFP4, match={"module": "4"}) | {"expect": {"quantized": 3}}
     with pytest.raises(Error):
         fp4graph.apply(net, unused, backend="eager", example_inputs=(X,))
     assert at_rest(net) == size
@@ -421,7 +400,7 @@ def test_a_policy_that_cannot_be_applied_leaves_a_model_packed():
 
 @pytest.mark.parametrize("module", [nn.Linear(64, 32), Lora(nn.Linear(64, 32))])
 def test_a_call_in_another_context_of_autocast_is_an_error(module):
-    net = fp4graph.apply(nn.Sequential(module.requires_grad_(False)), SOUND["tetrajet"], backend="eager")
+    net = applied(net=nn.Sequential(module.requires_grad_(False)))
     with torch.autocast("cpu", torch.bfloat16):
         fp4graph.pack_frozen(net)
         expected = net(X)
@@ -449,49 +428,62 @@ class Reads(nn.Module):
         return self.values(y, self.wo.weight) if self.values else y
 
 
+READS = {
+    "data": lambda w: w.data,
+    "norm": lambda w: w.norm(),
+    "mT": lambda w: w.mT,
+    "slice": lambda w: w[:8],
+    "w * 2": lambda w: w * 2,
+    "2 * w": lambda w: 2 * w,
+    "x @ w": lambda w: torch.ones(3, 32) @ w,
+    "w @ x": lambda w: w @ torch.ones(64),
+    "cat": lambda w: torch.cat([w]),
+    "linear": lambda w: nn.functional.linear(torch.ones(3, 64), w),
+    "addmm": lambda w: torch.addmm(torch.ones(64), torch.ones(3, 32), w),
+    "requires_grad_": lambda w: w.requires_grad_(True),
+    "requires_grad": lambda w: setattr(w, "requires_grad", True),
+}
+IN_FORWARD = {
+    "w.norm()": lambda y, w: y / w.norm(),
+    "linear": lambda y, w: nn.functional.linear(y, w.mT),
+    "y @ w": lambda y, w: y @ w,
+}
+OUTSIDE = r"wo\.weight is packed, but was read outside a call of its module; call fp4graph\.unpack_frozen"
+
+
+def reading(values, strict=False):
+    return applied(net=Reads(values).requires_grad_(False), strict=strict)
+
+
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_packed_weight_has_a_dtype_and_no_values(strict):
-    plain, net = (Reads(None).requires_grad_(False) for _ in range(2))
+def test_a_packed_weight_has_a_dtype(strict):
+    plain, net = reading(None, strict), reading(None, strict)
     net.load_state_dict(plain.state_dict())
-    for each in (plain, net):
-        fp4graph.apply(each, SOUND["tetrajet"], backend="eager", strict=strict)
     fp4graph.pack_frozen(net)
     assert torch.equal(net(X), plain(X))
     assert (net.wo.weight.dtype, net.wo.weight.device.type, *net.wo.weight.shape) == (torch.float32, "cpu", 32, 64)
-    message = r"wo\.weight is packed, but was read outside a call of its module; call fp4graph\.unpack_frozen"
     assert not hasattr(net.wo.weight, "quant_state")
-    x = torch.ones(3, 64)
-    for read in (
-        *(lambda w: w.data, lambda w: w.norm(), lambda w: w.requires_grad_(True), lambda w: w.mT, lambda w: w[:8]),
-        *(lambda w: nn.functional.linear(x, w), lambda w: x @ w, lambda w: w @ x, lambda w: torch.cat([w])),
-        *(lambda w: w * 2, lambda w: 2 * w, lambda w: torch.addmm(torch.ones(64), x, w)),
-    ):
-        with pytest.raises(Error, match=message):
-            read(net.wo.weight)
-    with pytest.raises(Error, match=message):
-        net.wo.weight.requires_grad = True
-
-    for values in (lambda y, w: y / w.norm(), lambda y, w: nn.functional.linear(y, w.mT), lambda y, w: y @ w):
-        reading = Reads(values).requires_grad_(False)
-        fp4graph.apply(reading, SOUND["tetrajet"], backend="eager", strict=strict)
-        fp4graph.pack_frozen(reading)
-        for _ in range(2):
-            with pytest.raises(Error, match=message):
-                reading(X)
 
 
-def test_layers_with_a_dora_adapter_are_refused():
-    net = model()
-    net[2].lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 1)})
-    fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
-    with pytest.raises(PolicyError, match=r"2\.base_layer\.weight cannot be packed: 2 has a DoRA adapter.*use_dora"):
-        fp4graph.pack_frozen(net)
+@pytest.mark.parametrize("read", READS)
+def test_a_packed_weight_has_no_values(read):
+    net = fp4graph.pack_frozen(reading(None))
+    with pytest.raises(Error, match=OUTSIDE):
+        READS[read](net.wo.weight)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("read", IN_FORWARD)
+def test_a_packed_weight_has_no_values_in_a_forward(read, strict):
+    net = fp4graph.pack_frozen(reading(IN_FORWARD[read], strict))
+    for _ in range(2):
+        with pytest.raises(Error, match=OUTSIDE):
+            net(X)
 
 
 @pytest.mark.slow
 def test_unfreezing_beside_packed_weights_warns_once():
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
+    net = packed()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     fp4graph.prepare_optimizer(net, optimizer)
     train(net)
@@ -502,8 +494,7 @@ def test_unfreezing_beside_packed_weights_warns_once():
     train(net)
     assert "weight" not in net[4]._parameters
 
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
+    net = packed()
     for unfrozen in (copy.deepcopy(net), net):  # a copy has parameters of its own
         unfrozen.requires_grad_(True)
         with pytest.warns(fp4graph.PolicyWarning, match=message):
@@ -511,16 +502,12 @@ def test_unfreezing_beside_packed_weights_warns_once():
 
 
 def test_a_packed_model_is_pickled_with_its_bytes():
-    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
-    file = io.BytesIO()
+    net, file = packed(), io.BytesIO()
     torch.save(net, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert at_rest(loaded) == at_rest(net)
-    fp4graph.apply(loaded, SOUND["tetrajet"], backend="eager")
-    with torch.no_grad():
-        assert torch.equal(loaded(X), net(X))
+    assert torch.equal(evaluated(applied(net=loaded)), evaluated(net))
     assert isinstance(loaded[4].weight, nn.Parameter)
 
 
@@ -528,8 +515,7 @@ def test_a_packed_model_is_pickled_with_its_bytes():
     "convert", [nn.Module.half, nn.Module.bfloat16, lambda net: net.to(torch.float64)], ids=["half", "bfloat16", "to"]
 )
 def test_converting_a_packed_model_names_the_way(convert):
-    net = fp4graph.apply(model().requires_grad_(False), SOUND["tetrajet"], backend="eager")
-    fp4graph.pack_frozen(net)
+    net = packed(net=model().requires_grad_(False))
     with pytest.raises(
         Error, match=r"0\.base_layer\.weight is packed as bytes of torch\.float32 and cannot become torch\.\w+; call "
         r"fp4graph\.unpack_frozen\(model\), convert the model, and call fp4graph\.pack_frozen"

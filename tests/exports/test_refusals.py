@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.exports import ExportError
-from tests.exports.models import MXFP4, NVFP4
+from tests.exports.models import MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
 
 pytest.importorskip("compressed_tensors")
+X = torch.randn(4, 64)
 
 
 class Net(nn.Module):
@@ -27,14 +29,35 @@ class Net(nn.Module):
         return self.outer(torch.relu(self.inner(x)))
 
 
+def called(model, data, x):
+    fp4graph.apply(model, data, backend="eager").eval()
+    with torch.no_grad():
+        model(x)
+    return model
+
+
 def under(quantize, *techniques, features: int = 64, **rule):
     """A net whose inner layer a policy quantizes, called once."""
-    rule = {"name": "the rule", "match": {"module": "inner"}, "quantize": quantize, **rule}
-    policy = {"version": 1, "name": "p", "rules": [rule], "techniques": list(techniques)}
-    model = fp4graph.apply(Net(features), policy, backend="eager").eval()
+    data = by_rule(quantize, *techniques, **{"match": {"module": "inner"}, **rule})
+    return called(Net(features), data, torch.randn(4, features))
+
+
+def not_finite():
+    model = under(MXFP4)
     with torch.no_grad():
-        model(torch.randn(4, features))
+        model.inner.weight[3, 5] = torch.nan
     return model
+
+
+def computed(change):
+    """Its layer would be served in high precision, beside the others in FP4."""
+    net = Net()
+    change(net.inner)
+    return called(net, "mxfp4", X)
+
+
+def experts(quantize, **rule):
+    return trained(mixture("gpt-oss"), policy(quantize, **rule), 0)
 
 
 WRONG = {
@@ -69,23 +92,91 @@ def test_what_the_format_cannot_say(wrong, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_activations_that_nobody_knows_are_left_out_on_request(tmp_path):
+GROUPED = {"match": {"op": "grouped"}}
+CONV1D = r"h\.0\.attn\.c_\w+\.weight, .*\[in, out\].*Conv1D.*[kK]eep such layers in high precision"
+COMPUTED = r"^cannot export inner, .*computed in the forward.*remove_parametrizations"
+#: Models, options of the export, and what is said of a weight.
+WEIGHTS = {
+    "MXFP4 in modelopt": (
+        partial(under, MXFP4),
+        {"format": "modelopt"},
+        r"rule 'the rule' .*do not support MXFP4.*compressed-tensors",
+    ),
+    "linear in gpt-oss": (
+        partial(under, MXFP4),
+        {"format": "gpt-oss"},
+        r"rule 'the rule' .*only the experts of GPT-OSS.*compressed-tensors",
+    ),
+    "not finite": (not_finite, {}, r"inner\.weight.*holds NaN or Inf"),
+    "tied": (
+        lambda: called(Tied(), by_rule(MXFP4, match={"module": "head", "role": "head"}), torch.arange(5)),
+        {},
+        r"embed\.weight is the same parameter.*[Kk]eep head",
+    ),
+    "weight norm": (partial(computed, parametrizations.weight_norm), {}, COMPUTED),
+    "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
+    "conv1d": (lambda: trained(gpt2(), policy(match={"block": True}), 0), {}, CONV1D),
+    # [64, 64] fits either way round.
+    "square conv1d": (lambda: trained(gpt2(), policy(match={"module": "*.attn.c_proj"}), 0), {}, CONV1D),
+    "conv1d in modelopt": (lambda: trained(gpt2(), policy(NVFP4), 0), {"format": "modelopt"}, CONV1D),
+    "attention in gpt-oss": (
+        partial(experts, MXFP4),
+        {"format": "gpt-oss"},
+        r"self_attn.*holds only the experts of GPT-OSS.*op: grouped",
+    ),
+    "experts of gpt-oss elsewhere": (
+        partial(experts, MXFP4, **GROUPED),
+        {},
+        r"experts.*all experts in one tensor.*format='gpt-oss'",
+    ),
+    "NVFP4 in gpt-oss": (partial(experts, NVFP4, **GROUPED), {"format": "gpt-oss"}, "this layout holds MXFP4"),
+}
+SLOW = {"conv1d": pytest.mark.slow, "square conv1d": pytest.mark.slow, "conv1d in modelopt": pytest.mark.long}
+SLOW |= dict.fromkeys(("attention in gpt-oss", "experts of gpt-oss elsewhere", "NVFP4 in gpt-oss"), pytest.mark.long)
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(name, marks=SLOW.get(name, ())) for name in WEIGHTS])
+def test_weights_that_cannot_be_exported(wrong, tmp_path):
+    make, options, message = WEIGHTS[wrong]
+    model = make()
+    with pytest.raises(ExportError, match=message):
+        fp4graph.export(model, tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == []
+
+
+CALLS = {
+    "unknown format": (partial(under, MXFP4), {"format": "modelop"}, r"unknown export format 'modelop'.*modelopt"),
+    "unknown scales": (
+        partial(under, MXFP4),
+        {"sibling_scales": "shared"},
+        "unknown sibling_scales 'shared'; did you mean 'share'",
+    ),
+    "not called": (
+        lambda: fp4graph.apply(Net(), "tetrajet", backend="eager"),
+        {},
+        r"has not been called since the policy was applied or.*call it once",
+    ),
+    "not applied": (Net, {}, r"export\(\) takes a model that fp4graph\.apply has prepared"),
+    "nothing quantized": (lambda: called(Net(), "bf16", X), {}, "'bf16' quantizes no weight in fprop"),
+    "no batches": (partial(under, NVFP4, "tensor_scaling"), {"calibration": []}, "calibration= is empty"),
+}
+
+
+@pytest.mark.parametrize("wrong", CALLS)
+def test_calls_that_are_wrong(wrong, tmp_path):
+    make, options, message = CALLS[wrong]
+    model = make()
+    with pytest.raises(Error, match=message):
+        fp4graph.export(model, tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_no_hindrance(tmp_path):
+    """Activations that nobody knows are left out on request; rotations in the backward do not matter."""
     given, more, _ = WRONG["activations"]
     fp4graph.export(under(*given, **more), tmp_path / "out", activations=False)
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
-
-
-def test_rotation_in_the_backward_alone_is_no_hindrance(tmp_path):
-    fp4graph.export(under(MXFP4, {"hadamard": {"scope": "backward"}}), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"), [("modelopt", "do not support MXFP4"), ("gpt-oss", "only the experts of GPT-OSS")]
-)
-def test_a_layout_that_does_not_hold_the_weight(layout, message, tmp_path):
-    with pytest.raises(ExportError, match=rf"rule 'the rule' .*{message}.*compressed-tensors"):
-        fp4graph.export(under(MXFP4), tmp_path / "out", format=layout)
-    assert os.listdir(tmp_path) == []
+    fp4graph.export(under(MXFP4, {"hadamard": {"scope": "backward"}}), tmp_path / "other")
 
 
 def test_a_folder_that_exists_stays_as_it_is(tmp_path):
@@ -116,83 +207,15 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_format_that_nobody_knows(tmp_path):
-    with pytest.raises(Error, match=r"unknown export format 'modelop'.*modelopt"):
-        fp4graph.export(under(MXFP4), tmp_path / "out", format="modelop")
-
-
-def test_a_model_that_was_not_called(tmp_path):
-    with pytest.raises(Error, match=r"has not been called since the policy was applied or.*call it once"):
-        fp4graph.export(fp4graph.apply(Net(), "tetrajet", backend="eager"), tmp_path / "out")
-    with pytest.raises(Error, match=r"export\(\) takes a model that fp4graph\.apply has prepared"):
-        fp4graph.export(Net(), tmp_path / "out")
-
-
 def test_a_phase_that_no_forward_has_shown(tmp_path):
     """The second phase keeps everything: what the first forward multiplied with is no longer what the next one will."""
-    rule = {"name": "the rule", "match": {"module": "inner"}, "quantize": MXFP4}
-    policy = {"version": 1, "name": "p", "rules": [rule], "phases": [{"at": 1, "rules": [], "default": "keep"}]}
-    model = fp4graph.apply(Net(), policy, backend="eager")
-    with torch.no_grad():
-        model(torch.randn(2, 64))
+    phases = [{"at": 1, "rules": [], "default": "keep"}]
+    model = called(Net(), by_rule(MXFP4, match={"module": "inner"}) | {"phases": phases}, X)
     fp4graph.export(model, tmp_path / "first")
-    model(torch.randn(2, 64)).sum().backward()
+    model.train()(X).sum().backward()
     with pytest.raises(Error, match="or its present phase began; call it once"):
         fp4graph.export(model, tmp_path / "second")
     with torch.no_grad():
-        model(torch.randn(2, 64))
+        model(X)
     with pytest.raises(Error, match="quantizes no weight in fprop"):
         fp4graph.export(model, tmp_path / "second")
-
-
-def test_a_policy_that_quantizes_nothing(tmp_path):
-    model = fp4graph.apply(Net(), "bf16", backend="eager")
-    model(torch.randn(2, 64))
-    with pytest.raises(Error, match="'bf16' quantizes no weight in fprop"):
-        fp4graph.export(model, tmp_path / "out")
-
-
-def test_weights_that_are_not_finite(tmp_path):
-    model = under(MXFP4)
-    with torch.no_grad():
-        model.inner.weight[3, 5] = torch.nan
-    with pytest.raises(ExportError, match=r"inner\.weight.*holds NaN or Inf"):
-        fp4graph.export(model, tmp_path / "out")
-
-
-def test_a_weight_that_an_embedding_shares(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(96, 64), nn.Linear(64, 96, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(self.embed(x))
-
-    rule = {"name": "the rule", "match": {"module": "head", "role": "head"}, "quantize": MXFP4}
-    model = fp4graph.apply(Tied(), {"version": 1, "name": "p", "rules": [rule]}, backend="eager")
-    model(torch.arange(5))
-    with pytest.raises(ExportError, match=r"embed\.weight is the same parameter.*[Kk]eep head"):
-        fp4graph.export(model, tmp_path / "out")
-
-
-def test_no_batches_to_calibrate_on(tmp_path):
-    model = under(NVFP4, "tensor_scaling")
-    with pytest.raises(Error, match="calibration= is empty"):
-        fp4graph.export(model, tmp_path / "out", calibration=[])
-
-
-@pytest.mark.parametrize(
-    "change", [nn.utils.parametrizations.weight_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
-)
-def test_a_weight_that_a_forward_computes(change, tmp_path):
-    """Its layer would be served in high precision, beside the others in FP4."""
-    net = Net()
-    change(net.inner)
-    model = fp4graph.apply(net, "mxfp4", backend="eager").eval()
-    with torch.no_grad():
-        model(torch.randn(4, 64))
-    with pytest.raises(ExportError, match=r"^cannot export inner, .*computed in the forward.*remove_parametrizations"):
-        fp4graph.export(model, tmp_path / "out")
-    assert not list(tmp_path.iterdir())

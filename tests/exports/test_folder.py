@@ -1,0 +1,137 @@
+"""What else an export writes: bytes, sizes, tokenizers, and the constants of activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+from tests.clients.tiny import tokenizer
+from tests.exports.models import NVFP4, TOKENS, configuration, llama, mixture, policy, trained, vit
+
+pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.slow
+WITH_INPUTS = {"operands": {"fprop.input": {}}}
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_bytes_are_those_of_our_own_packer(tmp_path):
+    """``fp4graph.pack`` is another way to the same codes and scales."""
+    model, name = trained(llama(), policy()), "model.layers.1.mlp.up_proj"
+    fp4graph.export(model, tmp_path / "out")
+    spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"))
+    packed, found = fp4graph.pack(model.get_parameter(f"{name}.weight").detach(), spec), tensors(tmp_path / "out")
+    assert torch.equal(found[f"{name}.weight_packed"], packed.codes)
+    assert torch.equal(found[f"{name}.weight_scale"], packed.scales)
+
+
+#: Models of 4 blocks of width 256, each with the elements of the matrices of one block.
+WIDE = {
+    "vit": (lambda: vit(embed_dim=256, depth=4), 12 * 256 * 256),
+    "llama": (
+        lambda: llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4),
+        4 * 256 * 256 + 3 * 256 * 512,
+    ),
+    "qwen3-moe": (
+        lambda: mixture("qwen3-moe", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=4),
+        4 * 256 * 256 + 4 * 3 * 256 * 256,
+    ),
+}
+#: Shipped policies, with the blocks of four that they quantize and the bits of an element.
+UNDER = {"tetrajet": (4, 4 + 8 / 32), "nvfp4-te": (2, 4 + 8 / 16)}
+
+
+@pytest.mark.filterwarnings("ignore:.*ignores the global scales of experts")
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("kind", ["vit", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(WIDE)[1:])])
+def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
+    """nvfp4-te keeps the first block and the last. A matrix has 4 bytes of a global scale at most."""
+    (make, of_block), (blocks, bits) = WIDE[kind], UNDER[under]
+    model = trained(make(), under, 1)
+    fp4graph.export(model, tmp_path / "out", activations=False, sibling_scales="own")
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    quantized = blocks * of_block
+    expected = quantized * bits / 8 + (sum(p.numel() for p in model.parameters()) - quantized) * 4
+    assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
+
+
+def test_the_tokenizer_of_the_folder_is_copied_and_a_given_one_written(tmp_path):
+    llama().save_pretrained(tmp_path / "in")
+    tokenizer().save_pretrained(tmp_path / "in")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    fp4graph.export(trained(loaded, policy(), 0), tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tmp_path / "in/tokenizer.json").read_bytes()
+    assert (tmp_path / "out/generation_config.json").exists()
+    fp4graph.export(trained(llama(), policy(), 0), tmp_path / "other", tokenizer=tokenizer())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "other").vocab_size == 64
+
+
+# ---------------------------------------------------------------------- activations
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "kappa"),
+    [({}, 6 * 448), ({"target": 256}, 6 * 256), ({"headroom": 0.5}, 6 * 224), ({"gradient_target": 256}, 6 * 448)],
+    ids=str,
+)
+def test_calibration_measures_the_scales_of_activations(options, kappa, tmp_path):
+    """1/γ = κ / the largest magnitude of what the layer is given, in any batch; 1 where the policy has no γ."""
+    data = policy(NVFP4, **WITH_INPUTS)
+    without = {"match": {"module": "model.layers.0.mlp.up_proj"}, "quantize": NVFP4}
+    data["rules"] = [without, *({**rule, "techniques": [{"tensor_scaling": options}]} for rule in data["rules"])]
+    model, layer, largest = trained(llama(), data), "model.layers.2.mlp.down_proj", []
+    batches = [TOKENS, TOKENS.flip(1)]
+    with torch.no_grad():
+        handle = model.get_submodule(layer).register_forward_pre_hook(lambda _, x: largest.append(x[0].abs().max()))
+        for batch in batches:
+            model(batch)
+        handle.remove()
+    fp4graph.export(model, tmp_path / "out", calibration=batches, sibling_scales="own")
+    scale = tensors(tmp_path / "out")[f"{layer}.input_global_scale"]
+    torch.testing.assert_close(scale, (kappa / max(largest)).reshape(1), rtol=2**-22, atol=0)  # two roundings
+    assert tensors(tmp_path / "out")["model.layers.0.mlp.up_proj.input_global_scale"] == 1
+    groups = configuration(tmp_path / "out")["config_groups"]
+    assert {group["input_activations"]["dynamic"] for group in groups.values()} == {"local"}
+    reader = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert reader(TOKENS).logits.isfinite().all()
+
+
+@pytest.mark.long
+def test_without_calibration_weights_alone_are_written(tmp_path):
+    model = trained(llama(), policy(NVFP4, "tensor_scaling", **WITH_INPUTS), 0)
+    with pytest.warns(PolicyWarning, match="only weights are exported"):
+        fp4graph.export(model, tmp_path / "out", sibling_scales="own")
+    assert configuration(tmp_path / "out")["config_groups"]["group_0"]["input_activations"] is None
+
+
+@pytest.mark.long
+def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
+    model = trained(mixture("qwen3-moe"), policy(NVFP4, "tensor_scaling"))
+    with pytest.warns(PolicyWarning, match="ignores the global scales of experts"):
+        fp4graph.export(model, tmp_path / "out", sibling_scales="own")
+
+
+@pytest.mark.long
+def test_calibrated_activations_are_read_by_the_converter_from_modelopt(tmp_path):
+    from compressed_tensors.entrypoints.convert import convert_checkpoint
+    from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+
+    model = trained(llama(), policy(NVFP4, "tensor_scaling", **WITH_INPUTS))
+    options = {"calibration": [TOKENS], "sibling_scales": "own"}
+    for name, layout in (("out", "modelopt"), ("own", "compressed-tensors")):
+        fp4graph.export(model, tmp_path / name, format=layout, **options)
+    config = configuration(tmp_path / "out")
+    assert config["quant_algo"] == "NVFP4"
+    convert_checkpoint(tmp_path / "out", tmp_path / "converted", ModelOptNvfp4Converter(config["ignore"], ["Linear"]))
+    own, converted = tensors(tmp_path / "own"), tensors(tmp_path / "converted")
+    assert own.keys() == converted.keys()
+    for key, value in own.items():
+        assert torch.equal(value.reshape(-1), converted[key].reshape(-1)), key
+    assert tensors(tmp_path / "out")["model.layers.0.mlp.up_proj.input_scale"].dtype == torch.float32
