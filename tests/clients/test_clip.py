@@ -8,6 +8,7 @@ import transformers
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.steps import descend
 
 open_clip = pytest.importorskip("open_clip", reason="needs fp4graph[clients]")
 
@@ -39,15 +40,11 @@ def trained(run, policy="tetrajet", **options):
     model = fp4graph.apply(clip(), policy, backend="eager", **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     fp4graph.prepare_optimizer(model, optimizer)
-    loss, losses = open_clip.ClipLoss(), []
+    losses = []
     for _ in range(3):
-        optimizer.zero_grad()
-        total = loss(*run(model))
-        total.backward()
-        optimizer.step()
+        losses += descend(lambda: open_clip.ClipLoss()(*run(model)), optimizer, 1)
         with torch.no_grad():
             model.logit_scale.clamp_(0, 4.6052)
-        losses.append(total.item())
     return model, losses
 
 
@@ -88,11 +85,7 @@ def test_transformers_clip(products, said):
     )
     model = fp4graph.apply(transformers.CLIPModel(config), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for _ in range(2):
-        loss = model(input_ids=TEXTS, pixel_values=IMAGES, return_loss=True).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(lambda: model(input_ids=TEXTS, pixel_values=IMAGES, return_loss=True).loss, optimizer, 2)
     assert set(products.values()) == {2}
     assert len(products) == 2 * 2 * 6
     model.eval()

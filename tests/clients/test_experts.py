@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp4graph
 from fp4graph.errors import CaptureError
 from tests.helpers.policies import one_rule
+from tests.helpers.steps import descend
 
 pytestmark = pytest.mark.slow
 
@@ -54,14 +55,7 @@ def mixture(name: str, form: str = "grouped_mm", layers: int = 3):
 
 
 def train(model, optimizer, steps):
-    losses = []
-    for _ in range(steps):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+    return torch.tensor(descend(lambda: model(TOKENS, labels=TOKENS).loss, optimizer, steps))
 
 
 def prepared(name, policy, backend, layers=3):

@@ -8,6 +8,7 @@ import torch
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
+from tests.helpers.steps import descend
 
 pytestmark = pytest.mark.long
 
@@ -17,9 +18,7 @@ def trained(make):
     model = fp4graph.apply(make(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     tokens = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(3))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    descend(lambda: model(input_ids=tokens, labels=tokens).loss, optimizer, 1)
     return model.eval()
 
 

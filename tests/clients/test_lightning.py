@@ -8,6 +8,7 @@ import torch
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
+from tests.helpers.steps import descend
 
 pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 import lightning
@@ -79,13 +80,13 @@ def test_fit_and_resume(applied, policy, tmp_path, products, said):
 def test_both_train_the_same_net(applied, tmp_path):
     by_hand = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(by_hand, torch.optim.AdamW(by_hand.parameters(), lr=1e-2))
-    losses = []
-    for images, labels in zip(IMAGES.split(4), LABELS.split(4), strict=True):
-        loss = torch.nn.functional.cross_entropy(by_hand(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    batches = zip(IMAGES.split(4), LABELS.split(4), strict=True)
+
+    def loss():
+        images, labels = next(batches)
+        return torch.nn.functional.cross_entropy(by_hand(images), labels)
+
+    losses = descend(loss, optimizer, 4)
     module = fitted(Classifier(applied), tmp_path, epochs=1)
     if applied == "net":  # names are part of the noise
         assert module.losses == losses

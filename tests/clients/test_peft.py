@@ -10,6 +10,7 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.steps import descend
 
 peft = pytest.importorskip("peft", reason="needs fp4graph[clients]")
 
@@ -27,14 +28,7 @@ def adapted(base):
 def trained(model, applied, steps=2):
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = fp4graph.prepare_optimizer(applied, torch.optim.AdamW(trainable, lr=1e-2))
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: model(input_ids=TOKENS, labels=TOKENS).loss, optimizer, steps)
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
@@ -83,16 +77,21 @@ def same(one, other):
     return all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
 
 
-@pytest.mark.parametrize("policy", ["mxfp4", "tetrajet", "tetrajet-qema", "nvfp4-best"])
-def test_adapters_that_join_an_applied_model_are_as_if_they_had_been_there(policy, products):
-    before = adapted(fp4graph.apply(tiny.qwen3(), policy, backend="eager"))
-    after = adapted(tiny.qwen3())
+def assert_joins(adapt, policy, steps=2):
+    """Adapters that join an applied model train as if they had been there; return that model."""
+    before, after = adapt(fp4graph.apply(tiny.qwen3(), policy, backend="eager")), adapt(tiny.qwen3())
     fp4graph.apply(after.get_base_model(), policy, backend="eager")
-    losses = [trained(model, model.get_base_model(), 3) for model in (before, after)]
+    losses = [trained(model, model.get_base_model(), steps) for model in (before, after)]
     assert losses[0] == losses[1]
-    assert len(products) == 14  # the base layers
     assert same(before, after)
     assert torch.equal(logits(before.eval()), logits(after.eval()))
+    return before
+
+
+@pytest.mark.parametrize("policy", ["mxfp4", "tetrajet", "tetrajet-qema", "nvfp4-best"])
+def test_adapters_that_join_an_applied_model_are_as_if_they_had_been_there(policy, products):
+    assert_joins(adapted, policy, 3)
+    assert len(products) == 14  # the base layers
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
@@ -155,42 +154,34 @@ def test_a_saved_adapter_joins_an_applied_model(tmp_path):
     assert torch.equal(logits(again.eval()), logits(model.eval()))
 
 
-def test_a_module_that_is_trained_beside_the_adapters_joins_too(moved):
-    def with_head(base):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-        return peft.get_peft_model(base, config)
+def with_options(base, **options):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(base, config)
 
-    before = with_head(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
-    after = with_head(tiny.qwen3())
-    fp4graph.apply(after.get_base_model(), "tetrajet", backend="eager")
-    changed = moved(before)
-    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
-    assert any("lm_head.modules_to_save.default" in name for name in changed())
-    assert same(before, after)
-    fp4graph.remove(before.get_base_model())  # no call of ours is left in the copied head
-    fp4graph.remove(after.get_base_model())
-    assert torch.equal(logits(before.eval()), logits(after.eval()))
+
+def test_a_module_that_is_trained_beside_the_adapters_joins_too():
+    model = assert_joins(lambda base: with_options(base, modules_to_save=["lm_head"]), "tetrajet")
+    base = model.get_base_model()
+    head = base.lm_head
+    assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
+    fp4graph.remove(base)  # no call of ours is left in the copied head
+    plain = with_options(tiny.qwen3(), modules_to_save=["lm_head"])
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(logits(model), logits(plain.eval()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_the_embedding_that_train_join_with_adapters(tied, moved):
+def test_rows_of_the_embedding_that_train_join_with_adapters(tied):
     def with_rows(base):
         base.config.tie_word_embeddings = tied
         base.tie_weights()
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 9], task_type="CAUSAL_LM")
-        return peft.get_peft_model(base, config)
+        return with_options(base, trainable_token_indices=[5, 9])
 
-    before = with_rows(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
-    after = with_rows(tiny.qwen3())
-    fp4graph.apply(after.get_base_model(), "tetrajet", backend="eager")
-    changed = moved(before)
-    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
-    assert any("trainable_tokens_delta" in name for name in changed())
-    assert same(before, after)
-    merged = before.merge_and_unload()
-    assert torch.isfinite(logits(merged)).all()
+    model = assert_joins(with_rows, "tetrajet")
+    (rows,) = {value for name, value in model.named_parameters() if "trainable_tokens_delta" in name}
+    assert not torch.equal(rows.detach(), tiny.qwen3().model.embed_tokens.weight[[5, 9]])
+    assert torch.isfinite(logits(model.merge_and_unload())).all()
 
 
 @pytest.mark.parametrize("match", [{"role": "adapter"}, {"module": "*lora_A*"}])
@@ -198,13 +189,9 @@ def test_adapters_that_join_are_quantized_where_a_rule_says_so(match, products):
     data = {**fp4graph.load_policy("mxfp4").to_data(), "name": "p"}
     rule = {"name": "adapters", "match": match, "quantize": {"element": "e2m1", "block": 32}, "required": False}
     data["rules"].append(rule)
-    before = adapted(fp4graph.apply(tiny.qwen3(), data, backend="eager"))
-    after = adapted(tiny.qwen3())
-    fp4graph.apply(after.get_base_model(), data, backend="eager")
-    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
+    assert_joins(adapted, data)
     assert len([name for name in products if "lora_A" in name]) == 6
     assert len([name for name in products if "lora_B" in name]) == (0 if "module" in match else 6)
-    assert same(before, after)
 
 
 def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again():

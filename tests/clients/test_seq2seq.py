@@ -9,6 +9,7 @@ import transformers
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
+from tests.helpers.steps import descend
 
 pytestmark = pytest.mark.long
 TOKENS = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(3))
@@ -47,13 +48,8 @@ def test_train_and_generate(kind, products, said, moved):
     make, inputs = INPUTS[kind]
     model = fp4graph.apply(make(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    changed, losses = moved(model), []
-    for _ in range(2):
-        loss = model(**inputs, labels=LABELS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    changed = moved(model)
+    losses = descend(lambda: model(**inputs, labels=LABELS).loss, optimizer, 2)
     assert losses[1] < losses[0]
     assert set(products.values()) == {2}
     sites = set(products)

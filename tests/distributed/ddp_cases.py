@@ -1,7 +1,8 @@
-"""What holds for a model under DistributedDataParallel; run on two processes by test_ddp.py."""
+"""What holds for a model under DistributedDataParallel; run on two processes by test_cases.py."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,8 @@ from fp4graph.model import running, runtime
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
+    PLAIN,
+    accumulates,
     adapted,
     assert_close,
     falls,
@@ -27,39 +30,22 @@ from tests.distributed.two_process_models import (
     train,
     vit,
 )
+from tests.distributed.two_processes import each
+from tests.helpers.policies import one_rule, with_technique
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}
 
 
-def trains(kind: str, policy: str) -> None:
+@each(*product(("vit", "llama"), ("tetrajet", "tetrajet-qema")), ("mixture", "tetrajet-qema"))
+def case_trains(kind: str, policy: str) -> None:
+    """Of a mixture, experts' weights and moving averages have three axes."""
     make, loss_of = MODELS[kind]
     model = fp4graph.apply(make(), policy, **EAGER)
     losses = train(DDP(model), model, loss_of)
     assert falls(losses), losses
     assert same_on_both(state_of(model))  # parameters, moving averages, the count
     assert model._fp4graph_forwards == 6
-
-
-def case_vit_tetrajet() -> None:
-    trains("vit", "tetrajet")
-
-
-def case_vit_tetrajet_qema() -> None:
-    trains("vit", "tetrajet-qema")
-
-
-def case_llama_tetrajet() -> None:
-    trains("llama", "tetrajet")
-
-
-def case_llama_tetrajet_qema() -> None:
-    trains("llama", "tetrajet-qema")
-
-
-def case_mixture_tetrajet_qema() -> None:
-    """Experts, whose weights and moving averages have three axes."""
-    trains("mixture", "tetrajet-qema")
 
 
 def case_adapters_beside_packed_weights() -> None:
@@ -100,14 +86,14 @@ def case_any_order_of_apply_and_ddp() -> None:
     assert torch.equal(fp4graph.remove(wrapper)(torch.ones(1, 3, 32, 32)), plain)
 
 
-def case_two_halves_have_the_gradients_of_the_whole() -> None:
-    for kind, policy in (("vit", "microscaling"), ("llama", "mxfp4")):
-        make, loss_of = MODELS[kind]
-        wrapper = DDP(fp4graph.apply(make(), policy, **EAGER))
-        loss_of(wrapper, rank()).backward()
-        alone = fp4graph.apply(make(), policy, **EAGER)
-        loss_of(alone, None).backward()
-        assert_close(gradients(wrapper.module), gradients(alone), 3e-6)
+@each(("vit", "microscaling"), ("llama", "mxfp4"))
+def case_two_halves_have_the_gradients_of_the_whole(kind: str, policy: str) -> None:
+    make, loss_of = MODELS[kind]
+    wrapper = DDP(fp4graph.apply(make(), policy, **EAGER))
+    loss_of(wrapper, rank()).backward()
+    alone = fp4graph.apply(make(), policy, **EAGER)
+    loss_of(alone, None).backward()
+    assert_close(gradients(wrapper.module), gradients(alone), 3e-6)
 
 
 def case_phases_begin_as_in_one_process() -> None:
@@ -189,17 +175,11 @@ def case_ranks_draw_noise_of_their_own() -> None:
     assert not torch.equal(mine[name], other[name])
 
 
-def case_constant_noise_is_that_of_all_ranks() -> None:
-    for resample, same in (("never", True), ("step", False)):
-        quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-        rule = {
-            "name": "all",
-            "match": {"op": "linear", "block": True},
-            "quantize": quantize,
-            "techniques": [{"hadamard": {"block": 32, "kind": "random", "resample": resample}}],
-        }
-        mine = local_gradients({"version": 1, "name": "p", "rules": [rule]})["blocks.0.attn.qkv.weight"]
-        assert torch.equal(from_rank(mine, 0), from_rank(mine, 1)) is same, resample
+@each(("never", True), ("step", False))
+def case_constant_noise_is_that_of_all_ranks(resample: str, same: bool) -> None:
+    hadamard = {"hadamard": {"block": 32, "kind": "random", "resample": resample}}
+    mine = local_gradients(one_rule(hadamard, match={"op": "linear", "block": True}))["blocks.0.attn.qkv.weight"]
+    assert torch.equal(from_rank(mine, 0), from_rank(mine, 1)) is same
 
 
 def case_a_seed_repeats_the_run() -> None:
@@ -211,13 +191,13 @@ def case_a_seed_repeats_the_run() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def case_checkpoint_of_rank_0() -> None:
+def case_checkpoint() -> None:
     """Saved here, loaded by the test in a single process; the second rank's is the same to the bit."""
     model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
     train(DDP(model), model, image_loss, steps=2)
     assert same_on_both(state_of(model))
     if rank() == 0:
-        torch.save(model.state_dict(), FOLDER / "ddp.pt")
+        torch.save(model.state_dict(), FOLDER / "whole.pt")
 
 
 class Normalized(nn.Module):
@@ -232,9 +212,7 @@ class Normalized(nn.Module):
 
 def case_our_buffers_are_left_out_of_the_broadcast() -> None:
     torch.manual_seed(0)
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}
-    policy = {"version": 1, "name": "p", "rules": [rule], "techniques": [{"q_ema": {}}]}
-    model = fp4graph.apply(Normalized(), policy, **EAGER)
+    model = fp4graph.apply(Normalized(), with_technique("q_ema", quantize=PLAIN), **EAGER)
     wrapper = DDP(model, broadcast_buffers=True)
     broadcast = {id(buffer) for buffer in wrapper.modules_buffers}
     named = dict(model.named_buffers())
@@ -255,25 +233,17 @@ def case_our_buffers_are_left_out_of_the_broadcast() -> None:
 
 
 def case_accumulation_under_no_sync() -> None:
-    """Two halves on each of two ranks are the four quarters of one batch; each is a forward, and draws for itself."""
+    """Each of two halves on each rank is a forward, and draws for itself."""
     model = fp4graph.apply(vit(), "microscaling", **EAGER)
     wrapper = DDP(model)
-    images = torch.randn(8, 3, 32, 32)
-    mine = images[4 * rank() : 4 * rank() + 4]
-    with wrapper.no_sync():
-        (wrapper(mine[:2]).square().mean() / 2).backward()
-    (wrapper(mine[2:]).square().mean() / 2).backward()
-    alone = fp4graph.apply(vit(), "microscaling", **EAGER)
-    alone(images).square().mean().backward()
-    assert_close(gradients(model), gradients(alone), 3e-6)
+    accumulates(wrapper, wrapper.no_sync)
     assert model._fp4graph_forwards == 2
 
-    noisy = DDP(fp4graph.apply(vit(), "tetrajet", **EAGER))
-    both = []
+    noisy, images, both = DDP(fp4graph.apply(vit(), "tetrajet", **EAGER)), torch.randn(2, 3, 32, 32), []
     for _ in range(2):
         noisy.zero_grad()
         with noisy.no_sync():
-            noisy(mine[:2]).square().mean().backward()
+            noisy(images).square().mean().backward()
         both.append(gradients(noisy.module)["blocks.0.mlp.fc1.weight"])
     assert not torch.equal(*both)
 

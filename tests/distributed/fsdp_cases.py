@@ -1,9 +1,12 @@
-"""What holds for a model under FSDP2 (``fully_shard``); run on two processes by test_fsdp.py."""
+"""What holds for a model under FSDP2 (``fully_shard``); run on two processes by test_cases.py."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from fp4graph.model.runtime import runtime_of
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
+    PLAIN,
+    accumulates,
     adapted,
     assert_close,
     falls,
@@ -37,10 +42,12 @@ from tests.distributed.two_process_models import (
     vit,
     whole,
 )
+from tests.distributed.two_processes import each
 from tests.helpers.policies import NVFP4, one_rule
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}
+ORDERS = ("apply", "shard")
 EMA = "blocks.0.attn.qkv._fp4graph_q_ema_weight"
 
 
@@ -63,36 +70,44 @@ def quantized(model: nn.Module) -> int:
     return sum(site.quantized * len(names) for site, names in served_sites(model, runtime_of(model).capture))
 
 
-def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
-    return _ddp_losses(kind, policy)[:steps]
-
-
 @cache
-def _ddp_losses(kind: str, policy: str) -> list[float]:
-    """Return the losses of six steps; several cases need the first of them."""
+def six_losses(kind: str, policy: str) -> list[float]:
     make, loss_of = MODELS[kind]
     model = fp4graph.apply(make(), PHASED.get(policy, policy), **EAGER)
     return train(DDP(model), model, loss_of, 6)
 
 
-def case_another_policy_on_a_sharded_model() -> None:
+def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
+    """Return the first losses of a training under DDP."""
+    return six_losses(kind, policy)[:steps]
+
+
+@each(("tetrajet",), ("tetrajet-qema",))
+def case_another_policy_on_a_sharded_model(first: str) -> None:
     """The first forward is that of DDP's, to the bit; later noise is not, because the count of forwards goes on."""
-    for first in ("tetrajet", "tetrajet-qema"):
-        model = sharded(vit(), first)
-        image_loss(model, rank()).backward()
-        model.zero_grad()
-        fp4graph.apply(model, "tetrajet-qema", **EAGER)
-        losses = train(model, model, image_loss)
-        assert losses[0] == ddp_losses("vit", "tetrajet-qema", 1)[0]
-        assert falls(losses), losses
+    model = sharded(vit(), first)
+    image_loss(model, rank()).backward()
+    model.zero_grad()
+    fp4graph.apply(model, "tetrajet-qema", **EAGER)
+    losses = train(model, model, image_loss)
+    assert losses[0] == ddp_losses("vit", "tetrajet-qema", 1)[0]
+    assert falls(losses), losses
 
 
-def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply", "shard")) -> None:
+@each(
+    ("vit", "tetrajet", 8),
+    ("vit", "tetrajet-qema", 8),
+    ("llama", "tetrajet", 14, "apply"),
+    ("llama", "tetrajet-qema", 14, "shard"),
+    ("mixture", "tetrajet", 12, "apply"),
+    ("mixture", "tetrajet-qema", 12, "shard"),
+)
+def case_trains(kind: str, policy: str, sites: int, *orders: str) -> None:
     """With the losses of DDP to the bit: the noise is the same too."""
     make, loss_of = MODELS[kind]
     expected = ddp_losses(kind, policy)
     assert falls(expected), expected
-    for first in orders:
+    for first in orders or ORDERS:
         model = sharded(make(), policy, first=first)
         assert train(model, model, loss_of) == expected, first
         assert quantized(model) == sites
@@ -100,37 +115,12 @@ def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def case_phases() -> None:
+@each(*product(PHASED, ORDERS))
+def case_phases(policy: str, first: str) -> None:
     """With DDP's losses to the bit through three phases, whose modules are captured anew."""
-    for policy in PHASED:
-        for first in ("apply", "shard"):
-            model = sharded(vit(), PHASED[policy], first=first)
-            assert train(model, model, image_loss) == ddp_losses("vit", policy), (policy, first)
-            assert runtime_of(model).phase == 2
-
-
-def case_vit_tetrajet() -> None:
-    trains("vit", "tetrajet", 8)
-
-
-def case_vit_tetrajet_qema() -> None:
-    trains("vit", "tetrajet-qema", 8)
-
-
-def case_llama_tetrajet() -> None:
-    trains("llama", "tetrajet", 14, ("apply",))
-
-
-def case_llama_tetrajet_qema() -> None:
-    trains("llama", "tetrajet-qema", 14, ("shard",))
-
-
-def case_mixture_tetrajet() -> None:
-    trains("mixture", "tetrajet", 12, ("apply",))
-
-
-def case_mixture_tetrajet_qema() -> None:
-    trains("mixture", "tetrajet-qema", 12, ("shard",))
+    model = sharded(vit(), PHASED[policy], first=first)
+    assert train(model, model, image_loss) == ddp_losses("vit", policy)
+    assert runtime_of(model).phase == 2
 
 
 def case_adapters_beside_packed_weights() -> None:
@@ -157,20 +147,21 @@ def case_scales_that_the_backward_holds() -> None:
     assert train(model, model, image_loss, 3) == ddp_losses("vit", "ue5m3-d50", 3)
 
 
-def case_two_halves_have_the_gradients_of_the_whole() -> None:
-    for kind in ("vit", "llama"):  # of a mixture, the halves of an expert's tokens are blocked otherwise than the whole
-        make, loss_of = MODELS[kind]
-        model = sharded(make(), "microscaling")
-        loss_of(model, rank()).backward()
-        alone = fp4graph.apply(make(), "microscaling", **EAGER)
-        loss_of(alone, None).backward()
-        assert_close(gradients(model), gradients(alone), 3e-6)
+@each(("vit",), ("llama",))
+def case_two_halves_have_the_gradients_of_the_whole(kind: str) -> None:
+    """Not of a mixture: the halves of an expert's tokens are blocked otherwise than the whole."""
+    make, loss_of = MODELS[kind]
+    model = sharded(make(), "microscaling")
+    loss_of(model, rank()).backward()
+    alone = fp4graph.apply(make(), "microscaling", **EAGER)
+    loss_of(alone, None).backward()
+    assert_close(gradients(model), gradients(alone), 3e-6)
 
 
 def case_state_is_sharded_as_its_weight() -> None:
     single = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
     train(DDP(single), single, image_loss, 3)
-    for first in ("apply", "shard"):
+    for first in ORDERS:
         model = sharded(vit(), "tetrajet-qema", first=first)
         train(model, model, image_loss, 3)
         ema, weight = model.get_buffer(EMA), model.blocks[0].attn.qkv.weight
@@ -206,9 +197,9 @@ def case_checkpoint() -> None:
     assert isinstance(state[EMA], DTensor)
     full = copy.deepcopy(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
     if rank() == 0:
-        torch.save(full, FOLDER / "fsdp.pt")
+        torch.save(full, FOLDER / "whole.pt")
     expected = image_loss(model, rank())
-    for first in ("apply", "shard"):
+    for first in ORDERS:
         for saved, options in (
             (state, None),
             (full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
@@ -223,30 +214,23 @@ def case_checkpoint() -> None:
 
 
 def case_coverage_counts_every_block() -> None:
-    for least, raises in ((8, False), (9, True)):
+    for least, raises in ((8, nullcontext()), (9, pytest.raises(fp4graph.PolicyError, match="9"))):
         policy = {"version": 1, "extends": "microscaling", "name": "p", "expect": {"quantized": {"min": least}}}
-        model = sharded(vit(), policy)
-        if raises:
-            with pytest.raises(fp4graph.PolicyError, match="9"):
-                image_loss(model, rank())
-        else:
-            image_loss(model, rank())
+        with raises:
+            image_loss(sharded(vit(), policy), rank())
 
 
 def case_rules_by_place_are_kept_apart() -> None:
     """Blocks of one class share a graph only where the same rules hold for them."""
-    quantize = {"element": "e2m1", "block": 32}
-    rules = [
-        {"name": "first", "match": {"first_blocks": 1}, "keep": "first"},
-        {"name": "rest", "match": {"op": "linear", "block": True}, "quantize": quantize},
-    ]
-    model = sharded(vit(depth=3), {"version": 1, "name": "p", "rules": rules})
+    policy = one_rule(quantize=PLAIN, match={"op": "linear", "block": True})
+    policy["rules"].insert(0, {"name": "first", "match": {"first_blocks": 1}, "keep": "first"})
+    model = sharded(vit(depth=3), policy)
     image_loss(model, rank()).backward()
     served = served_sites(model, runtime_of(model).capture)
     names = {name for site, modules in served if site.quantized for name in modules}
     assert {name.split(".")[1] for name in names} == {"1", "2"}
     assert len(names) == 8
-    alone = fp4graph.apply(vit(depth=3), {"version": 1, "name": "p", "rules": rules}, **EAGER)
+    alone = fp4graph.apply(vit(depth=3), policy, **EAGER)
     image_loss(alone, None).backward()
     assert_close(gradients(model), gradients(alone), 3e-6)
 
@@ -277,17 +261,13 @@ def case_a_sharded_container_and_names_that_repeat() -> None:
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    rule = {"name": "r", "match": {"op": "linear", "module": "1.*"}, "quantize": {"element": "e2m1", "block": 32}}
-    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
-    model(torch.randn(32, 64)).sum().backward()
-    assert {site.module for site in runtime_of(model).sites if site.quantized} == {"1.0", "1.2"}
-
     # "0" is called by the root, torch's own Sequential, which FSDP's hooks on "1" leave without a graph. The call that
     # an applied model gives its parts is a frame of ours, in which Dynamo starts one.
-    rule = {**rule, "match": {"op": "linear", "module": "*"}}
-    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
-    model(torch.randn(32, 64)).sum().backward()
-    assert {site.module for site in runtime_of(model).sites if site.quantized} == {"0", "1.0", "1.2"}
+    for module, expected in (("1.*", {"1.0", "1.2"}), ("*", {"0", "1.0", "1.2"})):
+        policy = one_rule(quantize=PLAIN, match={"op": "linear", "module": module})
+        fp4graph.apply(model, policy, **EAGER)
+        model(torch.randn(32, 64)).sum().backward()
+        assert {site.module for site in runtime_of(model).sites if site.quantized} == expected
 
 
 def case_recomputed_activations() -> None:
@@ -341,17 +321,16 @@ def case_mixed_precision_keeps_the_average_in_fp32() -> None:
 
 def case_accumulation_without_sync() -> None:
     model = sharded(vit(), "microscaling")
-    images = torch.randn(8, 3, 32, 32)
-    mine = images[4 * rank() : 4 * rank() + 4]
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(False)
-    (model(mine[:2]).square().mean() / 2).backward()
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
-    (model(mine[2:]).square().mean() / 2).backward()
-    alone = fp4graph.apply(vit(), "microscaling", **EAGER)
-    alone(images).square().mean().backward()
-    assert_close(gradients(model), gradients(alone), 3e-6)
+
+    @contextmanager
+    def unsynced() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        yield
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+
+    accumulates(model, unsynced)
 
 
 def case_a_step_while_weights_are_whole() -> None:
@@ -371,7 +350,7 @@ def case_a_step_while_weights_are_whole() -> None:
 def case_built_on_the_meta_device() -> None:
     """State, count and keys are sound whenever apply() came, for state starts at the first forward."""
     keys = []
-    for first in ("apply", "shard"):
+    for first in ORDERS:
         with torch.device("meta"):
             model = sharded(vit(), "tetrajet-qema", first=first)
         model.to_empty(device="cpu")
@@ -402,8 +381,7 @@ def case_tensor_parallelism_is_refused() -> None:
     model = parallelize_module(
         nn.Sequential(nn.Linear(64, 64)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
     )
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}
-    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
+    fp4graph.apply(model, one_rule(quantize=PLAIN), **EAGER)
     with pytest.raises(fp4graph.CaptureError, match="tensor parallelism"):
         model(torch.randn(32, 64))
 
@@ -417,14 +395,14 @@ def case_a_loop_over_experts_is_refused() -> None:
             model(ids)
 
 
-def case_fsdp1_is_refused() -> None:
-    for first in ("apply", "wrap"):
-        model = vit() if first == "wrap" else fp4graph.apply(vit(), "microscaling", **EAGER)
-        wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-        if first == "wrap":
-            fp4graph.apply(model, "microscaling", **EAGER)
-        with pytest.raises(fp4graph.Error, match="fully_shard"):
-            image_loss(wrapper, rank())
+@each(("apply",), ("wrap",))
+def case_fsdp1_is_refused(first: str) -> None:
+    model = vit() if first == "wrap" else fp4graph.apply(vit(), "microscaling", **EAGER)
+    wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    if first == "wrap":
+        fp4graph.apply(model, "microscaling", **EAGER)
+    with pytest.raises(fp4graph.Error, match="fully_shard"):
+        image_loss(wrapper, rank())
 
 
 def case_llama_of_another_dtype() -> None:

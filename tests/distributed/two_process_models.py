@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from torch.nn.functional import cross_entropy
 import fp4graph
 from tests.helpers import models
 from tests.helpers.models import llama
+from tests.helpers.steps import descend
 
 Loss = Callable[[nn.Module, int], Tensor]
+PLAIN = {"element": "e2m1", "block": 32}
 
 
 def vit(**options: object) -> nn.Module:
@@ -104,14 +107,7 @@ PHASED: dict[str, dict[str, object]] = {
 def train(run: nn.Module, model: nn.Module, loss_of: Loss, steps: int = 6, lr: float = 5e-3) -> list[float]:
     """Losses of this rank over a few steps of AdamW on one batch; ``run`` is called, ``model`` holds the policy."""
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(run.parameters(), lr=lr))
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(run, rank())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: loss_of(run, rank()), optimizer, steps)
 
 
 def falls(losses: list[float]) -> bool:
@@ -141,6 +137,18 @@ def same_on_both(tensors: dict[str, Tensor]) -> bool:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def accumulates(run: nn.Module, unsynced: Callable[[], AbstractContextManager[object]]) -> None:
+    """Two halves on each of two ranks have the gradients of one batch, of which they are the quarters."""
+    images = torch.randn(8, 3, 32, 32)
+    mine = images[4 * rank() : 4 * rank() + 4]
+    with unsynced():
+        (run(mine[:2]).square().mean() / 2).backward()
+    (run(mine[2:]).square().mean() / 2).backward()
+    alone = fp4graph.apply(vit(), "microscaling", backend="eager")
+    alone(images).square().mean().backward()
+    assert_close(gradients(getattr(run, "module", run)), gradients(alone), 3e-6)
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

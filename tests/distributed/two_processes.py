@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -31,9 +32,24 @@ def _module(file: str) -> ModuleType:
     return importlib.import_module(f"tests.distributed.{file}")
 
 
+def each(*arguments: tuple[object, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a case of a function for each tuple of arguments."""
+
+    def mark(case: Callable[..., None]) -> Callable[..., None]:
+        case.arguments = arguments  # type: ignore[attr-defined]
+        return case
+
+    return mark
+
+
 def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
-    """The cases of a module, by name."""
-    return {name.removeprefix("case_"): f for name, f in vars(module).items() if name.startswith("case_")}
+    """The cases of a module, by name and arguments."""
+    found: dict[str, Callable[[], None]] = {}
+    for function in [f for name, f in vars(module).items() if name.startswith("case_")]:
+        for arguments in getattr(function, "arguments", [()]):
+            name = "-".join(map(str, (function.__name__.removeprefix("case_"), *arguments)))
+            found[name] = partial(function, *arguments)
+    return found
 
 
 def launch(file: str, folder: Path, *only: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import MXFP4, NVFP4
+from tests.helpers.steps import descend
 
 __all__ = ["MXFP4", "NVFP4"]
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -123,11 +124,8 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
     fp4graph.apply(model, under, backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     x = inputs(model)
-    for _ in range(steps):
-        output = model(x) if x is IMAGES else model(x, labels=x).loss
-        output.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    output = (lambda: model(x)) if x is IMAGES else (lambda: model(x, labels=x).loss)
+    descend(lambda: output().square().mean(), optimizer, steps)
     logits(model.eval())
     return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,18 @@ def push(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], stream:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         optimizer.step()
+
+
+def descend(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Take ``steps`` on the gradients of what ``loss()`` returns, and return the losses."""
+    losses = []
+    for _ in range(steps):
+        value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
 
 
 def through_file(value: Any) -> Any:

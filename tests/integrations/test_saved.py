@@ -11,15 +11,14 @@ import transformers
 from torch import nn
 
 import fp4graph
+from tests.helpers import models
+from tests.helpers.steps import descend
 
 TOKENS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
 def llama() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return models.llama(hidden_size=32, intermediate_size=64, num_key_value_heads=2, vocab_size=64)
 
 
 @pytest.fixture
@@ -27,10 +26,7 @@ def trained(tmp_path: Path) -> nn.Module:
     """Three steps of training, saved in ``tmp_path``."""
     model = fp4graph.apply(llama(), "tetrajet-qema", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
+    descend(lambda: model(input_ids=TOKENS, labels=TOKENS).loss, optimizer, 3)
     model.save_pretrained(tmp_path)
     return model
 

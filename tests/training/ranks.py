@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp4graph
 from fp4graph.training import checkpoint
 from tests.helpers.processes import PARTNER, rendezvous
-from tests.helpers.steps import Blocks
+from tests.helpers.steps import Blocks, descend
 
 #: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
 HELD = {"version": 1, "name": "held", "extends": "ue5m3-d50", "techniques": [{"tensor_scaling": {"hold_steps": 5}}]}
@@ -38,15 +38,11 @@ def make(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
+    def loss() -> torch.Tensor:
         x = torch.randn(16, 64) * random.uniform(0.5, 2.0) + float(np.random.randn())
-        loss = (model(x) - x.roll(1, 1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return (model(x) - x.roll(1, 1)).square().mean()
+
+    return descend(loss, optimizer, steps)
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:

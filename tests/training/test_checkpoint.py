@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import fp4graph
 from fp4graph.training import checkpoint, sealed
 from tests.helpers.processes import python, run, run_ranks
-from tests.helpers.steps import differences
+from tests.helpers.steps import descend, differences
 
 HERE = Path(__file__).parent
 KILLS = 20
@@ -43,14 +43,7 @@ def make(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(8, 64)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: model(torch.randn(8, 64)).square().mean(), optimizer, steps)
 
 
 class Kept:

@@ -1,14 +1,15 @@
-"""FSDP2 on two processes; each case is a function of fsdp_cases.py."""
+"""DistributedDataParallel and FSDP2 on two processes; each case is a function of ddp_cases.py or fsdp_cases.py."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import fp4graph
-from tests.distributed import fsdp_cases
+from tests.distributed import ddp_cases, fsdp_cases
 from tests.distributed.two_process_models import image_loss, vit
 from tests.distributed.two_processes import cases, launch
 
@@ -17,27 +18,33 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.long,
 ]
+FILES = {"ddp_cases": ddp_cases, "fsdp_cases": fsdp_cases}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fsdp")
+def launched(tmp_path_factory):
+    """Run a file of cases once, and return its outcomes and its folder."""
+
+    @cache
+    def run(file: str) -> tuple[dict[str, str], Path]:
+        folder = tmp_path_factory.mktemp(file)
+        return launch(file, folder), folder
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> dict[str, str]:
-    return launch("fsdp_cases", folder)
-
-
-@pytest.mark.parametrize("case", cases(fsdp_cases))
-def test_on_two_processes(outcomes: dict[str, str], case: str) -> None:
+@pytest.mark.parametrize(("file", "case"), [(file, case) for file, module in FILES.items() for case in cases(module)])
+def test_on_two_processes(launched, file: str, case: str) -> None:
+    outcomes, _ = launched(file)
     if outcomes[case]:
         pytest.fail(outcomes[case], pytrace=False)
 
 
-def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(outcomes: dict[str, str], folder: Path) -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(launched, file: str) -> None:
+    outcomes, folder = launched(file)
     assert outcomes["checkpoint"] == ""
-    saved = torch.load(folder / "fsdp.pt", weights_only=True)
+    saved = torch.load(folder / "whole.pt", weights_only=True)
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     assert saved.keys() == model.state_dict().keys()
     model.load_state_dict(saved, strict=True)
