@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,19 +11,11 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _what_benchmarks_import() -> None:
-    pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
-    pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
-
-
 @pytest.fixture
 def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]], str]]:
     """Runs a benchmark's command in this process: (exit code, rows of the file that it wrote, what it printed)."""
 
     def run(name: str, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
-        import importlib
-
         module = importlib.import_module(f"benchmarks.{name}")
         with pytest.raises(SystemExit) as stop:
             module.app([*arguments, f"--folder={tmp_path}"])

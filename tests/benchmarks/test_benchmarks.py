@@ -16,6 +16,18 @@ from torch import nn
 import fp4graph
 from fp4graph import QuantSpec, ScaleSpec, fake_quantize
 
+pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
+pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
+
+from benchmarks import techniques
+from benchmarks.first_step import measure, run
+from benchmarks.linear import Case, of_inner_blocks
+from benchmarks.memory import of_linear, saved
+from benchmarks.models import MODELS, Training
+from benchmarks.peers import PEERS
+from benchmarks.quantizers import quantizers
+from benchmarks.timing import Patience
+
 CPU = torch.device("cpu")
 QUICK = ("--backend=eager", "--seconds=0")
 Command = Callable[..., tuple[int, list[dict[str, Any]], str]]
@@ -54,8 +66,6 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
 
 @pytest.mark.filterwarnings("ignore::fp4graph.PolicyWarning")
 def test_a_linear_by_itself_stands_for_an_inner_block():
-    from benchmarks.linear import of_inner_blocks
-
     for policy in ("if4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks"):
         explanation = fp4graph.explain(nn.Linear(64, 96), of_inner_blocks(policy), (torch.ones(64, 64),))
         assert any(explanation.sites[0].operands.values()), policy
@@ -63,8 +73,6 @@ def test_a_linear_by_itself_stands_for_an_inner_block():
 
 @pytest.mark.slow
 def test_a_cheaper_policy_under_another_name_is_not_measured():
-    from benchmarks.linear import Case
-
     case = Case("trial", torch.float32, CPU, "eager")
     case.check(case.applied("tetrajet", "eager")[0], "tetrajet")
     for cheaper in ("bf16", "tetrajet-q1", "tetrajet-no-wq", "microscaling"):
@@ -80,8 +88,6 @@ def test_a_cheaper_policy_under_another_name_is_not_measured():
     ],
 )
 def test_peers_quantize_input_and_weight_to_mxfp4(peer: str, spec: QuantSpec):
-    from benchmarks.peers import PEERS
-
     if not PEERS[peer].installed:
         pytest.skip(f"{peer} is not installed")
     linear, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64, requires_grad=True)
@@ -95,8 +101,6 @@ def test_peers_quantize_input_and_weight_to_mxfp4(peer: str, spec: QuantSpec):
 
 
 def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_all():
-    from benchmarks.quantizers import quantizers
-
     found = quantizers(["tetrajet", "tetrajet-qramping", "tetrajet-qema", "mxfp4-full-hadamard", "mxfp4-full"])
     names = {quantizer.name: quantizer.policies for quantizer in found}
     assert names == {
@@ -110,8 +114,6 @@ def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_al
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
-    from benchmarks.quantizers import quantizers
-
     x = torch.randn(64, 96)
     (nearest,) = (q for q in quantizers(["tetrajet"]) if q.name.endswith("RTN-up"))
     spec = QuantSpec(scale=ScaleSpec("e8m0", "ceil"), ties="up")
@@ -145,8 +147,6 @@ def test_a_training_step_of_both_kinds_of_model(command: Command):
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_steps_of_a_model_train_it():
-    from benchmarks.models import MODELS, Training
-
     for policy in ("unquantized", "tetrajet"):
         training = Training(MODELS["trial-llama"], policy, 4, torch.float32, CPU, "eager")
         training.compile()
@@ -155,9 +155,6 @@ def test_the_steps_of_a_model_train_it():
 
 
 def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
-    from benchmarks.first_step import measure
-    from benchmarks.timing import Patience
-
     calls: list[tuple[str, str]] = []
 
     def start(policy: str, cache: str) -> dict[str, Any]:
@@ -178,8 +175,6 @@ def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
 @pytest.mark.long
 @pytest.mark.process
 def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.first_step import run
-
     said = run("trial-vit", 4, "float32", "cpu", "eager", "tetrajet", str(tmp_path))
     assert said["seconds"] > 0
     assert math.isfinite(said["loss"])
@@ -189,8 +184,6 @@ def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.Monke
 
 
 def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
-    from benchmarks.memory import of_linear, saved
-
     assert of_linear(64, 32, 96, "unquantized", CPU, "aot_eager") == (2 * (64 * 32 + 96 * 32), 2 * 64 * 32)
     linear, x = nn.Linear(32, 96, bias=False), torch.randn(64, 32, requires_grad=True)
     shared = saved(lambda: linear(x) + linear(x), linear.parameters())  # the same memory twice is held once
@@ -199,8 +192,6 @@ def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
 
 @pytest.mark.slow
 def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
-    from benchmarks.memory import saved
-
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 64))
     fp4graph.apply(model, "tetrajet", backend="aot_eager")
@@ -237,9 +228,6 @@ def test_what_acts_at_the_optimizers_step(command: Command):
 
 
 def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import techniques
-    from benchmarks.models import MODELS
-
     monkeypatch.setattr(techniques, "adamw", lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     with pytest.raises(RuntimeError, match="oscillates"):
         techniques.ramping(MODELS["trial-vit"].make())

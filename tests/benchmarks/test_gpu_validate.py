@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,38 +98,49 @@ def test_a_training_that_inductor_compiles(tmp_path: Path) -> None:
     assert 0 < row["figures"]["ratio"] <= 3
 
 
-def case(run: Any, **about: str) -> gpu_validate.Case:
-    return gpu_validate.Case("parity", {"model": "m", "policy": "p", "dtype": "float32", **about}, run)
-
-
 PARITY = {"ratio": 2.0, "eager": [2.0, 1.0], "compiled": [2.0, 1.5]}
+Planned = Callable[..., list[gpu_validate.Case]]
 
 
-def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+def case(model: str, run: Any = lambda: dict(PARITY)) -> gpu_validate.Case:
+    return gpu_validate.Case("parity", {"model": model, "policy": "p", "dtype": "float32"}, run)
 
-    made = [case(fails, model="bad"), case(lambda: dict(PARITY), model="good")]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+
+def fault(*_: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Give the command these cases and no other, in a list that may be changed."""
+
+    def plan(*cases: gpu_validate.Case) -> list[gpu_validate.Case]:
+        made = list(cases)
+        monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+        return made
+
+    return plan
+
+
+def models(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["case"]["model"] for row in rows]
+
+
+def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path: Path, planned: Planned) -> None:
+    made = planned(case("bad", fault), case("good"))
     status, rows, page = rehearse(tmp_path)
-    assert status == 1
-    assert [row["case"]["model"] for row in rows] == ["bad", "good"]
+    assert (status, models(rows)) == (1, ["bad", "good"])
     assert "bad, p, float32: RuntimeError: CUDA error: an illegal memory access\n" in page
     assert "| good | float32 | p | 2.00 | 2 | 1 | 1.5 |" in page
-    made[:] = [case(lambda: dict(PARITY), model="bad"), case(fails, model="good")]
+    made[:] = [case("bad"), case("good", fault)]
     status, rows, page = rehearse(tmp_path)
     assert status == 0
     assert "Failed" not in page
 
 
-def test_differences_above_the_bound_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_above_the_bound_are_failures(tmp_path: Path, planned: Planned) -> None:
     nothing = {"ratio": 0.0, "eager": [2.0, 1.0], "compiled": [2.0, float("nan")]}
-    made = [
-        case(lambda: {**PARITY, "ratio": 4.0}, model="far"),
-        case(lambda: nothing, model="nan"),
-        case(lambda: dict(PARITY), model="near"),
-    ]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    planned(case("far", lambda: {**PARITY, "ratio": 4.0}), case("nan", lambda: nothing), case("near"))
     status, _, page = rehearse(tmp_path)
     assert status == 1
     assert "| far | float32 | p | 4.00 **above 3** | 2 | 1 | 1.5 |" in page
@@ -154,7 +166,7 @@ def test_what_counts_as_failed(part: str, figures: dict[str, Any], fails: bool) 
 
 
 def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
 
@@ -162,13 +174,12 @@ def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
         ran.append(name)
         return {**PARITY, "ratio": ratio}
 
-    made = [case(partial(run, name, ratio), model=name) for name, ratio in (("a", 1.0), ("b", 4.0), ("c", 1.0))]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    made = planned(*(case(name, partial(run, name, ratio)) for name, ratio in (("a", 1.0), ("b", 4.0), ("c", 1.0))))
     times = (f"2026-01-01T00:00:{second:02}+00:00" for second in range(60))
     monkeypatch.setattr(gpu_validate, "_now", lambda: next(times))
     monkeypatch.setattr(gpu_validate, "_commit", lambda: "one")
     assert rehearse(tmp_path)[0] == 1
-    made.append(case(partial(run, "new", 1.0), model="new"))
+    made.append(case("new", partial(run, "new", 1.0)))
     ran.clear()
     assert rehearse(tmp_path)[0] == 1
     assert ran == ["new", "b"]
@@ -178,9 +189,7 @@ def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
     assert ran == ["a", "c", "new", "b"]  # the longest ago first
 
 
-def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path: Path, planned: Planned) -> None:
     ran: list[str] = []
 
     def killed() -> dict[str, Any]:
@@ -190,8 +199,7 @@ def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(
         ran.append("fine")
         return dict(PARITY)
 
-    made = [case(killed, model="killed"), case(fine, model="fine")]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    planned(case("killed", killed), case("fine", fine))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             rehearse(tmp_path)
@@ -201,27 +209,19 @@ def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(
 
 
 def test_a_device_that_answers_no_longer_ends_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    made = [case(fails, model="bad"), case(lambda: dict(PARITY), model="good")]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    planned(case("bad", fault), case("good"))
     monkeypatch.setattr(gpu_run, "answers", lambda device: False)
     status, rows, _ = rehearse(tmp_path)
-    assert (status, [row["case"]["model"] for row in rows]) == (1, ["bad"])
+    assert (status, models(rows)) == (1, ["bad"])
     said = capsys.readouterr().out
     assert "cpu no longer answers this process: run the same command again" in said
     assert "1 cases are left" in said
-    status, rows, _ = rehearse(tmp_path)  # begins with the other one
-    assert [row["case"]["model"] for row in rows] == ["good", "bad"]
+    assert models(rehearse(tmp_path)[1]) == ["good", "bad"]  # begins with the other one
 
 
 def test_whether_a_device_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
     assert gpu_run.answers(CPU)
     assert not gpu_run.answers(torch.device("cuda"))
@@ -229,7 +229,9 @@ def test_whether_a_device_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_run.answers(torch.device("cuda"))
 
 
-def test_no_case_is_begun_that_takes_longer_than_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_command_goes_on(
+    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Four minutes a case: of ten, two fit; of one, one is begun in any event."""
     now = [0.0]
 
@@ -237,15 +239,13 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left(tmp_path: Path, mo
         now[0] += 240.0
         return dict(PARITY)
 
-    made = [case(run, model=name) for name in "abcd"]
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    planned(*(case(name, run) for name in "abcd"))
     monkeypatch.setattr(gpu_validate.time, "perf_counter", lambda: now[0])
-    status, rows, _ = rehearse(tmp_path, "--minutes=10")
-    assert (status, len(rows)) == (3, 2)
-    status, rows, _ = rehearse(tmp_path, "--minutes=1")
-    assert (status, len(rows)) == (3, 3)
-    status, rows, _ = rehearse(tmp_path, "--minutes=1")
-    assert (status, len(rows)) == (0, 4)
+    for minutes, expected, names in ((10, 3, "ab"), (1, 3, "abc"), (1, 0, "abcd")):
+        status, rows, _ = rehearse(tmp_path, f"--minutes={minutes}")
+        assert (status, models(rows)) == (expected, [*names])
+        left = f"{4 - len(names)} cases are left: run the same command again"
+        assert (left in capsys.readouterr().out) == bool(expected)
 
 
 def test_a_rehearsal_writes_where_git_looks_away() -> None:
@@ -296,25 +296,6 @@ def test_the_exit_status_of_every_part_together(tmp_path: Path, statuses: str, e
     assert not expected or f"Error {expected}\n" in done.stderr
 
 
-def test_a_command_ends_in_time_and_the_next_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = [case(lambda: dict(PARITY), model=name) for name in "abc"]
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 61.0
-        return now[0]
-
-    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
-    monkeypatch.setattr(gpu_validate.time, "perf_counter", clock)
-    status, rows, _ = rehearse(tmp_path, "--minutes=2")
-    assert (status, len(rows)) == (3, 1)
-    assert "2 cases are left: run the same command again" in capsys.readouterr().out
-    status, rows, _ = rehearse(tmp_path, "--minutes=600")
-    assert (status, [row["case"]["model"] for row in rows]) == (0, ["a", "b", "c"])
-
-
 def test_what_is_missing_is_named_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,9 +331,7 @@ def test_the_prediction_stands_beside_what_was_measured() -> None:
 def test_there_are_predictions_for_the_models_that_are_timed() -> None:
     found = gpu_validate.predictions(gpu_validate.ROOT / "benchmarks" / "results")
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
-    from benchmarks.gpu_steps import PREDICTED
-
-    assert set(PREDICTED.values()) <= blocks
+    assert set(gpu_steps.PREDICTED.values()) <= blocks
 
 
 def test_the_cases_on_a_card() -> None:

@@ -15,6 +15,16 @@ import typer
 
 from fp4graph import Operand
 
+pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
+pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
+
+from benchmarks import tables, timing
+from benchmarks.floor import bandwidth, extents, gemm_rate, quantizer_bytes
+from benchmarks.models import MODELS, explained
+from benchmarks.options import choices, device_of, policies_of
+from benchmarks.results import Inapplicable, Results, Row, attempt, load
+from benchmarks.timing import Patience, alternate
+
 
 def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
     values = itertools.cycle(seconds)
@@ -27,8 +37,6 @@ def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
 
 
 def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
-    from benchmarks.timing import Patience, alternate
-
     log: list[str] = []
     comparison = alternate(cycle(log, "base", 1.0, 2.0), cycle(log, "own", 3.0, 6.1), Patience(60, least=6, most=50))
     assert log == ["base", "own"] * 6
@@ -38,8 +46,6 @@ def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
 
 
 def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
-    from benchmarks.timing import Patience, alternate
-
     log: list[str] = []
     patience = Patience(60, least=3, most=9)
     comparison = alternate(cycle(log, "base", 1.0), cycle(log, "own", 1.0, 1.5), patience)
@@ -49,8 +55,6 @@ def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
 
 def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch: pytest.MonkeyPatch):
     """By a clock that only their calls move."""
-    from benchmarks import timing
-
     lasts, calls, now = {"base": 1e-5, "own": 2e-5}, {"base": 0, "own": 0}, 0.0
 
     def count(name: str) -> None:
@@ -74,15 +78,11 @@ class FakeContext:
 
 
 def results(folder: Path) -> Any:
-    from benchmarks.results import Results
-
     return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.process
 def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
-    from benchmarks.results import Row, load
-
     first = results(tmp_path)
     first.add(Row({"policy": "a"}, {"ratio": 1.0}))
     first.add(Row({"policy": "b"}, {"ratio": 2.0}))
@@ -103,8 +103,6 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: P
 
 @pytest.mark.process
 def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
-    from benchmarks.results import Row, load
-
     own = results(tmp_path)
     own.add(Row({}, {}))
     content = load(own.file)
@@ -116,9 +114,6 @@ def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
 
 
 def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path: Path, capsys):
-    from benchmarks import tables
-    from benchmarks.results import Inapplicable, attempt
-
     def broken() -> dict[str, Any]:
         raise ValueError("the compiler\nsaid much")
 
@@ -139,8 +134,6 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
 
 
 def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.results import Row, load
-
     own = results(tmp_path)
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))
     before = own.file.read_bytes()
@@ -156,8 +149,6 @@ def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
 
 
 def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
-    from benchmarks.floor import quantizer_bytes
-
     m, k, n = 5, 7, 11
     six = quantizer_bytes(m, k, n, 4, frozenset(Operand))
     assert six == 4 * 3 * (m * k + n * k + m * n)
@@ -169,9 +160,6 @@ def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
 
 @pytest.mark.slow
 def test_the_sites_of_a_model_have_the_extents_of_its_products():
-    from benchmarks.floor import extents
-    from benchmarks.models import MODELS, explained
-
     sites = explained(MODELS["trial-vit"], "tetrajet", 4).sites
     assert [extents(site) for site in sites if site.quantized][:4] == [
         (68, 64, 192, 1),
@@ -190,16 +178,12 @@ def test_the_sites_of_a_model_have_the_extents_of_its_products():
 
 @pytest.mark.slow
 def test_rates_are_those_of_the_machine():
-    from benchmarks.floor import bandwidth, gemm_rate
-
     cpu = torch.device("cpu")
     assert 1e7 < bandwidth(1 << 20, cpu) < 1e13
     assert 1e7 < gemm_rate(torch.float32, cpu, 64) < 1e15
 
 
 def test_choices_are_checked():
-    from benchmarks.options import choices, device_of, policies_of
-
     assert choices("all", "ab") == ["a", "b"]
     assert choices("b, a", "ab") == ["b", "a"]
     assert choices("", "ab") == []
@@ -212,8 +196,6 @@ def test_choices_are_checked():
 
 
 def test_files_of_results_have_a_line_for_each_row(tmp_path: Path):
-    from benchmarks.results import Row
-
     own = results(tmp_path)
     for policy in "abc":
         own.add(Row({"policy": policy}, {"ratio": 1.0}))

@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import typer
 
+pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
+pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
+
+from benchmarks import linear, report, targets
+from benchmarks.report import generated
+from benchmarks.results import file_of, write
+from benchmarks.targets import TARGETS, held_against, rows_of
+
 MACHINE = {
     "cpu": "Some CPU",
     "cores": 2,
@@ -50,15 +58,11 @@ def step(ratio: float, **case: Any) -> dict[str, Any]:
 
 
 def written(folder: Path, rows: list[dict[str, Any]]) -> None:
-    from benchmarks.results import file_of, write
-
     file = file_of("step", MACHINE, folder)
     write(file, {"benchmark": "step", "machine": MACHINE, "runs": {"1": RUN}, "rows": rows})
 
 
 def test_tables_come_from_the_files(tmp_path: Path):
-    from benchmarks.report import generated
-
     failed = {"run": "1", "case": {**TINY, "dtype": "bfloat16"}, "figures": {"failed": "OSError: full"}}
     written(tmp_path, [step(1.234), step(9.0, backend="eager"), failed])
     text = generated(tmp_path)
@@ -72,8 +76,6 @@ def test_tables_come_from_the_files(tmp_path: Path):
 
 
 def test_targets_are_met_missed_or_not_measured(tmp_path: Path):
-    from benchmarks.targets import held_against, rows_of
-
     written(tmp_path, [step(1.45), step(1.46, dtype="bfloat16"), step(1.0, batch=32)])
     verdicts = {line["what"]: line["verdict"] for line in held_against(rows_of(tmp_path, MACHINE), "cpu")}
     assert verdicts["DeiT-Tiny 224, batch 16, tetrajet, step, fp32"] == "met"
@@ -84,8 +86,6 @@ def test_targets_are_met_missed_or_not_measured(tmp_path: Path):
 
 
 def test_a_peer_must_be_slower_not_as_fast():
-    from benchmarks.targets import TARGETS, held_against
-
     target = next(target for target in TARGETS if "torchao" in target.what)
     row = {"case": {**target.case, "backend": "inductor"}, "figures": {"ratio": 1.0}}
     verdicts = {line["what"]: line["verdict"] for line in held_against({"linear": [row]}, "cpu")}
@@ -93,8 +93,6 @@ def test_a_peer_must_be_slower_not_as_fast():
 
 
 def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from benchmarks import report
-
     document = tmp_path / "performance.md"
     plan = f"{report.PLAN_BEGIN}\nold\n{report.PLAN_END}\n"
     document.write_text(f"before\n{plan}between\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -111,8 +109,6 @@ def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_document_is_up_to_date():
-    from benchmarks import report
-
     text = report.DOCUMENT.read_text(encoding="utf-8")
     assert report.whole(text, report.RESULTS) == text, "run python -m benchmarks.report"
 
@@ -120,8 +116,6 @@ def test_the_document_is_up_to_date():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_commands_exist_and_give_the_rows_that_targets_are_about(device: str):
     """Their options are parsed as the commands would, without running them."""
-    from benchmarks import linear, targets
-
     parsed: dict[str, list[dict[str, Any]]] = {}
     for name, *arguments in (*targets.COMMANDS[device], *targets.EVERYTHING):
         module = importlib.import_module(f"benchmarks.{name}")
