@@ -19,6 +19,7 @@ from fp4graph.lab.sweeps.space import load_space
 from fp4graph.technique.registry import Registry
 from tests.docs.blocks import ROOT, Block, blocks, of_language, pages_with
 from tests.helpers import models
+from tests.helpers.steps import descend
 from tests.lab import test_search, trainings
 
 pytestmark = pytest.mark.slow
@@ -49,14 +50,7 @@ def _images(count: int = 4) -> torch.Tensor:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(_images()).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return descend(lambda: model(_images()).square().mean(), optimizer, steps)
 
 
 # ------------------------------------------------------------------ what each page takes for granted
@@ -73,9 +67,7 @@ def _analysis(folder: Path) -> dict[str, Any]:
 
     model = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return {
-        "model": model, "optimizer": optimizer, "train": _train, "rich": rich, "make_model": models.vit,
-    }  # fmt: skip
+    return {"model": model, "optimizer": optimizer, "train": _train, "rich": rich, "make_model": models.vit}
 
 
 def _sensitivity(folder: Path) -> dict[str, Any]:

@@ -13,11 +13,15 @@ import torch
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 
-pytestmark = pytest.mark.slow
+pytest.importorskip("accelerate", reason="install fp4graph[hf]")
+pytest.importorskip("transformers", reason="install fp4graph[hf]")
 
-NEEDED = "install fp4graph[hf]: transformers and accelerate"
-accelerate = pytest.importorskip("accelerate", reason=NEEDED)
-pytest.importorskip("transformers", reason=NEEDED)
+import accelerate
+
+from fp4graph.integrations import apply_with_accelerate
+from tests.helpers.steps import differences
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +35,6 @@ def loop(llama: Any, counting: Any) -> Callable[..., Any]:
     """Sets a loop up, and gives (accelerator, model, a function that trains some steps and returns their losses)."""
 
     def make(policy: str = "tetrajet-qema", *, precision: str = "no", **options: Any) -> Any:
-        from fp4graph.integrations import apply_with_accelerate
-
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         model = llama()
@@ -71,8 +73,7 @@ def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision
     accelerator.load_state(str(tmp_path / "state"))
     assert runtime_of(again).root_state.count == 3
     assert train(3) == rest
-    left, right = model.state_dict(), again.state_dict()
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert not differences(dict(model.state_dict()), dict(again.state_dict()))
 
 
 @pytest.mark.long
@@ -89,8 +90,6 @@ def test_a_state_of_another_policy_is_refused(loop: Any, tmp_path: Path) -> None
 
 
 def test_it_comes_before_prepare(llama: Any) -> None:
-    from fp4graph.integrations import apply_with_accelerate
-
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())

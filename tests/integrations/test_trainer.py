@@ -15,9 +15,15 @@ import torch
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 
-NEEDED = "install fp4graph[hf]: transformers and accelerate"
-transformers = pytest.importorskip("transformers", reason=NEEDED)
-pytest.importorskip("accelerate", reason=NEEDED)
+pytest.importorskip("transformers", reason="install fp4graph[hf]")
+pytest.importorskip("accelerate", reason="install fp4graph[hf]")
+
+import transformers
+
+from fp4graph.integrations import FP4GraphCallback
+from fp4graph.optim import StableSPAM
+from tests.helpers.steps import differences
+
 # Options by the names that transformers 4 has too.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
@@ -27,39 +33,28 @@ def trainer(llama: Any, counting: Any, tmp_path: Path) -> Callable[..., Any]:
     """Makes a Trainer; ``callback`` False leaves ours out."""
 
     def make(
-        policy: Any = "tetrajet-qema", *, callback: bool = True, folder: str = "run", model: Any = None, **options: Any
+        policy: Any = "tetrajet-qema",
+        *,
+        callback: bool = True,
+        folder: str = "run",
+        model: Any = None,
+        optimizer: Any = None,
+        **options: Any,
     ) -> Any:
-        from fp4graph.integrations import FP4GraphCallback
-
-        args = transformers.TrainingArguments(
-            str(tmp_path / folder),
-            **{
-                "max_steps": 6,
-                "per_device_train_batch_size": 8,
-                "learning_rate": 3e-3,
-                "save_steps": 3,
-                "logging_steps": 1,
-                "report_to": [],
-                "use_cpu": True,
-                "disable_tqdm": True,
-                **options,
-            },
-        )
+        settings = {
+            "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_steps": 3,
+            "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
+        }  # fmt: skip
+        args = transformers.TrainingArguments(str(tmp_path / folder), **{**settings, **options})
         callbacks = [FP4GraphCallback(policy, backend="eager")] if callback else []
-        return transformers.Trainer(
-            model or llama(), args, train_dataset=counting, eval_dataset=counting, callbacks=callbacks
-        )
+        data = {"train_dataset": counting, "eval_dataset": counting}
+        return transformers.Trainer(model or llama(), args, **data, callbacks=callbacks, optimizers=(optimizer, None))
 
     return make
 
 
 def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def alike(left: torch.nn.Module, right: torch.nn.Module) -> bool:
-    ours, theirs = left.state_dict(), right.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 @pytest.mark.slow
@@ -92,7 +87,7 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
     again.train(resume_from_checkpoint=str(folder))
     assert losses(again) == losses(whole)[:3] + losses(again)[3:]  # the log goes on
     assert losses(again) == losses(whole)
-    assert alike(whole.model, again.model)
+    assert not differences(dict(whole.model.state_dict()), dict(again.model.state_dict()))
     ema = "model.layers.1.mlp.up_proj._fp4graph_q_ema_weight"
     assert not torch.equal(whole.model.state_dict()[ema], whole.model.model.layers[1].mlp.up_proj.weight)
 
@@ -139,30 +134,16 @@ def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_ones_own(trainer: Any, llama: Any, counting: Any, tmp_path: Path) -> None:
-    from fp4graph.integrations import FP4GraphCallback
-    from fp4graph.optim import StableSPAM
-
+def test_an_optimizer_of_ones_own(trainer: Any, llama: Any) -> None:
     model = llama()
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True,
-        logging_steps=1, save_strategy="no",
-    )  # fmt: skip
     optimizer = StableSPAM(model.parameters(), lr=3e-3)
-    run = transformers.Trainer(
-        model, args, train_dataset=counting, optimizers=(optimizer, None),
-        callbacks=[FP4GraphCallback("tetrajet-qema", backend="eager")],
-    )  # fmt: skip
+    run = trainer(model=model, optimizer=optimizer, max_steps=4, save_strategy="no")
     run.train()
     assert losses(run)[-1] < losses(run)[0]
 
 
-PHASES = {
-    "version": 1,
-    "name": "two phases",
-    "extends": "tetrajet",
-    "phases": [{"at": 0.5, "operands": {"backward": "keep"}}],
-}
+LATE = [{"at": 0.5, "operands": {"backward": "keep"}}]
+PHASES = {"version": 1, "name": "two phases", "extends": "tetrajet", "phases": LATE}
 
 
 @pytest.mark.long
@@ -176,14 +157,12 @@ def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     again = trainer(PHASES, folder="again")
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert losses(again) == losses(whole)
-    assert alike(whole.model, again.model)
+    assert not differences(dict(whole.model.state_dict()), dict(again.model.state_dict()))
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
-    from fp4graph.integrations import FP4GraphCallback
-
     trainer("tetrajet", max_steps=2, save_steps=2).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     with pytest.raises(fp4graph.Error, match=r"written under policy 'tetrajet', this model has 'microscaling'"):
@@ -199,8 +178,6 @@ def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) 
 @pytest.mark.long
 @pytest.mark.slow
 def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
-    from fp4graph.integrations import FP4GraphCallback
-
     run = trainer(callback=False, max_steps=2, save_strategy="no")
     run.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
     with pytest.raises(fp4graph.Error, match="evaluation would be in high precision"):
@@ -211,8 +188,6 @@ def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
 
 
 def test_a_policy_is_checked_where_it_is_written() -> None:
-    from fp4graph.integrations import FP4GraphCallback
-
     with pytest.raises(fp4graph.PolicyError, match="tetrajett"):
         FP4GraphCallback("tetrajett")
 
