@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -149,49 +150,32 @@ def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_values(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """Along rows, along columns, and along both in one read."""
+def test_values_and_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
+    """Along rows, along columns, and along both in one read; bytes of rows beside their values, and of columns beside
+    the rows' values, the values that bytes stand for, and columns of what was packed along rows."""
     rows, columns = pairs()[name]
+    down, along = columnwise(columns), rowwise(rows)
+
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        return interpreter.submit(function, *arguments).result()
+
     for x in cases(rows, columns):
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-        run = interpreter.submit(triton_quantize.quantize_both, x, rowwise(rows), columnwise(columns), False)
-        one = interpreter.submit(triton_quantize.quantize, x, rowwise(rows))
-        other = interpreter.submit(triton_quantize.quantize, x.mT, columnwise(columns))
-        for mine, due in zip(
-            (*run.result()[:2], one.result(), other.result().mT), (in_rows, in_columns) * 2, strict=True
-        ):
-            assert_same_bits(mine, due)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """Of rows beside their values, and of columns beside the rows' values; and the values that bytes stand for."""
-    rows, columns = pairs()[name]
-    for x in cases(rows, columns):
-        run = interpreter.submit(triton_quantize.quantize_and_pack, x, rowwise(rows))
-        run_both = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, rowwise(rows), columnwise(columns))
-        in_rows, in_columns = along_rows(x, rows), along_columns(x, columns).mT
-        values, codes, scales = run.result()
-        assert_same_bits(values, in_rows)
-        assert_same_bytes(codes, scales, pack(x, rows, key=ROW_KEY), in_rows)
-        own = Bytes(codes, scales, rows, x.shape[1], x.dtype)
-        assert_same_bits(interpreter.submit(triton_quantize.unpack, own).result(), in_rows)
-        values, codes, scales = run_both.result()
-        assert_same_bits(values, in_rows)
-        assert_same_bytes(codes, scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns)
-        own = Bytes(codes, scales, columns, x.shape[0], x.dtype)
-        assert_same_bits(interpreter.submit(triton_quantize.unpack, own).result(), in_columns)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_bytes_quantized_again(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """Along columns, what was packed along rows."""
-    rows, columns = pairs()[name]
-    for x in cases(rows, columns):
+        first, second, _ = run(triton_quantize.quantize_both, x, along, down, False)
+        values, codes, scales = run(triton_quantize.quantize_and_pack, x, along)
+        beside, other_codes, other_scales = run(triton_quantize.quantize_and_pack_columns, x, along, down)
+        for mine in (first, values, beside, run(triton_quantize.quantize, x, along)):
+            assert_same_bits(mine, in_rows)
+        for mine in (second, run(triton_quantize.quantize, x.mT, down).mT):
+            assert_same_bits(mine, in_columns)
         packed = pack(x, rows, key=ROW_KEY)
-        own = Bytes(packed.codes, packed.scales, rows, x.shape[1], x.dtype)
-        mine = interpreter.submit(triton_quantize.requantize, own, columnwise(columns)).result()
-        assert_same_bits(mine.mT, along_columns(along_rows(x, rows), columns))
+        assert_same_bytes(codes, scales, packed, in_rows)
+        assert_same_bytes(other_codes, other_scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns.mT)
+        stored = Bytes(packed.codes, packed.scales, rows, x.shape[1], x.dtype)
+        assert_same_bits(run(triton_quantize.unpack, stored), in_rows)
+        assert_same_bits(run(triton_quantize.requantize, stored, down).mT, along_columns(in_rows, columns))
+        stored = Bytes(other_codes, other_scales, columns, x.shape[0], x.dtype)
+        assert_same_bits(run(triton_quantize.unpack, stored), in_columns.mT)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 70, 33), (1, 1), (200, 64), (3, 0), (64, 130)], ids=str)
@@ -221,42 +205,48 @@ def test_a_line(interpreter: ProcessPoolExecutor) -> None:
     assert_same_bits(alone, along_rows(x, spec))
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
-@pytest.mark.parametrize("names", GIVEN_ON_GPU, ids="-".join)
+def given_for(
+    x: Tensor, spec: QuantSpec, names: tuple[str, ...], one: bool, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """What techniques give for the blocks of ``x``, or one for all of them."""
+    grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
+    return {name: torch.randn(grid, generator=generator).exp() for name in names}
+
+
+BY_NAMES = pytest.mark.parametrize("names", GIVEN_ON_GPU, ids="-".join)
+BY_BLOCK = pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
+
+
+@BY_BLOCK
+@BY_NAMES
 def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
     """As the kernels of a CPU are held to the definition (tests/kernels/test_cpu.py), along rows and along columns."""
     encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(3)
+    special = torch.tensor([torch.nan, torch.inf, 0.0, 1e-40])
     for spec, dtype in ((STOCHASTIC, torch.float32), (encode, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
-        grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
-        given = {name: torch.randn(grid, generator=generator).exp() for name in names}
-        if not one:
-            for part in given.values():
-                part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = torch.tensor(
-                    [torch.nan, torch.inf, 0.0, 1e-40]
-                )
-        parts = Blocks(**given)
+        given = given_for(x, spec, names, one, generator)
+        for part in given.values() if not one else ():
+            part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = special
         for layout in (x, x.mT.contiguous().mT):
-            mine = interpreter.submit(triton_quantize.quantize, layout, rowwise(spec, parts)).result()
+            mine = interpreter.submit(triton_quantize.quantize, layout, rowwise(spec, Blocks(**given))).result()
             assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
-@pytest.mark.parametrize("names", GIVEN_ON_GPU, ids="-".join)
+@BY_BLOCK
+@BY_NAMES
 def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
     """To each direction its own, in one read; and what is packed, with one factor for all that it is unpacked with."""
     encode = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(4)
     for rows, columns, dtype in ((STOCHASTIC, encode, torch.float32), (encode, STOCHASTIC, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
-        parts, due = [], []
-        for spec, way, key in ((rows, x, ROW_KEY), (columns, x.mT, COLUMN_KEY)):
-            grid = (1,) if one else tuple(Blocking(tuple(way.shape), spec.block).grid)
-            given = {name: torch.randn(grid, generator=generator).exp() for name in names}
-            parts.append(Blocks(**given))
-            due.append(expected_with(way, spec, given, key))
-        arguments = rowwise(rows, parts[0]), columnwise(columns, parts[1])
+        of_rows, of_columns = (
+            given_for(way, spec, names, one, generator) for way, spec in ((x, rows), (x.mT, columns))
+        )
+        due = expected_with(x, rows, of_rows, ROW_KEY), expected_with(x.mT, columns, of_columns, COLUMN_KEY)
+        arguments = rowwise(rows, Blocks(**of_rows)), columnwise(columns, Blocks(**of_columns))
         first, second, _ = interpreter.submit(triton_quantize.quantize_both, x, *arguments, False).result()
         assert_same_bits(first, due[0])
         assert_same_bits(second.mT, due[1])
@@ -265,7 +255,7 @@ def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, inte
             first, codes, scales = run.result()
             assert_same_bits(first, due[0])
             stored = Bytes(codes, scales, columns, x.shape[-2], x.dtype)
-            values = interpreter.submit(triton_quantize.unpack, stored, parts[1].factor).result()
+            values = interpreter.submit(triton_quantize.unpack, stored, Blocks(**of_columns).factor).result()
             assert_same_bits(values, due[1])
 
 
