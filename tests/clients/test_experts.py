@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp4graph
 from fp4graph.errors import CaptureError
+from tests.helpers.mixtures import CONFIGS, mixture
 from tests.helpers.policies import one_rule
 from tests.helpers.steps import descend
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-}
-CONFIGS = {
-    "Qwen3-MoE": lambda: transformers.Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=48, num_experts=4),
-    "Mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
-    "GPT-OSS": lambda: transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=4),
-    "DeepSeek-V3": lambda: transformers.DeepseekV3Config(
-        **SIZES,
-        moe_intermediate_size=48,
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    ),
-}
 POLICIES = ("tetrajet", "nvfp4-te", "mxfp4-best", "tetrajet-qema")
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-def mixture(name: str, form: str = "grouped_mm", layers: int = 3):
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    config._experts_implementation = form
-    config.num_hidden_layers = layers
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def train(model, optimizer, steps):
@@ -59,7 +23,7 @@ def train(model, optimizer, steps):
 
 
 def prepared(name, policy, backend, layers=3):
-    model = fp4graph.apply(mixture(name, layers=layers), policy, backend=backend)
+    model = fp4graph.apply(mixture(name, num_hidden_layers=layers), policy, backend=backend)
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
@@ -131,10 +95,10 @@ GATHERED = ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GATHERED)
 def test_weights_gathered_for_each_token_are_listed_as_grouped(name):
-    model = mixture(name, "batched_mm", layers=2)
+    model = mixture(name, "batched_mm", num_hidden_layers=2)
     found, kept = (fp4graph.explain(model, policy, (TOKENS,)) for policy in ("tetrajet", "bf16"))
     assert found.problem is None
-    assert found.sites == fp4graph.explain(mixture(name, layers=2), "tetrajet", (TOKENS,)).sites
+    assert found.sites == fp4graph.explain(mixture(name, num_hidden_layers=2), "tetrajet", (TOKENS,)).sites
     experts = [(site.module, site.quantized) for site in found.sites if site.op == "grouped"]
     assert experts == [(f"model.layers.{layer}.mlp.experts", True) for layer in range(2) for _ in range(2)]
     routers = [site.quantized for site in found.sites if site.module.endswith((".gate", ".router"))]
@@ -168,7 +132,7 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
     """
     policy, losses = to_nearest("tetrajet"), {}
     for form, stance in (("batched_mm", "default"), ("batched_mm", "force_eager"), ("grouped_mm", "default")):
-        model = fp4graph.apply(mixture(name, form, layers=2), policy, backend="eager")
+        model = fp4graph.apply(mixture(name, form, num_hidden_layers=2), policy, backend="eager")
         optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         with torch.compiler.set_stance(stance):
             losses[form, stance] = train(model, optimizer, 5)
@@ -177,7 +141,7 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
     assert torch.equal(ours[0], grouped[0])
     torch.testing.assert_close(ours, grouped, rtol=5e-3, atol=0)
     assert ours[-1] < 0.9 * ours[0]
-    assert ours[0] != mixture(name, layers=2)(TOKENS, labels=TOKENS).loss
+    assert ours[0] != mixture(name, num_hidden_layers=2)(TOKENS, labels=TOKENS).loss
 
 
 @pytest.mark.long
@@ -207,7 +171,7 @@ NEAREST = one_rule(match={"op": ["linear", "grouped"], "block": True})
 
 
 def trained_loop(name, form, policy, steps=5):
-    model = fp4graph.apply(mixture(name, form, layers=2), policy, backend="eager")
+    model = fp4graph.apply(mixture(name, form, num_hidden_layers=2), policy, backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     return model, train(model, optimizer, steps)
 

@@ -6,7 +6,6 @@ import copy
 from argparse import Namespace
 
 import pytest
-import timm
 import torch
 from timm.models import load_checkpoint, load_state_dict, resume_checkpoint
 from timm.optim import create_optimizer_v2
@@ -15,6 +14,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, distribute_bn,
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import vit
 
 pytestmark = pytest.mark.long
 LOADER = [
@@ -23,16 +23,10 @@ LOADER = [
 ]
 
 
-def create_model():
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
-    return timm.create_model("vit_tiny_patch16_224", **sizes)
-
-
 def train(folder, policy, epochs, *, resume="", ema=True, torchcompile=True):
     """What train.py does with ``--model-ema --torchcompile``; the two lines are those with ``fp4graph``."""
     folder.mkdir(exist_ok=True)
-    model = create_model()
+    model = vit()
     fp4graph.apply(model, policy, backend="eager")
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
     fp4graph.prepare_optimizer(model, optimizer)
@@ -91,7 +85,7 @@ def test_train_resume_validate(policy, tmp_path, products, said):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
     assert tested == evaluated[1:]
 
-    plain = create_model()
+    plain = vit()
     if policy == "tetrajet":  # validate.py, strictly
         for use_ema in (False, True):
             load_checkpoint(plain, str(tmp_path / "a" / "last.pth.tar"), use_ema=use_ema, strict=True)
@@ -114,12 +108,12 @@ def test_avg_checkpoints(policy, tmp_path):
         for name, value in load_state_dict(str(file)).items():
             sums[name] = sums.get(name, 0) + value.to(torch.float64) / len(files)
     average = {name: value.float() for name, value in sums.items()}
-    create_model().load_state_dict(average if policy == "tetrajet" else fp4graph.strip(average), strict=True)
+    vit().load_state_dict(average if policy == "tetrajet" else fp4graph.strip(average), strict=True)
 
 
 def test_amp_scaler_and_frozen_blocks(products):
     """train.py's ``--amp``, and a schedule that unfreezes blocks one by one."""
-    model = fp4graph.apply(create_model(), "tetrajet", backend="eager")
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, create_optimizer_v2(model, opt="sgd", lr=0.1))
     scaler = NativeScaler(device="cpu")
     for frozen in (2, 1, 0):

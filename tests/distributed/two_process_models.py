@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fp4graph
-from tests.helpers import models
+from tests.helpers import mixtures, models
 from tests.helpers.models import llama
 from tests.helpers.steps import descend
 
@@ -26,16 +26,8 @@ def vit(**options: object) -> nn.Module:
 
 def mixture() -> nn.Module:
     """Two layers of Hugging Face's Qwen3-MoE, whose four experts are grouped products."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
-    config._experts_implementation = "grouped_mm"
-    model: nn.Module = Qwen3MoeForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model: nn.Module = mixtures.mixture(num_hidden_layers=2, max_position_embeddings=32, use_cache=False, **heads)
     return model
 
 

@@ -19,21 +19,14 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
+from tests.helpers import mixtures, models
+from tests.helpers.mixtures import SIZES
 from tests.helpers.policies import MXFP4, NVFP4
 from tests.helpers.steps import descend
 
 __all__ = ["MXFP4", "NVFP4"]
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-}
 
 
 class Tied(nn.Module):
@@ -58,15 +51,10 @@ def llama(**options: Any) -> Any:
     return _of(transformers.LlamaConfig(**SIZES | options))
 
 
-def mixture(kind: str, **options: Any) -> Any:
-    """Make a Qwen3-MoE or a GPT-OSS of four experts a layer."""
-    sizes = {**SIZES, "head_dim": 16, "num_experts_per_tok": 2, **options}
-    if kind == "qwen3-moe":
-        config: Any = transformers.Qwen3MoeConfig(**{"moe_intermediate_size": 64, **sizes}, num_experts=4)
-    else:
-        config = transformers.GptOssConfig(**sizes, num_local_experts=4)
-    config._experts_implementation = "grouped_mm"
-    return _of(config)
+def mixture(name: str, **options: Any) -> Any:
+    """Make a mixture whose experts fit blocks of 32."""
+    sizes = {"moe_intermediate_size": 64} if name == "Qwen3-MoE" else {}
+    return mixtures.mixture(name, **sizes | options)
 
 
 def gpt2() -> Any:
@@ -77,11 +65,7 @@ def gpt2() -> Any:
 
 
 def vit(**options: Any) -> Any:
-    import timm
-
-    torch.manual_seed(0)
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 10, **options}
-    return timm.create_model("vit_tiny_patch16_224", **sizes)
+    return models.vit(**{"img_size": 16, "patch_size": 4, "depth": 3, **options})
 
 
 def policy(quantize: Any = MXFP4, *techniques: Any, **rule: Any) -> dict[str, Any]:
@@ -184,8 +168,8 @@ def configuration(folder: Path) -> dict[str, Any]:
 #: By name, each made anew by a call.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": llama,
-    "qwen3-moe": lambda: mixture("qwen3-moe"),
-    "gpt-oss": lambda: mixture("gpt-oss"),
+    "qwen3-moe": lambda: mixture("Qwen3-MoE"),
+    "gpt-oss": lambda: mixture("GPT-OSS"),
     "gpt2": gpt2,
     "vit": vit,
 }

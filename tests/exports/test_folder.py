@@ -39,7 +39,7 @@ WIDE = {
         4 * 256 * 256 + 3 * 256 * 512,
     ),
     "qwen3-moe": (
-        lambda: mixture("qwen3-moe", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=4),
+        lambda: mixture("Qwen3-MoE", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=4),
         4 * 256 * 256 + 4 * 3 * 256 * 256,
     ),
 }
@@ -113,7 +113,7 @@ def test_without_calibration_weights_alone_are_written(tmp_path):
 
 @pytest.mark.long
 def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
-    model = trained(mixture("qwen3-moe"), policy(NVFP4, "tensor_scaling"))
+    model = trained(mixture("Qwen3-MoE"), policy(NVFP4, "tensor_scaling"))
     with pytest.warns(PolicyWarning, match="ignores the global scales of experts"):
         fp4graph.export(model, tmp_path / "out", sibling_scales="own")
 

@@ -7,7 +7,6 @@ import gc
 import io
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from tests.exports.models import MXFP4, NVFP4, Tied
 from tests.exports.models import by_rule as policy
 from tests.helpers.steps import differences, same, through_file
 from tests.model.test_adapters import Lora
+from tests.recipes.arithmetic import quantize
 
 FROM_FPROP = {
     "backward": {"rounding": "stochastic"},
@@ -86,15 +86,9 @@ def packed(*args, **how):
 
 
 def values_of(weight):
-    """Return the values of MXFP4, by the definition: blocks of 32 along a row share the smallest power of two that
-    brings them into the range of E2M1, and each takes the nearest value, one of two equally near with an even code."""
-    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    blocks = weight.double().numpy().reshape(-1, 32)
-    scales = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) / 6))
-    distances = np.abs(np.abs(blocks / scales)[..., None] - grid)
-    nearest = distances == distances.min(-1, keepdims=True)
-    code = np.where(nearest.sum(-1) == 1, nearest.argmax(-1), (nearest * (np.arange(8) % 2 == 0)).argmax(-1))
-    return torch.from_numpy(np.copysign(grid[code] * scales, blocks).reshape(weight.shape)).to(weight.dtype)
+    """Return the values of MXFP4, by the definition."""
+    values = quantize(weight.double().numpy(), 1, block=32, fmt="e8m0", rule="ceil")
+    return torch.from_numpy(values).to(weight.dtype)
 
 
 def at_rest(net):
@@ -315,36 +309,32 @@ def test_what_trains_stays_as_it_is():
     assert torch.equal(kept, values_of(frozen))
 
 
-def phases(*later):
-    """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
-    return TETRAJET | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
+def late(name, **rule):
+    return {"rules": [{"name": name, "match": {"op": "linear"}, **rule}]}
 
 
-FROM_NEAREST = FROM_FPROP | {"backward": {"rounding": "nearest"}}
+#: A phase that asks the same values.
+NEAREST = late("nearest", quantize=MXFP4, operands=FROM_FPROP | {"backward": {"rounding": "nearest"}})
+FLOOR = {**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}
 #: Phases under which packed weights would go wrong.
 UNSOUND = {
     "nothing quantized": ({"rules": [], "default": "keep"}, r"rule 'default'.*keeps it in high precision"),
-    "the rule keeps": (
-        {"rules": [{"name": "off", "match": {"op": "linear"}, "keep": "the end is exact"}], "default": "keep"},
-        r"rule 'off'.*keeps it in high precision",
-    ),
+    "the rule keeps": (late("off", keep="exact") | {"default": "keep"}, r"rule 'off'.*keeps it in high precision"),
     "other scales": (
-        {"rules": [{"name": "floor", "match": {"op": "linear"}, "operands": FROM_FPROP, "quantize": {
-            **MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}}]},
+        late("floor", quantize=FLOOR, operands=FROM_FPROP),
         r"rule 'floor'.*its quantizer changes values",
     ),
     "fprop is stochastic": (
         {"techniques": [{"stochastic_rounding": {"operands": ["fprop"]}}]},
         r"rule 'the rule'.*stochastically at every forward",
     ),
-    "dgrad of the original": (
-        {"rules": [{"name": "late", "match": {"op": "linear"}, "quantize": MXFP4}]},
-        r"rule 'late'.*dgrad quantizes it from the original",
-    ),
-}  # fmt: skip
+    "dgrad of the original": (late("late", quantize=MXFP4), r"rule 'late'.*dgrad quantizes it from the original"),
+}
 
 
-NEAREST = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": MXFP4, "operands": FROM_NEAREST}]}
+def phases(*later):
+    """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
+    return TETRAJET | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
 
 
 @pytest.mark.parametrize("name", UNSOUND)
@@ -369,7 +359,7 @@ def test_weights_stay_packed_through_phases_that_ask_the_same_values():
 #: Changes of the rule of ``tetrajet`` after which packed bytes are wrong for layer 4.
 CHANGED = {
     "kept": {"match": {"module": "0"}},
-    "other scales": {"quantize": {**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}},
+    "other scales": {"quantize": FLOOR},
 }
 
 

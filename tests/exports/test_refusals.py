@@ -57,7 +57,7 @@ def computed(change):
 
 
 def experts(quantize, **rule):
-    return trained(mixture("gpt-oss"), policy(quantize, **rule), 0)
+    return trained(mixture("GPT-OSS"), policy(quantize, **rule), 0)
 
 
 WRONG = {

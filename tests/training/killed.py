@@ -92,21 +92,15 @@ def stop_in_a_save(report: int, saves: int, writes: int) -> None:
         nonlocal saves
         saves -= 1
         with replacing(path) as file:
-            if saves:
-                yield file
-            else:
-                yield Stopping(file, writes, stop)
+            yield file if saves else Stopping(file, writes, stop)
+            if not saves:
                 stop()
 
     checkpoint.replacing = watched
 
 
 def live(path: Path, stops_at: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Fork a child that trains: (its pid, where it reports its steps).
-
-    Args:
-        stops_at: the save, and the write of it, at which the child stops.
-    """
+    """Fork a child that trains, to its end or to a write of a save: (its pid, where it reports its steps)."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,0 +1,39 @@
+"""Small mixtures of experts of transformers, the same weights every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+#: By name, the configuration and options that the model does not share with the others.
+CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "Qwen3-MoE": (transformers.Qwen3MoeConfig, {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4}),
+    "Mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+    "GPT-OSS": (transformers.GptOssConfig, {"head_dim": 16, "num_local_experts": 4}),
+    "DeepSeek-V3": (transformers.DeepseekV3Config, {"moe_intermediate_size": 48, "n_routed_experts": 4, **_DEEPSEEK}),
+}
+
+
+def mixture(name: str = "Qwen3-MoE", form: str = "grouped_mm", **options: Any) -> Any:
+    """Make a mixture of four experts a layer, two for each token, whose experts are computed in ``form``."""
+    torch.manual_seed(0)
+    make, more = CONFIGS[name]
+    config = make(**{**SIZES, "num_experts_per_tok": 2, **more, **options})
+    config._experts_implementation = form
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
