@@ -36,4 +36,5 @@ def mixture(name: str = "Qwen3-MoE", form: str = "grouped_mm", **options: Any) -
     make, more = CONFIGS[name]
     config = make(**{**SIZES, "num_experts_per_tok": 2, **more, **options})
     config._experts_implementation = form
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    make_model: Any = transformers.AutoModelForCausalLM.from_config
+    return make_model(config, attn_implementation="eager")

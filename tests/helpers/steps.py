@@ -43,7 +43,7 @@ def descend(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps:
     losses = []
     for _ in range(steps):
         value = loss()
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
