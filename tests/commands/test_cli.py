@@ -82,7 +82,7 @@ def test_one_technique(fp4graph: Any) -> None:
     beta = data["options"]["beta"]
     assert beta.pop("description")
     assert beta == {"type": "number above 0 and below 1", "required": False, "default": 0.998}
-    assert {"round", "state", "after_step"} <= set(data["stages"])
+    assert {"round", "after_step"} <= set(data["stages"])
     assert (data["compute"], data["memory"], data["fusable"]) == ("O(n)", "O(n)", True)
 
 

@@ -29,6 +29,7 @@ TECHNIQUE = '''
 from typing import ClassVar
 
 import fp4graph
+from fp4graph.technique import Wrapper
 
 
 class Louder(fp4graph.Technique):
@@ -42,11 +43,15 @@ class Louder(fp4graph.Technique):
     def complexity(self):
         return 0.5
 
-    def acts_on(self, site):
-        return frozenset({fp4graph.Operand.FPROP_WEIGHT})
+    def parts(self, site):
+        return (LouderWeight(options=self, operands=frozenset({fp4graph.Operand.FPROP_WEIGHT})),)
+
+
+class LouderWeight(Wrapper):
+    mixes = "none"
 
     def after(self, y, context):
-        return y * self.by * FACTOR
+        return y * self.options.by * FACTOR
 
 
 @fp4graph.hookimpl

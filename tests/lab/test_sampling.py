@@ -17,6 +17,7 @@ from fp4graph.ops.observe import ObservedOperand
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot
+from fp4graph.technique import BlockScale, Wrapper, parts_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
@@ -87,9 +88,9 @@ def test_the_ideal_quantization_draws_the_bits_of_the_operand(name):
 @pytest.mark.parametrize("shape", [(64, 96), (40, 70)])
 def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of_their_state(shape, of_whole):
     spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
-    q_ema = QEma(beta=0.9)
-    slots = tuple(StateSlot("q_ema", entry) for entry in q_ema.state(None))
-    program = OperandProgram(spec, (q_ema,), slots)
+    q_ema = parts_of(QEma(beta=0.9))
+    slots = tuple(StateSlot("q_ema", entry) for part in q_ema for entry in part.state)
+    program = OperandProgram(spec, q_ema, slots)
     x = normal(*shape)
     state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
     one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
@@ -97,7 +98,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
     assert by_block(program)
     assert same(sample(one, selection), of_whole(one, selection))
     assert not torch.equal(sample(seen(OperandProgram(spec), x), selection).ideal, sample(one, selection).ideal)
-    assert not by_block(OperandProgram(spec, (QEma(start_after=5),), slots))  # lines do not say how many forwards
+    assert not by_block(OperandProgram(spec, parts_of(QEma(start_after=5)), slots))  # lines have no count of forwards
 
 
 @pytest.mark.slow
@@ -121,17 +122,16 @@ def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention, of_whole):
         assert torch.equal(latents[name], value)
 
 
-class Doubling(QEma):
-    """Derived from one that acts block by block, and does not say that it does so itself."""
+class Largest(BlockScale):
+    """Takes the largest maximum of all blocks for each."""
 
-    name = "doubling"
+    mixes = "tensor"
 
     def block_statistic(self, values, z, context):
         return z.amax().expand_as(z)
 
 
-class Wrapping(Doubling):
-    name = "wrapping"
+class Wrapping(Wrapper):
     mixes = "block"
 
     def around(self, quantize, x, context):
@@ -149,7 +149,7 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(case, convention, of
     }
     name, given = options.get(case, (case, {}))
     program = OperandProgram(
-        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention)), (techniques[name](**given),)
+        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention)), parts_of(techniques[name](**given))
     )
     assert by_block(program)
     one, selection = seen(program, normal(40, 100)), Selection((40, 100), 1000)
@@ -158,9 +158,9 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(case, convention, of
 
 def test_who_acts_block_by_block():
     spec = QuantSpec("e2m1", 32)
-    assert by_block(OperandProgram(spec, (QEma(),)))
-    assert not by_block(OperandProgram(spec, (Doubling(),)))
-    assert not by_block(OperandProgram(spec, (Wrapping(),)))  # whatever it says
+    assert by_block(OperandProgram(spec, parts_of(QEma())))
+    assert not by_block(OperandProgram(spec, (Largest(options=None),)))
+    assert not by_block(OperandProgram(spec, (Wrapping(options=None),)))  # whatever it says
 
 
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
@@ -180,7 +180,7 @@ def test_programs_of_techniques_are_quantized_whole():
     techniques = default_registry().techniques
     spec = QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even"))
     for name in ("tensor_scaling", "macro_block_scaling", "outlier_fallback"):
-        program = OperandProgram(spec, (techniques[name](),))
+        program = OperandProgram(spec, parts_of(techniques[name]()))
         assert not by_block(program)
         found = sample(seen(program, x := normal(64, 256)), selection := Selection((64, 256), 4000))
         assert torch.equal(found.q, selection.of(total(program(x))))
@@ -192,7 +192,7 @@ def test_programs_of_techniques_are_quantized_whole():
 def test_scales_drawn_after_rounding_leave_no_moments():
     """The mean of MS-EDEN is another than the values of one draw."""
     technique = default_registry().techniques["ms_eden"]()
-    program = OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")), (technique,))
+    program = OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")), parts_of(technique))
     found = sample(seen(program, normal(64, 256)), Selection((64, 256), None))
     assert found.moments.mean is None
 
@@ -202,13 +202,13 @@ def test_normalized_and_stochastic():
     """γ is in the moments; of what is random in other ways than rounding there are none."""
     techniques = default_registry().techniques
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), rounding="stochastic")
-    program = OperandProgram(spec, (techniques["tensor_scaling"](),))
+    program = OperandProgram(spec, parts_of(techniques["tensor_scaling"]()))
     x = normal(16, 64) * 1e-4
     moments = sample(seen(program, x), Selection((16, 64), None)).moments
     draws = torch.stack([total(seen(program, x, count).terms) for count in range(500)])
     assert torch.allclose(draws.mean(0), moments.mean[0], atol=0.2 * draws.std(0).max().item())
     assert torch.allclose(draws.std(0), moments.variance[0].sqrt(), atol=0.2 * draws.std(0).max().item())
-    twice = OperandProgram(spec, (techniques["outlier_fallback"](),))
+    twice = OperandProgram(spec, parts_of(techniques["outlier_fallback"]()))
     assert sample(seen(twice, x), Selection((16, 64), None)).moments.mean is None
     scales = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"))
     assert sample(seen(OperandProgram(scales), x), Selection((16, 64), None)).moments.mean is None

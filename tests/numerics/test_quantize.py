@@ -136,7 +136,7 @@ def test_scales_with_ties_to_even_are_those_of_gfloat(convention: str) -> None:
 
 
 def test_ties_to_even_spare_blocks_of_every_second_power_of_two() -> None:
-    """The figures of docs/techniques.md. Z = 2^k has the ideal encode scale 6/Z, a tie; 8/Z clips Z to 6/8."""
+    """The figures of docs/formats.md. Z = 2^k has the ideal encode scale 6/Z, a tie; 8/Z clips Z to 6/8."""
     x = torch.randn(2**17, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     z = x.abs().amax(1)
     assert (z.frexp().mantissa == 0.5).double().mean().item() == pytest.approx(0.0098, abs=0.0003)

@@ -96,7 +96,7 @@ def test_every_rule_is_computed_and_documented(rule: ScaleRounding) -> None:
     spec = QuantSpec(block=4, scale=ScaleSpec("e8m0", rule))  # type: ignore[arg-type]
     coarse = torch.tensor([[6.0, 1.0, -3.0, 0.0]])  # on the grid of a scale of 2
     assert torch.equal(fp4graph.fake_quantize(x, spec, key=make_key(1)), coarse if rule == "amax_ceil" else x)
-    documented = (Path(__file__).parents[2] / "docs/techniques.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[2] / "docs/formats.md").read_text(encoding="utf-8")
     assert re.search(rf"^\| .*`{rule}`.* \|", documented, re.MULTILINE)
 
 

@@ -378,7 +378,7 @@ def test_tetrajet_v2() -> None:
     assert apart.count == 64
     read = dataclasses.replace(MXFP8, source="fprop")
     assert [apart.program.operand(o).spec for o in (Q1, Q2, Q5, Q6)] == [MXFP8, MXFP8, MXFP8, read]
-    assert not any(apart.program.operand(o).techniques for o in (Q1, Q2, Q5, Q6))
+    assert not any(apart.program.operand(o).parts for o in (Q1, Q2, Q5, Q6))
 
 
 def test_mxfp8_shares_a_scale_among_32() -> None:
