@@ -1,12 +1,8 @@
 """The command line: tables for people, JSON for programs, one line on stderr for mistakes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.table import Table
@@ -19,19 +15,19 @@ from fp4graph.technique.registry import Registry
 
 
 class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
+    def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err
 
     @property
-    def data(self) -> Any:
+    def data(self):
         return json.loads(self.out)
 
 
 @pytest.fixture
-def fp4graph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def fp4graph(capsys, monkeypatch):
     """Runs the command as the installed script does."""
 
-    def run(*arguments: str) -> Result:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["fp4graph", *arguments])
         code = 0
         try:
@@ -47,7 +43,7 @@ SHIPPED = ["bf16", "microscaling", "mxfp4", "nvfp4", "tetrajet", "tetrajet-qema"
 
 
 @pytest.mark.inductor
-def test_policies(fp4graph: Any) -> None:
+def test_policies(fp4graph):
     result = fp4graph("policies")
     assert (result.code, result.err) == (0, "")
     assert "Ω" in result.out
@@ -56,7 +52,7 @@ def test_policies(fp4graph: Any) -> None:
 
 
 @pytest.mark.slow
-def test_policies_as_json(fp4graph: Any) -> None:
+def test_policies_as_json(fp4graph):
     rows = {row["name"]: row for row in fp4graph("policies", "--json").data}
     assert set(SHIPPED) <= set(rows)
     assert rows["tetrajet"]["complexity"] == 0.5
@@ -65,7 +61,7 @@ def test_policies_as_json(fp4graph: Any) -> None:
     assert rows["baseline"] == rows["bf16"] | {"name": "baseline", "description": "another name of bf16"}
 
 
-def test_techniques(fp4graph: Any) -> None:
+def test_techniques(fp4graph):
     result = fp4graph("techniques")
     assert (result.code, result.err) == (0, "")
     for words in ("q_ema", "hadamard", "stochastic_rounding", "fusable", "O(n)"):
@@ -73,7 +69,7 @@ def test_techniques(fp4graph: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_technique(fp4graph: Any) -> None:
+def test_one_technique(fp4graph):
     found = registry.default_registry()
     result = fp4graph("techniques", "q_ema")
     assert result.code == 0
@@ -86,7 +82,7 @@ def test_one_technique(fp4graph: Any) -> None:
     assert (data["compute"], data["memory"], data["fusable"]) == ("O(n)", "O(n)", True)
 
 
-def test_one_policy(fp4graph: Any) -> None:
+def test_one_policy(fp4graph):
     result = fp4graph("policies", "tetrajet-qema")
     assert result.code == 0
     assert result.out == reference.policy_page(load_policy("tetrajet-qema"))
@@ -95,37 +91,37 @@ def test_one_policy(fp4graph: Any) -> None:
     assert data["fingerprint"] == load_policy("tetrajet-qema").fingerprint
 
 
-def test_a_page_is_rendered_on_a_terminal(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_rendered_on_a_terminal(fp4graph, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = fp4graph("techniques", "q_ema").out
     assert "\x1b[" in shown
     assert "| --- |" not in shown
 
 
-def test_unknown_policy(fp4graph: Any) -> None:
+def test_unknown_policy(fp4graph):
     result = fp4graph("policies", "tetrajett")
     assert (result.code, result.out) == (1, "")
     assert "unknown policy 'tetrajett'; did you mean 'tetrajet'?\n" in result.err
 
 
-def test_options_are_shown_as_policies_write_them(fp4graph: Any) -> None:
+def test_options_are_shown_as_policies_write_them(fp4graph):
     assert set(fp4graph("techniques", "stochastic_rounding", "--json").data["options"]) >= {"operands", "bits"}
 
 
-def test_unknown_technique(fp4graph: Any) -> None:
+def test_unknown_technique(fp4graph):
     result = fp4graph("techniques", "q_emma")
     assert (result.code, result.out) == (1, "")
     assert result.err == "unknown technique 'q_emma'; did you mean 'q_ema'?\n"
 
 
-def test_check(fp4graph: Any) -> None:
+def test_check(fp4graph):
     result = fp4graph("check", "tetrajet-qema")
     assert (result.code, result.err) == (0, "")
     for words in ("Q1", "Q6", "dgrad.weight", "e8m0 ceil", "nearest, ties up", "q_ema(beta=0.998", "tetrajet.yaml:"):
         assert words in result.out
 
 
-def test_check_as_json(fp4graph: Any) -> None:
+def test_check_as_json(fp4graph):
     data = fp4graph("check", "tetrajet", "--json").data
     (rule,) = data["rules"]
     assert rule["operands"]["dgrad.weight"] == {
@@ -140,7 +136,7 @@ def test_check_as_json(fp4graph: Any) -> None:
     assert len(data["fingerprint"]) == 64
 
 
-def test_check_says_where_ties_of_scales_go(fp4graph: Any, tmp_path: Path) -> None:
+def test_check_says_where_ties_of_scales_go(fp4graph, tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\ndefault: {scale: {rounding: nearest_even, ties: even}}\n")
     assert fp4graph("check", str(path), "--json").data["default"]["operands"]["fprop.input"]["scale"] == (
@@ -150,7 +146,7 @@ def test_check_says_where_ties_of_scales_go(fp4graph: Any, tmp_path: Path) -> No
     assert "nearest_even ties" not in fp4graph("check", str(path)).out
 
 
-def test_check_says_that_nothing_is_quantized(fp4graph: Any, tmp_path: Path) -> None:
+def test_check_says_that_nothing_is_quantized(fp4graph, tmp_path):
     assert "This policy quantizes nothing" in fp4graph("check", "bf16").out
     assert fp4graph("check", "bf16", "--json").data["quantizes"] is False
     assert "quantizes nothing" not in fp4graph("check", "tetrajet").out
@@ -161,7 +157,7 @@ def test_check_says_that_nothing_is_quantized(fp4graph: Any, tmp_path: Path) -> 
     assert f"{path}:3: no rule quantizes" in result.err
 
 
-def test_check_of_kept_operands(fp4graph: Any, tmp_path: Path) -> None:
+def test_check_of_kept_operands(fp4graph, tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\ndefault: {operands: {backward: keep}}\n")
     result = fp4graph("check", str(path))
@@ -169,7 +165,7 @@ def test_check_of_kept_operands(fp4graph: Any, tmp_path: Path) -> None:
     assert "every other site" in result.out
 
 
-def test_check_of_a_wrong_policy_is_one_line(fp4graph: Any, tmp_path: Path) -> None:
+def test_check_of_a_wrong_policy_is_one_line(fp4graph, tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 1\nrules:\n  - match: {}\n    quantise: {}\n")
     result = fp4graph("check", str(path))
@@ -178,7 +174,7 @@ def test_check_of_a_wrong_policy_is_one_line(fp4graph: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.process
-def test_the_installed_command(tmp_path: Path) -> None:
+def test_the_installed_command(tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 3\n")
     done = subprocess.run(
@@ -191,23 +187,21 @@ def test_the_installed_command(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_usage_errors_are_typers(fp4graph: Any) -> None:
+def test_usage_errors_are_typers(fp4graph):
     assert fp4graph("check").code == 2
     assert fp4graph("nonsense").code == 2
 
 
 @pytest.mark.slow
-def test_broken_plugins_and_policies_are_warnings(
-    fp4graph: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_path):
     class Raises:
         @hookimpl
-        def fp4graph_techniques(self) -> list[Any]:
+        def fp4graph_techniques(self):
             raise RuntimeError("out of order")
 
     class Ships:
         @hookimpl
-        def fp4graph_policies(self) -> list[Path]:
+        def fp4graph_policies(self):
             return [path]
 
     path = tmp_path / "shabby.yaml"
@@ -223,7 +217,7 @@ def test_broken_plugins_and_policies_are_warnings(
     assert registry.default_registry() is not found
 
 
-def test_without_timm(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_timm(fp4graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     result = fp4graph("explain", "--model", "deit_tiny_patch16_224", "bf16")
     assert result.code == 1
@@ -231,12 +225,12 @@ def test_without_timm(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def timm() -> Any:
+def timm():
     return pytest.importorskip("timm")
 
 
 @pytest.mark.usefixtures("timm")
-def test_unknown_model(fp4graph: Any) -> None:
+def test_unknown_model(fp4graph):
     result = fp4graph("explain", "--model", "deit_tiny_patch16_225", "bf16")
     assert result.code == 1
     assert "did you mean 'deit_tiny_patch16_224'?" in result.err
@@ -244,7 +238,7 @@ def test_unknown_model(fp4graph: Any) -> None:
 
 @pytest.mark.usefixtures("timm")
 @pytest.mark.parametrize("size", ["224", "3,32,32", "3x0x32", "x"])
-def test_wrong_shape(size: str, fp4graph: Any) -> None:
+def test_wrong_shape(size, fp4graph):
     result = fp4graph("explain", "--model", "test_vit", "--input-size", size.replace("224", "a"), "bf16")
     assert result.code == 1
     assert "is not a shape" in result.err
@@ -253,7 +247,7 @@ def test_wrong_shape(size: str, fp4graph: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.usefixtures("timm")
-def test_explain_prints_schedules(fp4graph: Any) -> None:
+def test_explain_prints_schedules(fp4graph):
     command = ("explain", "--model", "test_vit", "--schedule", "tetrajet-qema")
     text = fp4graph(*command).out
     assert "q_ema rounds elements" in text
@@ -268,7 +262,7 @@ def test_explain_prints_schedules(fp4graph: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("timm")
-def test_explain(fp4graph: Any) -> None:
+def test_explain(fp4graph):
     result = fp4graph("explain", "--model", "test_vit", "--batch-size", "3", "--json", "tetrajet")
     assert result.code == 0
     sites = {site["module"]: site for site in result.data["sites"]}
@@ -287,7 +281,7 @@ def test_explain(fp4graph: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("timm")
-def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
+def test_check_against_a_model(fp4graph, tmp_path):
     result = fp4graph("check", "tetrajet", "--model", "test_vit")
     assert result.code == 0
     assert "blocks.0-5.attn.qkv" in result.out
@@ -301,7 +295,7 @@ def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
 CONTROL = "\x1b\x9b\x07\r\u202e"
 
 
-def test_control_characters_of_a_policy_are_not_printed(fp4graph: Any, tmp_path: Path) -> None:
+def test_control_characters_of_a_policy_are_not_printed(fp4graph, tmp_path):
     evil = "[/x] " + "".join(f"{character}]0;title" for character in CONTROL)
     policy = {"version": 1, "name": "evil", "description": evil,
               "rules": [{"name": evil, "match": {"op": "linear"}, "keep": evil}], "default": "keep"}  # fmt: skip
@@ -316,21 +310,21 @@ def test_control_characters_of_a_policy_are_not_printed(fp4graph: Any, tmp_path:
     assert json.loads(fp4graph("check", str(file), "--json").out)["description"] == evil
 
 
-def test_a_name_that_no_file_can_have_is_a_message(fp4graph: Any) -> None:
+def test_a_name_that_no_file_can_have_is_a_message(fp4graph):
     result = fp4graph("report", "x" * 5000)
     assert result.code == 1
     assert "File name too long" in result.err
     assert "Traceback" not in result.err
 
 
-def test_a_message_is_no_longer_than_a_page(fp4graph: Any) -> None:
+def test_a_message_is_no_longer_than_a_page(fp4graph):
     result = fp4graph("train", "digits", "--optimizer-option", "x" * 100_000)
     assert result.code == 1
     assert len(result.err) < 11_000
     assert "characters ...]" in result.err
 
 
-def test_the_output_of_a_console_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_console_is_printable(capsys):
     table = Table("[/x] :smile: \x1b]0;column")
     table.add_row("a\x9bb")
     output.new_console(width=80).print("\x1b[31mred", table)

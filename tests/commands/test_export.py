@@ -1,7 +1,5 @@
 """``fp4graph export`` writes checkpoints of runs and of Hugging Face models."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

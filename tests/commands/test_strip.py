@@ -1,7 +1,5 @@
 """``fp4graph strip`` writes what a plain model loads."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections import OrderedDict
 

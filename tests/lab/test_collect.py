@@ -1,7 +1,5 @@
 """Statistics collected while training: true, and without a trace in the training."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -18,16 +16,14 @@ from tests.helpers.policies import one_rule, quantizer
 
 def policy(backward="stochastic", techniques=(), **operands):
     return one_rule(
-        *techniques,
-        quantize=quantizer(16, rounding="floor"),
-        operands={"backward": {"rounding": backward}, **operands},
+        *techniques, quantize=quantizer(16, rounding="floor"), operands={"backward": {"rounding": backward}, **operands}
     )
 
 
 class Net(nn.Module):
     """Two linears; the second is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 48)

@@ -16,10 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -52,15 +50,15 @@ compare = functools.partial(fp4graph.compare, timing=False)
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def result(tmp_path_factory):
     """Two policies and the baseline under three seeds, timed."""
     return fp4graph.compare(loop, POLICIES, folder=tmp_path_factory.mktemp("compare"), statistics=2)
 
 
 @functools.cache
-def by_hand() -> dict[str, list[list[float]]]:
+def by_hand():
     """The losses of each policy and seed, in a loop without compare."""
-    losses: dict[str, list[list[float]]] = {}
+    losses = {}
     for policy in ("bf16", *POLICIES):
         for seed in range(3):
             model, optimizer = applied(policy, seed)
@@ -69,7 +67,7 @@ def by_hand() -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_a_loop_by_hand(result: Comparison) -> None:
+def test_losses_are_those_of_a_loop_by_hand(result):
     found = {(run["policy"], run["seed"]): [loss for _, loss in run["curve"]] for run in result.runs}
     assert found == {(policy, seed): losses for policy, own in by_hand().items() for seed, losses in enumerate(own)}
     baseline, nvfp4, tetrajet = result.rows
@@ -97,7 +95,7 @@ def test_losses_are_those_of_a_loop_by_hand(result: Comparison) -> None:
     [trainings.generator, pytest.param(trainings.returning, marks=pytest.mark.long)],
     ids=lambda train: train.__name__,
 )
-def test_a_training_may_yield_or_return_its_losses(tmp_path: Path, train: Any) -> None:
+def test_a_training_may_yield_or_return_its_losses(tmp_path, train):
     (_, row) = compare(train, "tetrajet", seeds=[1], folder=tmp_path).rows
     assert (row["loss"], row["square"]) == (by_hand()["tetrajet"][1][-1], STEPS**2)
 
@@ -105,14 +103,14 @@ def test_a_training_may_yield_or_return_its_losses(tmp_path: Path, train: Any) -
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("applies", [True, False], ids=["applied", "plain"])
-def test_a_trainer_is_run(tmp_path: Path, applies: bool) -> None:
+def test_a_trainer_is_run(tmp_path, applies):
     transformers = pytest.importorskip("transformers")
     from fp4graph.integrations import FP4GraphCallback
 
     x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     data = [{"x": row, "labels": row.roll(1)} for row in x]
 
-    def make(policy: Any, seed: int, log: Any) -> Any:
+    def make(policy, seed, log):
         options = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 2, "report_to": []}
         arguments = transformers.TrainingArguments(
             str(tmp_path / "trainer"), **options, use_cpu=True, seed=seed, save_strategy="no", disable_tqdm=True
@@ -132,30 +130,30 @@ def test_a_trainer_is_run(tmp_path: Path, applies: bool) -> None:
     assert trainer.state.global_step == 0
 
 
-def test_a_lightning_pair_is_run(tmp_path: Path) -> None:
+def test_a_lightning_pair_is_run(tmp_path):
     lightning = pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 
     class Module(lightning.LightningModule):
-        def __init__(self, policy: Any, seed: int) -> None:
+        def __init__(self, policy, seed):
             super().__init__()
             self.net, self.prepared = applied(policy, seed)
 
-        def training_step(self, batch: Any, index: int) -> Any:
+        def training_step(self, batch, index):
             return self.net(batch)["loss"]
 
-        def validation_step(self, batch: Any, index: int) -> None:
+        def validation_step(self, batch, index):
             self.log("val_loss", self.net(batch)["loss"])
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return self.prepared
 
     class Data(lightning.LightningDataModule):
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             return torch.utils.data.DataLoader(torch.randn(32, 32, generator=torch.Generator()), batch_size=8)
 
         val_dataloader = train_dataloader
 
-    def make(policy: Any, seed: int, log: Any) -> Any:
+    def make(policy, seed, log):
         trainer = lightning.Trainer(
             accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
             enable_checkpointing=False, default_root_dir=tmp_path,
@@ -169,10 +167,10 @@ def test_a_lightning_pair_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path):
     broken = [True]
 
-    def train(policy: Any, seed: int, log: Any) -> float:
+    def train(policy, seed, log):
         model, optimizer = applied(policy, seed)
         for number in range(1, STEPS + 1):
             loss = step(model, optimizer).item()
@@ -202,11 +200,11 @@ def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path:
     assert not (tmp_path / "nvfp4-0" / "traceback.txt").exists()
 
 
-def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path: Path) -> None:
+def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path):
     """The former attempt's log stays, for a training that goes on from a checkpoint of its own."""
     first = [True]
 
-    def train(policy: Any, seed: int, log: Any) -> None:
+    def train(policy, seed, log):
         if first:
             log(1, 2.0)
             first.clear()
@@ -230,33 +228,32 @@ def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path: Path) -> 
         (([(1, 3.0)], [(1, 3.5), (2, 1.0)]), None),
     ],
 )
-def test_only_curves_at_the_same_steps_are_subtracted(tmp_path: Path, curves: Any, difference: Any) -> None:
+def test_only_curves_at_the_same_steps_are_subtracted(tmp_path, curves, difference):
     policies = tuple(map(fp4graph.load_policy, ("bf16", "nvfp4")))
     runs = tuple(
         {"policy": policy.name, "seed": 0, "state": "finished", "curve": curve}
         for policy, curve in zip(policies, curves, strict=True)
     )
     picture = files.losses(Comparison(tmp_path, "training", "bf16", policies, (0,), runs, {}))
-    assert picture is not None
     drawn = [line for axes in picture.axes[1:] for line in axes.lines if line.get_label() == "nvfp4"]
     assert [list(line.get_ydata()) for line in drawn] == ([] if difference is None else [difference])
 
 
-def test_a_training_with_other_arguments(tmp_path: Path) -> None:
-    def train(policy: Any, seed: int) -> float:
+def test_a_training_with_other_arguments(tmp_path):
+    def train(policy, seed):
         raise AssertionError
 
     says = r"calls .*train as train\(policy, seed, log\): too many positional arguments"
     with pytest.raises(Error, match=says):
         compare(train, "tetrajet", folder=tmp_path)
     with pytest.raises(Error, match=r"calls a function as train\(policy, seed, log\); got 'digits'"):
-        compare("digits", "tetrajet", folder=tmp_path)  # type: ignore[arg-type]
+        compare("digits", "tetrajet", folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_failed_run_names_the_last_line_of_the_users(tmp_path: Path) -> None:
-    def train(policy: Any, seed: int, log: Any) -> None:
+def test_a_failed_run_names_the_last_line_of_the_users(tmp_path):
+    def train(policy, seed, log):
         model, _ = applied(policy, seed)
         log(1, model(torch.randn(16, 32))["loss"])
         nn.Linear(2, 2)(torch.ones(3))
@@ -267,15 +264,10 @@ def test_a_failed_run_names_the_last_line_of_the_users(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (None, "returned no loss and logged none"),
-        ("text", "bf16: It failed"),
-    ],
-    ids=str,
+    ("returned", "says"), [(None, "returned no loss and logged none"), ("text", "bf16: It failed")], ids=str
 )
-def test_a_training_without_a_loss(tmp_path: Path, returned: Any, says: str) -> None:
-    def train(policy: Any, seed: int, log: Any) -> Any:
+def test_a_training_without_a_loss(tmp_path, returned, says):
+    def train(policy, seed, log):
         step(*applied(policy, seed))
         return returned
 
@@ -290,7 +282,7 @@ def test_a_training_without_a_loss(tmp_path: Path, returned: Any, says: str) -> 
 
 
 @pytest.mark.slow
-def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_path: Path) -> None:
+def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_path):
     nowhere = one_rule(match={"module": "absent.*"}, default="keep") | {"name": "nowhere"}
     late = {**one_rule(match={"op": "linear"}), "name": "late"}
     late["phases"] = [{"at": 4, "rules": nowhere["rules"]}]
@@ -309,8 +301,8 @@ def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_training_that_never_applies_a_policy_is_refused(tmp_path: Path) -> None:
-    def train(policy: Any, seed: int, log: Any) -> None:
+def test_a_training_that_never_applies_a_policy_is_refused(tmp_path):
+    def train(policy, seed, log):
         log(1, 1.0)
 
     with pytest.raises(Error, match=r"never called fp4graph.apply"):
@@ -319,8 +311,8 @@ def test_a_training_that_never_applies_a_policy_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*was called by itself:fp4graph.errors.PolicyWarning")
-def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(tmp_path: Path) -> None:
-    def train(policy: Any, seed: int, log: Any) -> None:
+def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(tmp_path):
+    def train(policy, seed, log):
         model, _ = applied(policy, seed)
         log(1, model.blocks(torch.randn(4, 32)).sum())
 
@@ -330,10 +322,10 @@ def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    began: list[tuple[str, int]] = []
+def test_goes_on_where_it_was_stopped(tmp_path):
+    began = []
 
-    def train(policy: Any, seed: int, log: Any) -> None:
+    def train(policy, seed, log):
         model, _ = applied(policy, seed)
         model(torch.randn(16, 32))
         began.append((policy.name, seed))
@@ -369,7 +361,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("processes", [1, 2])
-def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, processes: int) -> None:
+def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path, processes):
     folder, draw = tmp_path / "out", random.Random(processes)
     command = [sys.executable, "-m", "tests.lab.trainings", str(folder), str(processes)]
     environment = {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}
@@ -402,11 +394,11 @@ def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, processes:
     assert recorded == {(policy, seed) for policy in ("bf16", "mxfp4", "tetrajet") for seed in range(20)}
 
 
-def _size(file: Path) -> int:
+def _size(file):
     return file.stat().st_size if file.exists() else 0
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def _lines(file):
     """The whole lines of a file."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
@@ -414,7 +406,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_processes_find_the_same(tmp_path: Path) -> None:
+def test_processes_find_the_same(tmp_path):
     result = compare(loop, POLICIES, folder=tmp_path, processes=2)
     assert {(run["policy"], run["seed"]): run["loss"] for run in result.runs} == {
         (policy, seed): losses[-1] for policy, own in by_hand().items() for seed, losses in enumerate(own)
@@ -423,7 +415,7 @@ def test_processes_find_the_same(tmp_path: Path) -> None:
         compare(lambda policy, seed, log: 0.0, POLICIES, folder=tmp_path / "other", processes=2)
 
 
-def test_a_training_that_goes_on_continues_its_log(tmp_path: Path) -> None:
+def test_a_training_that_goes_on_continues_its_log(tmp_path):
     killed = Log(tmp_path, lambda step, loss: None)
     for number in range(1, 6):
         killed(number, torch.tensor(float(number)))
@@ -436,12 +428,12 @@ def test_a_training_that_goes_on_continues_its_log(tmp_path: Path) -> None:
 class Sleeper:
     """A training whose steps take a time that depends on the policy, and that notes who runs."""
 
-    def __init__(self, milliseconds: dict[str, float], steps: int = 1000) -> None:
+    def __init__(self, milliseconds, steps=1000):
         self.milliseconds, self.steps = milliseconds, steps
         self.trace: list[str] = []
         self.running = threading.Lock()
 
-    def __call__(self, policy: Any, seed: int, log: Any) -> None:
+    def __call__(self, policy, seed, log):
         for number in range(1, self.steps + 1):
             assert self.running.acquire(blocking=False), "both run at once"
             self.trace.append(policy.name)
@@ -450,7 +442,7 @@ class Sleeper:
             log(number, 1.0)
 
 
-def test_times_alternate() -> None:
+def test_times_alternate():
     train = Sleeper({"bf16": 2.0, "nvfp4": 10.0})
     measured = timing.timed(train, fp4graph.load_policy("bf16"), fp4graph.load_policy("nvfp4"), 0)
     assert 2 <= measured["baseline_ms_per_step"] < 6
@@ -459,7 +451,7 @@ def test_times_alternate() -> None:
     assert turns == ["bf16", "nvfp4"] * (timing.TURNS + 1)
 
 
-def test_times_of_short_and_of_failing_trainings() -> None:
+def test_times_of_short_and_of_failing_trainings():
     pair = fp4graph.load_policy("bf16"), fp4graph.load_policy("nvfp4")
     assert timing.timed(Sleeper({"bf16": 0.0, "nvfp4": 0.0}, steps=4), *pair, 0) == {}
     with pytest.raises(KeyError, match="nvfp4"):
@@ -467,11 +459,9 @@ def test_times_of_short_and_of_failing_trainings() -> None:
 
 
 @pytest.mark.slow
-def test_a_listener_hears_its_context_and_its_thread() -> None:
-    heard: list[nn.Module] = []
-    listener: Any = SimpleNamespace(
-        applied=heard.append, prepared=lambda model, optimizer: heard.append(type(optimizer))
-    )
+def test_a_listener_hears_its_context_and_its_thread():
+    heard = []
+    listener = SimpleNamespace(applied=heard.append, prepared=lambda model, optimizer: heard.append(type(optimizer)))
     with listening(listener):
         model, _ = applied("bf16", 0)
         other = threading.Thread(target=applied, args=("bf16", 0))
@@ -482,7 +472,7 @@ def test_a_listener_hears_its_context_and_its_thread() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_the_interval_is_scipys(count: int) -> None:
+def test_the_interval_is_scipys(count):
     stats = pytest.importorskip("scipy.stats")
     draws = torch.randn(count, generator=torch.Generator().manual_seed(count)).double().tolist()
     mean, half = paired(draws)
@@ -492,7 +482,7 @@ def test_the_interval_is_scipys(count: int) -> None:
     assert paired(draws[:1]) == (draws[0], None)
 
 
-def made(losses: dict[str, list[float]], folder: Path = Path("out")) -> Comparison:
+def made(losses, folder=Path("out")):
     """A comparison with these final losses."""
     model = {"sites": 5, "quantized": 4, "fp4_flops": 0.8, "bits_per_weight": 5.8}
     runs = [
@@ -516,11 +506,11 @@ def made(losses: dict[str, list[float]], folder: Path = Path("out")) -> Comparis
     ],
     ids=["higher", "lower", "unclear", "equal", "one"],
 )
-def test_the_verdict(losses: list[float], says: str) -> None:
+def test_the_verdict(losses, says):
     assert says in made({"bf16": [1.1, 1.2, 1.0], "nvfp4": losses}).verdict
 
 
-def test_the_verdict_ranks_what_it_can_tell_apart() -> None:
+def test_the_verdict_ranks_what_it_can_tell_apart():
     usual = [1.0, 1.5, 1.25]
     near, far = [1.1, 1.61, 1.34], [1.4, 1.91, 1.64]
     text = made({"bf16": usual, "nvfp4": far, "tetrajet": near}).verdict.splitlines()[0]
@@ -531,7 +521,7 @@ def test_the_verdict_ranks_what_it_can_tell_apart() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_is_whole_and_refers_to_nothing_outside(result: Comparison) -> None:
+def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     text = (result.folder / "report.html").read_text("utf-8")
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)
     assert "width=device-width" in text
@@ -548,7 +538,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result: Comparison) -> 
     assert not (result.folder / "tetrajet-1" / "statistics").exists()
 
 
-def test_the_files_parse(tmp_path: Path) -> None:
+def test_the_files_parse(tmp_path):
     result = made({"bf16": [0.11, 0.12, 0.1], "nvfp4": [0.2, 0.3, 0.1], "mxfp4": []}, tmp_path)
     files.write_all(result)
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text("utf-8").splitlines()))
@@ -570,7 +560,7 @@ def test_the_files_parse(tmp_path: Path) -> None:
     assert r"a\_b\&c" in files.as_tex([{"a_b&c": "1"}])
 
 
-def test_curves_are_thinned_to_means() -> None:
+def test_curves_are_thinned_to_means():
     points = [(number, float(number)) for number in range(1, 1001)]
     thin = runs_of.thinned(points)
     assert len(thin) == 200
@@ -580,12 +570,12 @@ def test_curves_are_thinned_to_means() -> None:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def command(monkeypatch, tmp_path):
     """Runs ``fp4graph compare`` in an empty folder: (exit code, stdout, stderr or the error)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         from fp4graph.cli import app
 
         result = CliRunner().invoke(app, ["compare", *arguments])
@@ -601,7 +591,7 @@ BRIEF = ["--batch-size=16", "--steps=2", "--validate-every=1", "--validation-bat
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_command_compares_a_task(command: Any, tmp_path: Path) -> None:
+def test_the_command_compares_a_task(command, tmp_path):
     code, out, err = command("digits", *BRIEF, "--policies=bf16, mxfp4", "--seeds=1")
     assert code == 0, err
     ended = [f"{name}, seed 0: finished, loss" for name in ("bf16", "mxfp4")]
@@ -625,7 +615,7 @@ def test_the_command_compares_a_task(command: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_command_compares_a_function_of_the_users(command: Any, tmp_path: Path) -> None:
+def test_the_command_compares_a_function_of_the_users(command, tmp_path):
     (tmp_path / "mine.py").write_text("from tests.lab.trainings import loop as fn\n")
     code, out, err = command("--train=mine:fn", "--policies=tetrajet", "--seeds=2", "--seed=1", "--no-timing")
     assert code == 0, err
@@ -636,7 +626,7 @@ def test_the_command_compares_a_function_of_the_users(command: Any, tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(command: Any, tmp_path: Path) -> None:
+def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(command, tmp_path):
     """Of runs that have all failed nothing is kept that an edit could contradict."""
     source = "from tests.lab.trainings import loop\n\ndef fn(policy, seed, log):\n    return loop(policy, seed, log)"
     arguments = "--train=mine:fn", "--policies=tetrajet", "--seeds=1", "--no-timing", "--output=runs/mended"
@@ -669,7 +659,7 @@ def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(co
         (["--train=json:load", "--policies=tetrajet", "--lr=1"], "--lr is only for tasks"),
     ],
 )
-def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_a_mistake_is_one_sentence(command, tmp_path, arguments, says):
     code, _, error = command(*arguments)
     assert code != 0
     assert says in error
@@ -677,17 +667,17 @@ def test_a_mistake_is_one_sentence(command: Any, tmp_path: Path, arguments: list
 
 
 @pytest.mark.parametrize("seeds", [0, [], [1, 1], [-1], [1.5]], ids=str)
-def test_seeds_are_different_whole_numbers(tmp_path: Path, seeds: Any) -> None:
+def test_seeds_are_different_whole_numbers(tmp_path, seeds):
     with pytest.raises(Error, match="seeds must be a number of at least 1"):
         compare(loop, "tetrajet", seeds=seeds, folder=tmp_path)
 
 
 @pytest.mark.slow
-def test_a_training_that_sets_one_seed_for_all_is_noted(tmp_path: Path) -> None:
-    def fixed(policy: Any, seed: int, log: Any) -> None:
+def test_a_training_that_sets_one_seed_for_all_is_noted(tmp_path):
+    def fixed(policy, seed, log):
         trainings.loop(policy, 7, log)
 
-    options: dict[str, Any] = {"seeds": 2, "timing": False, "statistics": 0}
+    options = {"seeds": 2, "timing": False, "statistics": 0}
     noted, silent = (
         compare(train, "mxfp4", folder=tmp_path / train.__name__, **options) for train in (fixed, trainings.loop)
     )

@@ -1,7 +1,5 @@
 """A diagnosis names what went wrong first, and nothing where a training is healthy."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Statistics of a model with experts: their operands and weights are recorded like those of linear layers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,11 +1,8 @@
 """Reconstruction errors and scale curves against NumPy and ml_dtypes; the figures as commands."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +15,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def figures(monkeypatch):
     """The script behind the figures."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "findings"))
     monkeypatch.delitem(sys.modules, "figures", raising=False)

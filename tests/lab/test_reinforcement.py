@@ -1,12 +1,8 @@
 """The task countdown: rollouts, advantages and gradients against references, bad rewards, and resuming."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,22 +15,22 @@ from fp4graph.lab.tasks import TASKS, countdown
 from fp4graph.model.runtime import runtime_of
 
 
-def problem(**options: Any) -> countdown.Countdown:
+def problem(**options):
     """Make the problem without a supervised start."""
     settings = TASKS["countdown"].settings(Run("countdown", device="cpu", batch_size=2, seed=3))
     return countdown.Countdown(settings, **{"warm_up": 0, "group": 4, **options})
 
 
-def by_length(prompt: str, completion: str) -> float:
+def by_length(prompt, completion):
     """A reward that untrained models get."""
     return float(len(completion) % 3)
 
 
-def gap(prompt: str, completion: str) -> float:
+def gap(prompt, completion):
     return math.nan
 
 
-def scores(model: Any, prompt: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+def scores(model, prompt, tokens):
     """The logits before each token, each from a forward of its own without a cache."""
     return [
         model(input_ids=torch.cat([prompt, torch.tensor(tokens[:place], dtype=torch.int64)])[None], use_cache=False)
@@ -43,11 +39,11 @@ def scores(model: Any, prompt: torch.Tensor, tokens: list[int]) -> list[torch.Te
     ]  # fmt: skip
 
 
-def until_end(tokens: list[int]) -> list[int]:
+def until_end(tokens):
     return tokens[: tokens.index(countdown.END) + 1] if countdown.END in tokens else tokens
 
 
-def test_advantages_are_normalised_in_each_group() -> None:
+def test_advantages_are_normalised_in_each_group():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 1.0]])
     given = rewards.numpy().astype(np.float64)
     expected = (given - given.mean(1, keepdims=True)) / (given.std(1, ddof=1, keepdims=True) + 1e-4)
@@ -56,7 +52,7 @@ def test_advantages_are_normalised_in_each_group() -> None:
 
 
 @pytest.mark.slow
-def test_a_rollout_is_the_largest_of_logits_and_noise() -> None:
+def test_a_rollout_is_the_largest_of_logits_and_noise():
     made = problem()
     prompts, noise = next(made.batches(0))
     prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
@@ -78,7 +74,7 @@ def test_a_rollout_is_the_largest_of_logits_and_noise() -> None:
     assert len(lengths) > 1
 
 
-def test_the_noise_draws_from_the_softmax() -> None:
+def test_the_noise_draws_from_the_softmax():
     """Frequencies of argmax(logits + noise) within 4 standard deviations of softmax(logits)."""
     made = problem(group=64)
     noise = torch.cat([batch[1] for batch, _ in zip(made.batches(0), range(8), strict=False)]).flatten(0, 2)
@@ -90,14 +86,14 @@ def test_the_noise_draws_from_the_softmax() -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_the_objective_written_out() -> None:
+def test_the_gradient_is_that_of_the_objective_written_out():
     """−(1/G)·Σ A·(1/|o|)·Σ log p, completion by completion, token by token; the value is the share without reward."""
     made = problem(reward=by_length)
     model, batch = made.model.train(), next(made.batches(5))
     losses = made.measure(model, batch)["loss"]
     assert model.training
-    losses.mean().backward()  # type: ignore[no-untyped-call]
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    losses.mean().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     prompts, noise = batch
@@ -113,7 +109,7 @@ def test_the_gradient_is_that_of_the_objective_written_out() -> None:
                 one.double().log_softmax(-1)[token] for one, token in zip(scores(model, prompt, row), row, strict=True)
             ]
             objective = objective - weight * torch.stack(logs).mean() / 4 / len(prompts)
-    objective.backward()  # type: ignore[no-untyped-call]
+    objective.backward()
     assert any(gradient.any() for gradient in found.values())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -121,7 +117,7 @@ def test_the_gradient_is_that_of_the_objective_written_out() -> None:
 
 
 @pytest.mark.slow
-def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
+def test_validation_is_the_expected_reward_and_the_same_each_time():
     made = problem(reward=by_length)
     model = made.model.eval()
     batches = list(made.validation())
@@ -139,7 +135,7 @@ def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 48])
-def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size: int) -> None:
+def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size):
     made = problem()
     expected = [torch.cat(parts) for parts in zip(*made.validation(), strict=True)]
     assert len({tuple(prompt) for prompt in expected[0].tolist()}) == countdown.VALIDATED == 128
@@ -151,7 +147,7 @@ def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_counts_each_product_once(monkeypatch):
     """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4
     quantizes, 2 products of attention (one node each) and a head."""
     made = partial(countdown.Countdown, warm_up=1, group=2, completion=4)
@@ -162,7 +158,7 @@ def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert (outcome.quantized, outcome.sites) == (14, 17)
 
 
-def test_batches_are_functions_of_seed_and_number() -> None:
+def test_batches_are_functions_of_seed_and_number():
     made = problem()
     whole = [batch for batch, _ in zip(made.batches(0), range(4), strict=False)]
     for batch, same in zip(whole[2:], made.batches(2), strict=False):
@@ -170,14 +166,14 @@ def test_batches_are_functions_of_seed_and_number() -> None:
     assert not torch.equal(whole[0][1], whole[1][1])
 
 
-def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() -> None:
+def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss():
     start = countdown.started.__wrapped__  # not the cached one
     first, again, other = (start(seed, 2).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert sum(p.numel() for p in start(0, 0).parameters()) == 108_992
 
-    def loss(steps: int) -> float:
+    def loss(steps):
         prompts, answers = map(countdown.encode, zip(*countdown.puzzles(32, 9), strict=True))
         chosen, _ = countdown.log_probs(start(0, steps), prompts, answers)
         return -chosen.mean().item()
@@ -186,21 +182,21 @@ def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() ->
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_reward_that_is_no_number_is_an_error_that_names_it(value: str) -> None:
-    def broken(prompt: str, completion: str) -> float:
+def test_a_reward_that_is_no_number_is_an_error_that_names_it(value):
+    def broken(prompt, completion):
         return float(value) if completion == "1+2" else 0.0
 
     with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
         countdown.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
 
 
-def test_a_training_with_a_broken_reward_ends_with_the_error() -> None:
+def test_a_training_with_a_broken_reward_ends_with_the_error():
     made = problem(reward=gap)
     with pytest.raises(Error, match="the reward function gap returned nan for the completion"):
         made.measure(made.model.train(), next(made.batches(0)))
 
 
-def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs() -> None:
+def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs():
     says = r"a rollout of 33 tokens \(a prompt of 9, a completion of up to 24\) is longer .* completion to 23 tokens"
     with pytest.raises(Error, match=says):
         problem(completion=24)
@@ -209,7 +205,7 @@ def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs() -> N
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     """Under mxfp4-rl, whose noise is a function of the count of training forwards, in rollouts too."""
     made = partial(countdown.Countdown, warm_up=3, group=4, reward=by_length)
     monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=made))
@@ -218,19 +214,19 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path: Path, monkeypatch: pyte
     )
     counts = []
 
-    def stop(step: int, loss: float) -> None:
+    def stop(step, loss):
         if step == 4:
             raise KeyboardInterrupt
 
     class Watch:
-        def __init__(self, model: Any, optimizer: Any) -> None:
+        def __init__(self, model, optimizer):
             self.model = model
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             pass
 
-        def __exit__(self, *error: object) -> None:
-            counts.append(runtime_of(self.model).count)  # type: ignore[union-attr]
+        def __exit__(self, *error):
+            counts.append(runtime_of(self.model).count)
 
     whole = train(chosen, watch=Watch)
     with pytest.raises(KeyboardInterrupt):
@@ -243,7 +239,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_rollouts_under_a_policy_have_the_trainers_probabilities() -> None:
+def test_rollouts_under_a_policy_have_the_trainers_probabilities():
     """With mxfp4 and with noise, whose draw the rollout shares with the training forward that follows."""
     made = problem(warm_up=20)
     prompts, noise = next(made.batches(0))

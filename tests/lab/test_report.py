@@ -1,11 +1,8 @@
 """The report of a run: complete, self-contained, and without complaints from a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from tests.lab.trainings import Block
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory):
     """A folder as fp4graph train leaves it, with the statistics of a short training of two blocks."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
@@ -57,7 +54,7 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(run) -> Path:
+def page(run):
     return write_report(run)
 
 

@@ -1,7 +1,5 @@
 """Lines taken out of operands are what the training multiplied, and their moments are those of its noise."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -31,7 +29,7 @@ SPECS = {
 }
 
 
-def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
+def seen(program, x, count=3):
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
     return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, given=x, terms=program(x, draw, {}))
 
@@ -40,7 +38,7 @@ def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOp
 def of_whole(monkeypatch):
     """Samples as they are where the whole operand is quantized again."""
 
-    def quantized(one: ObservedOperand, selection: Selection) -> sampling.Sample:
+    def quantized(one, selection):
         with monkeypatch.context() as patched:
             patched.setattr(sampling, "by_block", lambda program: False)
             return sample(one, selection)
@@ -48,14 +46,14 @@ def of_whole(monkeypatch):
     return quantized
 
 
-def same(one: sampling.Sample, other: sampling.Sample) -> bool:
+def same(one, other):
     """All but the scales, which are of the sample or of the whole operand."""
     pairs = [(getattr(one, field), getattr(other, field)) for field in ("x", "q", "ideal", "ratio")]
     pairs += list(zip(one.moments, other.moments, strict=True))
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
-def normal(*shape: int) -> torch.Tensor:
+def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 

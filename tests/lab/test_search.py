@@ -1,7 +1,5 @@
 """The search: exact against brute force, policies that give what was chosen, and scores that a kill cannot lose."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -12,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,51 +35,51 @@ FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
         self.out = nn.Linear(32, 32, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v by its name alone
         return self.out(torch.softmax(q @ k.mT, -1) @ v)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + self.attn(x)
         return x + self.mlp(x)
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth=2):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(depth)), nn.Linear(32, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
 
 
-def model_of(depth: int = 2) -> Model:
+def model_of(depth=2):
     torch.manual_seed(0)
     return Model(depth).eval()
 
 
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def loss(model, batch):
     return F.cross_entropy(model(batch), torch.arange(len(batch)) % 8)
 
 
-def batches(count: int = 2) -> list[torch.Tensor]:
+def batches(count=2):
     return [torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(n)) for n in range(count)]
 
 
-def scores_of(model: nn.Module, seed: int, formats: tuple[str, ...] = FORMATS[:3]) -> list[Score]:
+def scores_of(model, seed, formats=FORMATS[:3]):
     """Random scores, which are not those of the model."""
     generator = random.Random(seed)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "head"]
@@ -94,11 +91,11 @@ def scores_of(model: nn.Module, seed: int, formats: tuple[str, ...] = FORMATS[:3
 
 @pytest.mark.parametrize("quantile", [0.001, 0.05, 0.5])
 @pytest.mark.parametrize("kind", ["one", "two", "forbidden"])
-def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float) -> None:
+def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
     generator = np.random.default_rng(int(1000 * quantile) + len(kind))
     costs, use, other = (generator.exponential(size=(12, 3)) for _ in range(3))
 
-    def sums(table: np.ndarray) -> np.ndarray:
+    def sums(table):
         """The sum of every choice of an option per row, [3¹²]."""
         return functools.reduce(np.add.outer, table).ravel()
 
@@ -127,7 +124,7 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float)
         pytest.param({"bits": 7.0, "fp4_flops": 0.4}, ("site",), marks=pytest.mark.long),
     ],
 )
-def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple[str, ...]) -> None:
+def test_search_is_exact_against_brute_force(bounds, by):
     """Four groups in each of two blocks: q, k and v, out, and both linears of the MLP. All choices are tried."""
     model, formats = model_of(), ("nvfp4", "mxfp8", "bf16")
     scores = scores_of(model, 3, formats[:2])
@@ -158,7 +155,7 @@ def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -> None:
+def test_policy_gives_every_operand_what_was_chosen(seed, tmp_path):
     model, formats = model_of(3), (*FORMATS, "tetrajet")
     candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)
     generator = np.random.default_rng(seed)
@@ -184,7 +181,7 @@ def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -
     assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
 
 
-def test_block_ranges_are_written_as_globs() -> None:
+def test_block_ranges_are_written_as_globs():
     names = [f"blocks.{n}.{part}" for n in range(12) for part in ("attn.qkv", "mlp.0", "mlp.2")]
     some = {f"blocks.{n}.mlp.0": 0.25 for n in (2, 3, 4, 10, 11)}
     fp4, fp8 = (dataclasses.replace(fp4graph.load_policy(name).rules[0], name=name) for name in ("nvfp4", "mxfp8"))
@@ -198,9 +195,9 @@ def test_block_ranges_are_written_as_globs() -> None:
     assert '"blocks.[2-4].mlp.0"  # +0.75' in text
 
 
-def test_siblings_go_together() -> None:
+def test_siblings_go_together():
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.experts = nn.ModuleList(
                 nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2)
@@ -208,7 +205,7 @@ def test_siblings_go_together() -> None:
             self.a, self.b, self.far, self.tied = (nn.Linear(4, 4) for _ in range(4))
             self.tied.weight = self.far.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for expert in self.experts:
                 x = x + expert["w2"](expert["w1"](x))
             return self.a(x) + self.b(x) + self.tied(self.far(x + 1))
@@ -221,7 +218,7 @@ def test_siblings_go_together() -> None:
     )  # fmt: skip
 
 
-def test_bits_count_scales() -> None:
+def test_bits_count_scales():
     specs = {
         4.25: QuantSpec(), 4.5: QuantSpec(block=16, scale=ScaleSpec("e4m3")), 8.25: QuantSpec(element="e4m3"),
         8 + 32 / 128**2: QuantSpec(element="e4m3", block=(128, 128), scale=ScaleSpec("fp32")),
@@ -248,13 +245,13 @@ def test_bits_count_scales() -> None:
         ),
     ],
 )
-def test_bad_input_is_named(options: dict[str, object], message: str) -> None:
+def test_bad_input_is_named(options, message):
     options = {"formats": FORMATS, "batches": batches(1), **options}
     with pytest.raises(fp4graph.Error, match=message):
-        search(model_of(), loss, options.pop("batches"), **options)  # type: ignore[arg-type]
+        search(model_of(), loss, options.pop("batches"), **options)
 
 
-def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
+def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
     words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
              "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
@@ -267,7 +264,7 @@ def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_complexity_and_measured_overhead_bind() -> None:
+def test_complexity_and_measured_overhead_bind():
     model = model_of()
     costly = [dataclasses.replace(s, increase=s.increase + 1) for s in scores_of(model, 0, ("nvfp4",))]
     scores = [*costly, *scores_of(model, 1, ("tetrajet",))]
@@ -277,7 +274,7 @@ def test_complexity_and_measured_overhead_bind() -> None:
     bound = search(model, loss, batches(1), formats=formats, complexity=0.4, scores=scores)
     assert {each.formats for each in bound.choices} == {("nvfp4",) * 3}
 
-    def cost(policy: fp4graph.Policy) -> float:  # a mixture costs more than the interpolation says
+    def cost(policy):  # a mixture costs more than the interpolation says
         sites = fp4graph.explain(model, policy, (batches(1)[0],)).sites
         specs = [spec for site in sites for spec in site.operands.values() if spec is not None]
         return 1.1 + 0.9 * (sum(spec.element.name == "e2m1" for spec in specs) / len(specs)) ** 0.5
@@ -291,7 +288,7 @@ def test_complexity_and_measured_overhead_bind() -> None:
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("times", [2, 20])
-def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
+def test_a_killed_search_goes_on(times, tmp_path):
     """Killed again and again, a search loses no score and measures none twice."""
     script = (
         "import tests.lab.test_search as t, fp4graph, sys\n"
@@ -300,7 +297,7 @@ def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
     )
     folder, kills = tmp_path / "search", 0
     file = folder / "scores.jsonl"
-    seen: list[bytes] = []
+    seen = []
     while not (folder / "policy.yaml").exists():
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,5 @@
 """Sensitivity against loops written by hand, estimates where they are exact, and what a measurement leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -1,8 +1,6 @@
 """Search spaces: Table 10 of the design-space paper, spaces of one's own, and what is wrong with some."""
 
 # ruff: noqa: E501  # one case, one line
-from __future__ import annotations
-
 import csv
 import itertools
 import random
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp4graph.errors import PolicyError
-from fp4graph.lab.sweeps.space import Space, load_space, parse_space
+from fp4graph.lab.sweeps.space import load_space, parse_space
 from fp4graph.lab.sweeps.space_schema import RUN_KEYS
 from fp4graph.policy import load_policy
 
@@ -45,14 +43,11 @@ CONTRADICTORY = [row for row in ROWS if "complexity points" in row["misprint"]]
 
 
 @pytest.fixture(scope="module")
-def table10() -> Space:
+def table10():
     return load_space("design-space")
 
 
-# ------------------------------------------------------------------ Table 10
-
-
-def test_table_10_has_as_many_configurations_as_its_conditions_leave() -> None:
+def test_table_10_has_as_many_configurations_as_its_conditions_leave():
     count = 0
     for _format, smooth, _rounding, _step in itertools.product("ab", ("ste", "soft", "hybrid", "absmax"), "abc", "abc"):
         scale_gradients = 1 if smooth == "ste" else 3
@@ -66,7 +61,7 @@ def test_table_10_has_as_many_configurations_as_its_conditions_leave() -> None:
 
 
 @pytest.mark.slow
-def test_assignments_are_distinct_and_are_those_that_the_space_contains(table10: Space) -> None:
+def test_assignments_are_distinct_and_are_those_that_the_space_contains(table10):
     every = [tuple(assignment.items()) for assignment in table10.assignments()]
     assert len(set(every)) == len(every)
     assert all(table10.contains(dict(assignment)) for assignment in every[::97])
@@ -80,7 +75,7 @@ def test_assignments_are_distinct_and_are_those_that_the_space_contains(table10:
     assert not table10.contains({**smooth, "tensor scale gradient": "ste"})
 
 
-def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(table10: Space) -> None:
+def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(table10):
     assert len(ROWS) == 75
     deviant = []
     for row in ROWS:
@@ -93,7 +88,6 @@ def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(
             # The one row of a scale gradient beside an STE scale, where it does nothing.
             assert row["scale_grad"] == "spline"
         configuration = table10.configuration(chosen)
-        assert configuration.policy is not None
         points = float(row["complexity_points"].replace(",", "."))
         expected = configuration.policy.complexity + (1.5 if row["scale_grad"] == "spline" else 0)
         if expected != points:
@@ -103,7 +97,7 @@ def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
-def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(table10: Space) -> None:
+def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(table10):
     """Ω from the labels alone, by the table's weights."""
     generator = random.Random(0)
     for _ in range(150):
@@ -130,25 +124,24 @@ def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(tabl
         assert configuration.policy.name == f"design-space: {configuration.summary}"
 
 
-def test_the_plain_configurations_are_the_shipped_pure_policies(table10: Space) -> None:
+def test_the_plain_configurations_are_the_shipped_pure_policies(table10):
     for configuration, shipped in zip(table10.first()[2:], ("mxfp4", "nvfp4"), strict=True):
-        assert (configuration.kind, configuration.policy.complexity) == ("pure", 0)  # type: ignore[union-attr]
-        (rule,) = [rule for rule in configuration.policy.rules if rule.quantizes]  # type: ignore[union-attr]
+        assert (configuration.kind, configuration.policy.complexity) == ("pure", 0)
+        (rule,) = [rule for rule in configuration.policy.rules if rule.quantizes]
         assert rule.specs == load_policy(shipped).rules[0].specs
     baselines = table10.first()[:2]
-    assert [(b.kind, b.summary, b.policy.complexity, b.policy.quantizes) for b in baselines] == [  # type: ignore[union-attr]
+    assert [(b.kind, b.summary, b.policy.complexity, b.policy.quantizes) for b in baselines] == [
         ("baseline", "Adam", 0, False),
         ("baseline", "StableSPAM", 0.5, False),
     ]
 
 
-def test_what_depends_on_several_choices(table10: Space) -> None:
+def test_what_depends_on_several_choices(table10):
     plain = next(iter(table10.assignments()))
 
-    def options(technique: str, **chosen: str) -> dict[str, object]:
+    def options(technique, **chosen):
         taken = {**plain, **{name.replace("_", " "): label for name, label in chosen.items()}}
         policy = table10.configuration(taken).policy
-        assert policy is not None
         return next(t for t in policy.techniques if t.name == technique).model_dump()
 
     for scale, headroom, block in (("e8m0", 1.0, 32), ("e4m3", 0.5, 16)):
@@ -160,15 +153,13 @@ def test_what_depends_on_several_choices(table10: Space) -> None:
 
 
 @pytest.mark.slow
-def test_keys_tell_configurations_apart(table10: Space) -> None:
+def test_keys_tell_configurations_apart(table10):
     every = itertools.islice(table10.assignments(), 0, None, 101)
     configurations = [table10.configuration(assignment) for assignment in every]
     assert len({c.key for c in configurations}) == len(configurations) == 199
     again = load_space("design-space")
     assert again.configuration(configurations[5].assignment).key == configurations[5].key
 
-
-# ------------------------------------------------------------------ spaces of one's own
 
 OWN = """\
 version: 1
@@ -204,7 +195,7 @@ also:
 """
 
 
-def test_a_space_over_a_shipped_policy() -> None:
+def test_a_space_over_a_shipped_policy():
     space = parse_space(OWN, "own.yaml")
     assert space.size() == 2 * 3 * 2 * 2
     assert [(c.kind, c.family, dict(c.run)) for c in space.first()] == [
@@ -215,7 +206,6 @@ def test_a_space_over_a_shipped_policy() -> None:
     ]
     chosen = {"recipe": "double", "weights": "averaged", "also averaged": "no", "lr": "high"}
     configuration = space.configuration(chosen)
-    assert configuration.policy is not None
     assert configuration.summary == "twice, weights averaged, lr high"
     assert configuration.run == {"lr": 0.01}
     specs = {str(operand): spec for operand, spec in configuration.policy.rules[0].specs.items()}
@@ -226,7 +216,7 @@ def test_a_space_over_a_shipped_policy() -> None:
     }
 
 
-def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not() -> None:
+def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not():
     space = parse_space(OWN, "own.yaml")
     refused = [a for a in space.assignments() if space.configuration(a).error is not None]
     assert refused == [a for a in space.assignments() if (a["weights"], a["also averaged"]) == ("ramped", "yes")]
@@ -236,7 +226,7 @@ def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not() -> No
     assert len({space.configuration(a).key for a in refused}) == 4  # keys tell refused ones apart too
 
 
-def test_choices_that_come_to_the_same_training_have_one_key() -> None:
+def test_choices_that_come_to_the_same_training_have_one_key():
     """The later q_ema replaces the earlier, whatever it was."""
     space = parse_space(OWN, "own.yaml")
     chosen = {"recipe": "plain", "weights": "now", "also averaged": "yes", "lr": "low"}
@@ -245,7 +235,7 @@ def test_choices_that_come_to_the_same_training_have_one_key() -> None:
     assert space.configuration(chosen).key != space.configuration({**chosen, "lr": "high"}).key
 
 
-def test_a_combination_without_effect_is_refused() -> None:
+def test_a_combination_without_effect_is_refused():
     text = """\
 version: 1
 base:
@@ -262,7 +252,7 @@ parameters:
     assert [c.family for c in space.first()] == ["bf16", "all"]
 
 
-def test_the_text_of_a_space_needs_no_other_file(tmp_path: Path) -> None:
+def test_the_text_of_a_space_needs_no_other_file(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "version: 1\nextends: nvfp4\nphases: [{at: 0.5, rules: [{match: {}, quantize: {block: 8}}]}]\n"
     )
@@ -276,14 +266,13 @@ def test_the_text_of_a_space_needs_no_other_file(tmp_path: Path) -> None:
     for assignment in space.assignments():
         assert again.configuration(assignment).key == space.configuration(assignment).key
     policy = space.configuration({"element": "int4"}).policy
-    assert policy is not None
     elements = {s.element.name for p in (policy, policy.phases[0].policy) for s in p.rules[0].specs.values() if s}
     assert elements == {"int4"}  # in its phase too
     (tmp_path / "mine.yaml").write_text("version: 1\nextends: mxfp4\n")
     assert load_space(written).digest != space.digest
 
 
-def test_rules_that_a_phase_puts_first_are_overlaid() -> None:
+def test_rules_that_a_phase_puts_first_are_overlaid():
     text = """\
 version: 1
 base:
@@ -293,12 +282,11 @@ parameters:
   element: {choices: {fp4: {}, int4: {quantize: {element: int4}}}}
 """
     policy = parse_space(text, "s.yaml").configuration({"element": "int4"}).policy
-    assert policy is not None
     (rule,) = policy.phases[0].policy.rules
     assert {(spec.element.name, spec.block) for spec in rule.specs.values() if spec} == {("int4", 8)}
 
 
-def test_a_scales_maximum_goes_with_its_format() -> None:
+def test_a_scales_maximum_goes_with_its_format():
     text = """\
 version: 1
 base:
@@ -307,14 +295,11 @@ parameters:
   scale: {choices: {ue5m3: {}, e4m3: {quantize: {scale: {format: e4m3}}}}}
 """
     space = parse_space(text, "s.yaml")
-    maxima = [c.policy.default.specs.six[0].scale.format.max for c in space.first()[1:]]  # type: ignore[union-attr]
+    maxima = [c.policy.default.specs.six[0].scale.format.max for c in space.first()[1:]]
     chosen = space.configuration({"scale": "e4m3"}).policy
     assert maxima == [61440]
-    assert chosen is not None
-    assert chosen.default.specs.six[0].scale.format.max == 448  # type: ignore[union-attr]
+    assert chosen.default.specs.six[0].scale.format.max == 448
 
-
-# ------------------------------------------------------------------ what can be wrong
 
 BASE = "version: 1\nbase: mxfp4\n"
 ONE = BASE + "parameters:\n  x:\n    choices:\n      a: {}\n"
@@ -394,7 +379,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_spaces(case: str, tmp_path: Path) -> None:
+def test_wrong_spaces(case, tmp_path):
     text, *words = WRONG[case]
     path = tmp_path / "space.yaml"
     path.write_text(text.replace("#!", "") if text.strip("#! \n") else "\n", encoding="utf-8")
@@ -408,7 +393,7 @@ def test_wrong_spaces(case: str, tmp_path: Path) -> None:
         assert word in str(error), str(error)
 
 
-def test_a_space_that_is_not_there(tmp_path: Path) -> None:
+def test_a_space_that_is_not_there(tmp_path):
     with pytest.raises(PolicyError, match=r"'designspace' is neither .* did you mean 'design-space'"):
         load_space("designspace")
     (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xff\n")
@@ -416,7 +401,7 @@ def test_a_space_that_is_not_there(tmp_path: Path) -> None:
         load_space(tmp_path / "latin.yaml")
 
 
-def test_the_documented_space_is_one(tmp_path: Path) -> None:
+def test_the_documented_space_is_one(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     space = parse_space(written, "docs/sweeps.md")

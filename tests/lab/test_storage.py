@@ -1,14 +1,11 @@
 """What was recorded stays readable: after a kill, a full disk, a resumed training."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -222,7 +219,7 @@ def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
         ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2 is not a line"),
     ],
 )
-def test_files_that_are_something_else(tmp_path: Path, text, message):
+def test_files_that_are_something_else(tmp_path, text, message):
     if text is not None:
         (tmp_path / FILE).write_text(text)
     with pytest.raises(fp4graph.Error, match=message):

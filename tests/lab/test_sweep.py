@@ -1,7 +1,5 @@
 """Sweeps: every configuration once, whoever is killed, and everything that came of it recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -15,9 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
@@ -27,10 +23,10 @@ import fp4graph
 from fp4graph.commands.score import read
 from fp4graph.commands.sweep import interrupts, sweep
 from fp4graph.errors import Error, PolicyError
-from fp4graph.lab.runs.run import Outcome, Run
+from fp4graph.lab.runs.run import Run
 from fp4graph.lab.sweeps import database
 from fp4graph.lab.sweeps import workers as workers_module
-from fp4graph.lab.sweeps.space import Space, load_space, parse_space
+from fp4graph.lab.sweeps.space import load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
 from fp4graph.lab.sweeps.workers import Job, Workers, propose, work
 from tests.helpers.processes import IMPORTS, PATIENCE
@@ -66,22 +62,22 @@ parameters:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 @pytest.fixture(scope="module")
-def table10() -> Space:
+def table10():
     return load_space("design-space")
 
 
 @pytest.fixture(scope="module")
-def small() -> Space:
+def small():
     return parse_space(SMALL, "small.yaml")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     """Where writing costs nothing, if there is such a place: SQLite waits for the disk at every step."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
@@ -92,22 +88,20 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def url(folder: Path) -> str:
+def url(folder):
     return f"sqlite:///{folder / 'sweep.db'}"
 
 
-def make(
-    url: str, space: Space, *, run: Run = RUN, patience: float = 60.0, pruner: str = "none", name: str = "s"
-) -> Study:
+def make(url, space, *, run=RUN, patience=60.0, pruner="none", name="s"):
     return Study.create(url, name, Manifest.of(space, run.to_json(), patience), pruner)
 
 
-def one_worker(url: str, folder: Path, study: Study, target: int, objective: Any) -> Workers:
+def one_worker(url, folder, study, target, objective):
     job = Job(url, "s", target, "random", "none", "cpu", str(folder), workers=1, objective=objective)
     return Workers(job, study)
 
 
-def claimed(study: Study, space: Space) -> optuna.Trial:
+def claimed(study, space):
     """Claim the first configuration for a worker elsewhere, which never beats by itself."""
     first = propose(space, [], 0)
     assert first is not None
@@ -116,15 +110,12 @@ def claimed(study: Study, space: Space) -> optuna.Trial:
     return claim
 
 
-def counted(study: Study) -> list[Any]:
+def counted(study):
     return [trial for trial in study.trials() if trial.counts]
 
 
-# ------------------------------------------------------------------ what comes next
-
-
 @pytest.mark.slow
-def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url: str, table10: Space) -> None:
+def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url, table10):
     study = make(url, table10)
     work(study, table10, 8, objective=toy.objective)
     trials = study.trials()
@@ -142,7 +133,7 @@ def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url: str, tab
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_where_it_was(url: str, table10: Space, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_where_it_was(url, table10, tmp_path):
     log = tmp_path / "trained"
     run = dataclasses.replace(RUN, data=str(log))
     for target in (5, 5, 9):
@@ -152,28 +143,23 @@ def test_a_sweep_goes_on_where_it_was(url: str, table10: Space, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_nothing_but_a_baseline_is_begun_before_one_came_through(url: str, table10: Space) -> None:
+def test_nothing_but_a_baseline_is_begun_before_one_came_through(url, table10):
     study = make(url, table10)
     first = propose(table10, study.trials(), 0)
     assert first is not None
     claim = study.claim(first, table10, "w", 9)
     second = propose(table10, study.trials(), 0)
-    assert second is not None
     other = study.claim(second, table10, "w", 9)
     assert [first.summary, second.summary] == ["Adam", "StableSPAM"]
     assert propose(table10, study.trials(), 0) is None
     assert claim is not None
-    assert other is not None
     study.finish(other.number, {"outcome": "diverged", "loss": None})
     third = propose(table10, study.trials(), 0)
-    assert third is not None
     assert third.summary == "MXFP4"
 
 
 @pytest.mark.slow
-def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(
-    url: str, small: Space, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(url, small, capsys):
     """1 baseline and 24 configurations, of which 6 combine what cannot be combined."""
     study = make(url, small)
     work(study, small, 1000, objective=toy.objective)
@@ -209,10 +195,8 @@ def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("space", ["small", "table10"])
-def test_tpe_suggests_configurations_of_the_space_and_none_twice(
-    space: str, url: str, request: pytest.FixtureRequest
-) -> None:
-    searched: Space = request.getfixturevalue(space)
+def test_tpe_suggests_configurations_of_the_space_and_none_twice(space, url, request):
+    searched = request.getfixturevalue(space)
     study = make(url, searched)
     work(study, searched, 19 if space == "small" else 17, sampler="tpe", objective=toy.objective)
     trials = study.trials()
@@ -221,15 +205,12 @@ def test_tpe_suggests_configurations_of_the_space_and_none_twice(
     assert len(counted(study)) == (19 if space == "small" else 17)
 
 
-def _healed(run: Run) -> Run:
+def _healed(run):
     return dataclasses.replace(run, batch_size=None)
 
 
-# ------------------------------------------------------------------ what came of it
-
-
 @pytest.mark.slow
-def test_a_failing_baseline_stops_the_sweep_and_leaves_nothing_behind(url: str, table10: Space) -> None:
+def test_a_failing_baseline_stops_the_sweep_and_leaves_nothing_behind(url, table10):
     study = make(url, table10)
     with pytest.raises(Error, match=r"the baseline 'Adam' failed, and so would all others: no data; put it there"):
         work(study, table10, 9, objective=toy.broken_baseline)
@@ -239,10 +220,10 @@ def test_a_failing_baseline_stops_the_sweep_and_leaves_nothing_behind(url: str, 
 
 
 @pytest.mark.slow
-def test_policies_that_do_not_fit_the_model_are_refused_but_not_one_after_the_other(url: str, table10: Space) -> None:
+def test_policies_that_do_not_fit_the_model_are_refused_but_not_one_after_the_other(url, table10):
     """One configuration is; where the plain one is, the sweep stops."""
 
-    def fits(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    def fits(run, report):
         policy = fp4graph.load_policy(run.policy)
         if policy.quantizes and policy.complexity >= least:
             raise PolicyError("rule 'transformer linears' matched nothing")
@@ -260,8 +241,8 @@ def test_policies_that_do_not_fit_the_model_are_refused_but_not_one_after_the_ot
 
 
 @pytest.mark.slow
-def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: str, table10: Space) -> None:
-    def worsening(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url, table10):
+    def worsening(run, report):
         """What has a technique is worse at each report than all before it."""
         complexity = fp4graph.load_policy(run.policy).complexity
         for step in range(1, 5):
@@ -282,8 +263,8 @@ def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: st
 
 
 @pytest.mark.slow
-def test_an_interrupted_trial_is_taken_back(url: str, table10: Space) -> None:
-    def interrupted(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def test_an_interrupted_trial_is_taken_back(url, table10):
+    def interrupted(run, report):
         raise KeyboardInterrupt
 
     study = make(url, table10)
@@ -294,11 +275,8 @@ def test_an_interrupted_trial_is_taken_back(url: str, table10: Space) -> None:
     assert len(counted(study)) == 3
 
 
-# ------------------------------------------------------------------ workers that vanish
-
-
 @pytest.mark.slow
-def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(url: str, table10: Space) -> None:
+def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(url, table10):
     study = make(url, table10, patience=1.0)
     claim = claimed(study, table10)
     work(make(url, table10), table10, 3, objective=toy.objective)
@@ -315,14 +293,14 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_worker_that_beats_is_left_alone(url: str, table10: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_beats_is_left_alone(url, table10, monkeypatch):
     patience = 4.0  # six times what lies between two beats, which a busy machine delays
     study = make(url, table10, patience=patience)
     claim = claimed(study, table10)
     until = time.monotonic() + 2 * patience
     record, away = RDBStorage.record_heartbeat, iter([True])
 
-    def once_away(storage: RDBStorage, identifier: int) -> None:
+    def once_away(storage, identifier):
         if next(away, False):
             raise optuna.exceptions.StorageInternalError("away")
         record(storage, identifier)
@@ -337,10 +315,10 @@ def test_a_worker_that_beats_is_left_alone(url: str, table10: Space, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_result_whose_writer_died_before_telling_optuna_is_kept(url: str, table10: Space) -> None:
+def test_a_result_whose_writer_died_before_telling_optuna_is_kept(url, table10):
     study = make(url, table10)
     claim = claimed(study, table10)
-    study._tell = lambda *_: None  # type: ignore[method-assign]  # killed here
+    study._tell = lambda *_: None  # killed here
     study.finish(claim.number, {"outcome": "complete", "loss": 1.25})
     del study._tell
     work(study, table10, 3, objective=toy.objective)
@@ -350,14 +328,13 @@ def test_a_result_whose_writer_died_before_telling_optuna_is_kept(url: str, tabl
 
 
 @pytest.mark.slow
-def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: str, table10: Space) -> None:
+def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url, table10):
     study = make(url, table10)
     work(study, table10, 3, objective=toy.objective)
     fatal = propose(table10, study.trials(), 0)
     assert fatal is not None
     for _ in range(3):
         claim = study.claim(fatal, table10, "w", 9)
-        assert claim is not None
         study.lose(claim.number)
     work(study, table10, 5, objective=toy.objective)
     assert [trial.state for trial in study.trials()] == [*["complete"] * 3, *["lost"] * 3, "failed", "complete"]
@@ -367,7 +344,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: 
 
 @pytest.mark.long
 @pytest.mark.process
-def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: str, table10: Space) -> None:
+def test_workers_that_end_at_once_are_not_started_forever(tmp_path, url, table10):
     study = make(url, table10)
     for objective, says in (
         (_not_there, r"worker 0 ended \(exit status 1\).*worker-0.log"),
@@ -379,7 +356,7 @@ def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: s
 
 @pytest.mark.long
 @pytest.mark.process
-def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, url: str, table10: Space) -> None:
+def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path, url, table10):
     study = make(url, table10)
     with one_worker(url, tmp_path, study, 3, toy.objective) as workers:
         (worker,) = workers._running.values()
@@ -390,9 +367,7 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, ur
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_an_interrupt_is_noted_and_a_later_one_raises(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch, capfd):
     """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs us in the background
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -417,7 +392,7 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(
 
 @pytest.mark.long
 @pytest.mark.process
-def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
+def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path, url, table10):
     """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
     study = make(url, table10)
     with interrupts() as asked, one_worker(url, tmp_path, study, 3, toy.slow) as workers:
@@ -434,28 +409,25 @@ def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, t
 class _NotThere:
     """An objective that a new process cannot be given."""
 
-    def __call__(self, run: Run, report: Callable[[int, float], None]) -> Outcome:
+    def __call__(self, run, report):
         raise AssertionError
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os._exit, (1,)
 
 
 _not_there = _NotThere()
 
 
-# ------------------------------------------------------------------ many at once
-
-
 @pytest.mark.slow
-def test_of_many_claims_to_one_configuration_one_is_granted(url: str, table10: Space) -> None:
+def test_of_many_claims_to_one_configuration_one_is_granted(url, table10):
     studies = [make(url, table10) for _ in range(4)]
     assignment = next(iter(table10.assignments()))
     configuration = table10.configuration(assignment)
-    granted: list[object] = []
+    granted = []
     barrier = threading.Barrier(4)
 
-    def claim(study: Study) -> None:
+    def claim(study):
         barrier.wait()
         granted.append(study.claim(configuration, table10, "w", 40))
         study.storage.remove_session()
@@ -471,7 +443,7 @@ def test_of_many_claims_to_one_configuration_one_is_granted(url: str, table10: S
 
 
 @pytest.mark.slow
-def test_no_more_is_begun_than_was_asked_for(url: str, table10: Space) -> None:
+def test_no_more_is_begun_than_was_asked_for(url, table10):
     study = make(url, table10)
     every = table10.assignments()
     claims = [study.claim(table10.configuration(next(every)), table10, "w", 2) for _ in range(3)]
@@ -482,20 +454,18 @@ def test_no_more_is_begun_than_was_asked_for(url: str, table10: Space) -> None:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
-    url: str, table10: Space, tmp_path: Path
-) -> None:
+def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(url, table10, tmp_path):
     log, hold = tmp_path / "trained", tmp_path / "hold"
     here = {"cwd": Path(toy.__file__).parent, "env": {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}}
     command = [sys.executable, toy.__file__, url, str(log), "30", "120"]
-    killed = subprocess.Popen(command, start_new_session=True, **here)  # type: ignore[call-overload]
+    killed = subprocess.Popen(command, start_new_session=True, **here)
 
-    def wait(until: Callable[[], bool]) -> None:
+    def wait(until):
         while not until():
             assert killed.poll() is None
             time.sleep(0.05)
 
-    def trained() -> list[str]:
+    def trained():
         return log.read_text().split() if log.exists() else []
 
     wait(lambda: len(trained()) >= 4)
@@ -509,7 +479,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     assert 6 <= len(done) < 30
     assert "running" in {trial.state for trial in before.values()}
 
-    subprocess.run(command, check=True, **here)  # type: ignore[call-overload]
+    subprocess.run(command, check=True, **here)
     trials = Study.open(url, "toy").trials()
     found = [trial for trial in trials if trial.counts]
     assert len(found) == len({trial.key for trial in found}) == 30
@@ -520,21 +490,17 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     assert len(trained()) - 30 <= 1
 
 
-# ------------------------------------------------------------------ the whole command
-
 QUICK = ("--steps", "1", "--batch-size", "8", "--validation-batches", "1", "--backend", "eager", "--device", "cpu")
 
 
-def _command(*arguments: str) -> list[str]:
+def _command(*arguments):
     return [sys.executable, "-c", "from fp4graph.cli import main; main()", *arguments]
 
 
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "target"), [("sqlite", 14), ("postgresql", 12)])
-def test_the_command_on_two_workers_one_of_them_killed(
-    kind: str, target: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_command_on_two_workers_one_of_them_killed(kind, target, tmp_path, request):
     url = f"sqlite:///{tmp_path / 'sweep.db'}" if kind == "sqlite" else request.getfixturevalue("postgres").url
     output = tmp_path / "out"
     where = ("--storage", url, "--output", str(output))
@@ -574,7 +540,7 @@ def test_the_command_on_two_workers_one_of_them_killed(
     _check_export(study, where, tmp_path)
 
 
-def _a_worker(url: str, process: subprocess.Popen[Any], results: int = 4) -> int:
+def _a_worker(url, process, results=4):
     """The pid of a worker that has just begun a trial, and will be at it for a while, once ``results`` are done."""
     study, known, fresh = None, 0, set[int]()
     while True:
@@ -592,7 +558,7 @@ def _a_worker(url: str, process: subprocess.Popen[Any], results: int = 4) -> int
         time.sleep(0.1)
 
 
-def _check_export(study: Study, where: tuple[str, ...], tmp_path: Path) -> None:
+def _check_export(study, where, tmp_path):
     """The policy file of a trial is the policy that was trained."""
     trial = next(t for t in study.trials() if t.state == "complete" and t.kind == "trial")
     command = _command("sweep", "--task", "digits", *where, "--export-policy", str(trial.number))
@@ -601,15 +567,14 @@ def _check_export(study: Study, where: tuple[str, ...], tmp_path: Path) -> None:
     exported = fp4graph.load_policy(written)
     space = parse_space(study.manifest.space, "study")
     trained = space.configuration(trial.assignment).policy
-    assert trained is not None
     assert exported.fingerprint == trained.fingerprint
     assert exported.complexity == trial.complexity
 
 
-def test_a_server_that_is_restarted_in_between_costs_nothing(postgres: Any, table10: Space) -> None:
+def test_a_server_that_is_restarted_in_between_costs_nothing(postgres, table10):
     study = make(postgres.url, table10, name="restarted")
 
-    def objective(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    def objective(run, report):
         if len(study.trials()) == 3 and run.steps == 1:
             postgres.stop()
             threading.Timer(0.7, postgres.start).start()
@@ -619,11 +584,8 @@ def test_a_server_that_is_restarted_in_between_costs_nothing(postgres: Any, tabl
     assert [trial.state for trial in study.trials()] == ["complete"] * 6
 
 
-# ------------------------------------------------------------------ what can be wrong
-
-
 @pytest.mark.slow
-def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table10: Space, small: Space) -> None:
+def test_a_study_of_another_sweep_is_refused_and_stays_readable(url, table10, small):
     study = make(url, table10)
     work(study, table10, 4, objective=toy.objective)
     with pytest.raises(Error, match=r"study 's' in sqlite.* was made with another search space \('design-space', and"):
@@ -642,7 +604,7 @@ def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table1
         Study.open(url, "s")
 
 
-def _rewrite(url: str, **changed: object) -> None:
+def _rewrite(url, **changed):
     """Change a study's manifest, as another version would have written it."""
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
         (text,) = database.execute("select value_json from study_user_attributes where key = 'fp4graph'").fetchone()
@@ -653,7 +615,7 @@ def _rewrite(url: str, **changed: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_that_something_else_wrote_is_refused(url: str, table10: Space) -> None:
+def test_a_study_that_something_else_wrote_is_refused(url, table10):
     optuna.create_study(storage=url, study_name="s").optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     with pytest.raises(Error, match=r"study 's' in sqlite.* is not a sweep"):
         make(url, table10)
@@ -672,14 +634,14 @@ BAD_URLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_a_database_that_cannot_be_reached(url: str) -> None:
+def test_a_database_that_cannot_be_reached(url):
     with pytest.raises(Error, match=BAD_URLS[url]) as caught:
         read([url], None)
     assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_a_database_of_something_else_is_left_alone(folder: Path, url: str) -> None:
+def test_a_database_of_something_else_is_left_alone(folder, url):
     path = folder / "sweep.db"
     path.write_text("not a database" * 100)
     with pytest.raises(Error, match=r"sweep\.db has not been usable .*: file is not a database; check that"):
@@ -698,7 +660,7 @@ def test_a_database_of_something_else_is_left_alone(folder: Path, url: str) -> N
 
 
 @pytest.mark.slow
-def test_a_database_that_does_not_come_back(url: str, table10: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_does_not_come_back(url, table10, monkeypatch):
     monkeypatch.setattr(database, "ASK_AGAIN", 0.3)
     study = make(url, table10)
     work(study, table10, 2, objective=toy.objective)
@@ -714,15 +676,13 @@ def test_a_database_that_does_not_come_back(url: str, table10: Space, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_database_that_is_away_is_no_failure_of_a_configuration(
-    url: str, table10: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_that_is_away_is_no_failure_of_a_configuration(url, table10, monkeypatch):
     monkeypatch.setattr(database, "ASK_AGAIN", 0.3)
     study = make(url, table10)
     work(study, table10, 4, objective=toy.objective)
     path = Path(url.removeprefix("sqlite:///"))
 
-    def away(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    def away(run, report):
         saved = path.read_bytes()
         study.storage.engine.dispose()
         path.write_bytes(b"no database any more" * 100)
@@ -737,9 +697,7 @@ def test_a_database_that_is_away_is_no_failure_of_a_configuration(
 
 
 @pytest.mark.process
-def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
-    url: str, table10: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(url, table10, tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "HURRIED", 0.5)
     study = make(url, table10)
     with one_worker(url, tmp_path, study, 3, toy.objective):
@@ -763,9 +721,7 @@ def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
         ({"export_policy": 3}, "does not exist"),
     ],
 )
-def test_options_that_are_wrong_leave_nothing_behind(
-    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_are_wrong_leave_nothing_behind(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Error) as caught:
         sweep(**{"task": "digits", **options})
@@ -773,7 +729,7 @@ def test_options_that_are_wrong_leave_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(Error, match=r"file cannot be written: Not a directory; give another folder with --output"):
         sweep(task="digits", output=tmp_path / "file")
@@ -781,7 +737,7 @@ def test_an_output_folder_that_cannot_be(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leftovers() -> Iterator[None]:
+def no_leftovers():
     """Threads of claims end with their trial."""
     before = threading.active_count()
     yield

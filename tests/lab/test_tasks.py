@@ -1,12 +1,8 @@
 """Tasks: the paper's figures, every family at once, and what each problem computes, against references of its own."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.loading import Order
 from fp4graph.lab.runs.train import Run, train
-from fp4graph.lab.tasks import TASKS, Settings, language, placed, regression, task_named
+from fp4graph.lab.tasks import TASKS, language, placed, regression, task_named
 
 #: "Elucidating the design space of FP4 training", appendix, Table 11: batch, accumulation, lr, epochs, tokens, context.
 TABLE_11 = {
@@ -35,12 +31,12 @@ TABLE_11 = {
 }
 
 
-def settings(task: str, **options: Any) -> Settings:
+def settings(task, **options):
     return task_named(task).settings(Run(task, device="cpu", **options))
 
 
 @pytest.mark.parametrize("name", TABLE_11)
-def test_the_recipes_are_table_11(name: str) -> None:
+def test_the_recipes_are_table_11(name):
     task = TASKS[name]
     batch_size, accumulate, lr, epochs, tokens, context = TABLE_11[name]
     recipe = task.recipe
@@ -48,13 +44,13 @@ def test_the_recipes_are_table_11(name: str) -> None:
     assert (recipe.epochs, recipe.tokens, recipe.steps) == (epochs, tokens, None)
     assert (recipe.optimizer, recipe.schedule, recipe.weight_decay) == ("adam", "constant", 0.0)
     if context is not None:
-        assert task.make.args[1] == context  # type: ignore[attr-defined]
+        assert task.make.args[1] == context
 
 
 @pytest.mark.parametrize(
     ("task", "steps"), [("llama-9m", 1717), ("llama-60m", 91_553), ("llama-350m", 112_153), ("llama-1b", 20_028)]
 )
-def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
+def test_a_length_in_tokens_counts_whole_steps(task, steps):
     """0.9e9 tokens in steps of 4096 · 128 are 1716.6 steps, and so on."""
     problem = type("Counted", (), {"tokens_per_sample": TABLE_11[task][5], "samples": 1})()
     assert settings(task).total_steps(problem) == steps
@@ -71,8 +67,8 @@ def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
         pytest.param("countdown", 14, 17, marks=pytest.mark.long),  # however often its rollouts are captured
     ],
 )
-def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> None:
-    short: dict[str, Any] = {"steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}
+def test_every_family_trains_at_once(task, quantized, sites):
+    short = {"steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}
     if task != "gaussian":
         short["batch_size"] = 8
     outcome = train(Run(task, policy="mxfp4", **short))
@@ -83,10 +79,7 @@ def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> N
     assert outcome.history[0].validation_loss != outcome.validation_loss
 
 
-# ------------------------------------------------------------------ order
-
-
-def test_every_pass_goes_through_all_samples_once() -> None:
+def test_every_pass_goes_through_all_samples_once():
     rows = [rows for _, rows in islice(Order(10, 4, seed=3).rows(), 5)]
     assert all(len(batch) == 4 for batch in rows)
     seen = torch.cat(rows)
@@ -94,7 +87,7 @@ def test_every_pass_goes_through_all_samples_once() -> None:
     assert seen[:10].tolist() != seen[10:].tolist()
 
 
-def test_batches_are_a_function_of_seed_and_number() -> None:
+def test_batches_are_a_function_of_seed_and_number():
     whole = list(islice(Order(10, 4, seed=3).rows(), 8))
     for start in range(8):
         key, rows = next(Order(10, 4, seed=3).rows(start))
@@ -107,7 +100,7 @@ def test_batches_are_a_function_of_seed_and_number() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gaussian", "digits", "digits-diffusion", "text"])
-def test_data_and_model_are_functions_of_the_seed_from_any_batch(task: str) -> None:
+def test_data_and_model_are_functions_of_the_seed_from_any_batch(task):
     make = TASKS[task].make if task != "gaussian" else partial(regression.Gaussian, samples=100, features=4)
     problem, again, other = (make(settings(task, batch_size=8, seed=seed)) for seed in (5, 5, 6))
     whole = list(islice(problem.batches(0), 4))
@@ -120,10 +113,7 @@ def test_data_and_model_are_functions_of_the_seed_from_any_batch(task: str) -> N
     assert not all(map(torch.equal, *weights[1:]))
 
 
-# ------------------------------------------------------------------ regression
-
-
-def test_gaussian_loss_is_the_squared_distance_of_the_weights() -> None:
+def test_gaussian_loss_is_the_squared_distance_of_the_weights():
     """Σ(w - w')² in expectation: for standard normal X, Var of the mean of n squared errors is 2Σ²/n."""
     problem = regression.Gaussian(settings("gaussian", batch_size=500, dtype="fp32"), samples=20_000, features=32)
     assert problem.samples == 18_000
@@ -142,13 +132,10 @@ def test_gaussian_loss_is_the_squared_distance_of_the_weights() -> None:
     assert torch.allclose(problem.w, w, atol=1e-4)
 
 
-# ------------------------------------------------------------------ classification
-
-
-def test_digits_are_scikits_scans_normalized() -> None:
+def test_digits_are_scikits_scans_normalized():
     from sklearn.datasets import load_digits
 
-    problem: Any = TASKS["digits"].make(settings("digits", batch_size=64))
+    problem = TASKS["digits"].make(settings("digits", batch_size=64))
     batches = list(problem.validation())
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert images.shape == (360, 1, 8, 8)
@@ -161,11 +148,11 @@ def test_digits_are_scikits_scans_normalized() -> None:
     assert labels.tolist() == scans.target[rows].tolist()
 
 
-def test_classification_measures_each_image() -> None:
+def test_classification_measures_each_image():
     problem = TASKS["digits"].make(settings("digits", batch_size=4))
 
     class Confident(nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
+        def forward(self, images):
             return 100 * nn.functional.one_hot(torch.tensor([0, 1, 2, 3]), 10).float()
 
     measured = problem.measure(Confident(), (torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 2, 4])))
@@ -173,21 +160,18 @@ def test_classification_measures_each_image() -> None:
     assert measured["loss"].tolist() == pytest.approx([0, 0, 0, 100], abs=1e-4)
 
 
-# ------------------------------------------------------------------ diffusion
-
-
 @pytest.fixture
-def denoising() -> Any:
+def denoising():
     return TASKS["digits-diffusion"].make(settings("digits-diffusion", batch_size=16))
 
 
-def test_diffusion_noises_as_ddpm_does(denoising: Any) -> None:
+def test_diffusion_noises_as_ddpm_does(denoising):
     """√ᾱ·x + √(1 - ᾱ)·ε with ᾱ the product of 1 - β, β linear from 1e-4 to 0.02 (Ho et al. 2020)."""
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
-    seen: list[torch.Tensor] = []
+    seen = []
 
     class Watching(nn.Module):
-        def forward(self, noisy: torch.Tensor, timesteps: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+        def forward(self, noisy, timesteps, return_dict):
             seen.append(noisy)
             return (torch.zeros_like(noisy),)
 
@@ -201,11 +185,11 @@ def test_diffusion_noises_as_ddpm_does(denoising: Any) -> None:
     assert len(timesteps.unique()) > 8
 
 
-def test_diffusion_is_solved_by_the_noise_itself(denoising: Any) -> None:
+def test_diffusion_is_solved_by_the_noise_itself(denoising):
     images, noise, timesteps = next(denoising.validation())
 
     class Knowing(nn.Module):
-        def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+        def forward(self, *_, **__):
             return (noise,)
 
     assert not denoising.measure(Knowing(), (images, noise, timesteps))["loss"].any()
@@ -214,7 +198,7 @@ def test_diffusion_is_solved_by_the_noise_itself(denoising: Any) -> None:
     assert not torch.equal(next(denoising.batches(1))[1], next(denoising.batches(2))[1])
 
 
-def test_the_big_u_net_is_that_of_the_tutorial(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_big_u_net_is_that_of_the_tutorial(tmp_path, monkeypatch):
     from PIL import Image
 
     for number in range(50):
@@ -226,11 +210,8 @@ def test_the_big_u_net_is_that_of_the_tutorial(tmp_path: Any, monkeypatch: pytes
     assert len(problem.blocks) == 13
 
 
-# ------------------------------------------------------------------ language
-
-
 @pytest.mark.slow
-def test_language_loss_is_the_models_own() -> None:
+def test_language_loss_is_the_models_own():
     problem = TASKS["text"].make(settings("text", batch_size=4))
     (ids,) = batch = next(problem.batches(0))
     with torch.no_grad():
@@ -245,7 +226,7 @@ def test_language_loss_is_the_models_own() -> None:
     ("size", "parameters"),
     [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
 )
-def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamas_are_as_large_as_they_are_called(size, parameters, monkeypatch):
     tokens = language.Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
     monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
     with torch.device("meta"):
@@ -253,7 +234,7 @@ def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monk
     assert sum(parameter.numel() for parameter in problem.model.parameters()) == parameters
 
 
-def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
     texts = language.Parts(["one two three " * 500], ["two one three " * 50])
     first = language.prepared(texts, 300)
@@ -267,12 +248,9 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monke
     assert tokenizer.decode(first.validation[:-1].tolist()) == texts.validation[0]
 
 
-# ------------------------------------------------------------------ which layers are quantized
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_u_nets_blocks_are_all_its_levels(denoising: Any) -> None:
+def test_a_u_nets_blocks_are_all_its_levels(denoising):
     """Every linear of every level, and neither the time embedding before them nor a convolution."""
     policy = placed(fp4graph.load_policy("mxfp4"), denoising.blocks)
     images = torch.zeros(2, 1, 8, 8)
@@ -283,7 +261,7 @@ def test_a_u_nets_blocks_are_all_its_levels(denoising: Any) -> None:
     assert any(name.startswith("mid_block.") for name in quantized)
 
 
-def test_placing_follows_first_and_last_blocks_through_phases() -> None:
+def test_placing_follows_first_and_last_blocks_through_phases():
     rules = [
         {"name": "first", "match": {"op": "linear", "first_blocks": 1}, "keep": "sensitive"},
         {"name": "ends", "match": {"op": "linear", "last_blocks": 2, "block": True}, "keep": "sensitive"},
@@ -308,9 +286,9 @@ _MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("features", [(1024, 1), (64, 128, 10)])
-def test_a_regression_or_an_mlp_is_one_block(features: tuple[int, ...]) -> None:
+def test_a_regression_or_an_mlp_is_one_block(features):
     """``block: true`` is the whole of a model without repeated blocks, its last layer included."""
-    layers: list[nn.Module] = []
+    layers = []
     for inputs, outputs in pairwise(features):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     for policy in ("nvfp4", "mxfp4"):
@@ -320,12 +298,12 @@ def test_a_regression_or_an_mlp_is_one_block(features: tuple[int, ...]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _forget_data() -> Iterator[None]:
+def _forget_data():
     yield
     language.tokens_of.cache_clear()
 
 
-def test_every_family_has_a_task_that_needs_no_data_from_elsewhere() -> None:
+def test_every_family_has_a_task_that_needs_no_data_from_elsewhere():
     families = {"regression", "classification", "diffusion", "language", "reinforcement"}
     assert {task.family for task in TASKS.values()} == families
     assert {task.family for task in TASKS.values() if task.embedded} == families

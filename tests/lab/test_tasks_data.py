@@ -1,15 +1,10 @@
 """Data from where people have it: torchvision's files, folders of images, Hugging Face datasets, text."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 import tarfile
-from collections.abc import Callable
 from hashlib import md5
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +17,21 @@ from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.loading import Order, in_memory
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
-from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, language, task_named
+from fp4graph.lab.tasks import TASKS, classification, diffusion, language, task_named
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path, monkeypatch):
     """Nothing is read from, or left in, the user's cache."""
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "cache"))
     in_memory.cache_clear()
 
 
-def settings(task: str, **options: Any) -> Settings:
+def settings(task, **options):
     return task_named(task).settings(Run(task, device="cpu", **options))
 
 
-def pictures(folder: Path, count: int, size: tuple[int, int] = (40, 30), seed: int = 0) -> None:
+def pictures(folder, count, size=(40, 30), seed=0):
     """``count`` PNGs of noise."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(seed)
@@ -44,15 +39,12 @@ def pictures(folder: Path, count: int, size: tuple[int, int] = (40, 30), seed: i
         Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8)).save(folder / f"{number:03}.png")
 
 
-# ------------------------------------------------------------------ digits that are augmented
-
-
 @pytest.fixture(scope="module")
-def augmented() -> Any:
+def augmented():
     return TASKS["digits-augmented"].make(settings("digits-augmented"))
 
 
-def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
+def test_digits_are_split_by_class_without_leakage(augmented):
     from sklearn.datasets import load_digits
 
     train_part, validation = augmented.train.images, augmented.held_out.images
@@ -68,7 +60,7 @@ def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
     assert split.std[0] == pytest.approx(pixels.std(), abs=2e-3)
 
 
-def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
+def test_whole_passes_are_those_of_a_shuffling_loader():
     order = Order(100, 16, seed=5, like_loader=True)
     assert order.samples == 96
     expected = []
@@ -81,7 +73,7 @@ def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
 
 
 @pytest.mark.process
-def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: Any) -> None:
+def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented):
     first, number = next(augmented.batches(0)), 1437 // 64
     assert first[0].shape == (64, 1, 16, 16)
     again = TASKS["digits-augmented"].make(settings("digits-augmented", workers=1))
@@ -97,7 +89,7 @@ def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: A
     assert "HorizontalFlip" not in str(augmented.train.transform)  # a mirrored digit is no digit
 
 
-def test_the_schedule_is_timms() -> None:
+def test_the_schedule_is_timms():
     from timm.scheduler import create_scheduler_v2
 
     chosen, steps = settings("digits-augmented"), 528
@@ -113,14 +105,11 @@ def test_the_schedule_is_timms() -> None:
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-14)
 
 
-# ------------------------------------------------------------------ torchvision
-
-
 @pytest.fixture
-def mnist(tmp_path: Path) -> Callable[[int], np.ndarray]:
+def mnist(tmp_path):
     """Writes MNIST's four files with ``count`` pictures each; returns those to train on."""
 
-    def write(count: int) -> np.ndarray:
+    def write(count):
         folder = tmp_path / "MNIST" / "raw"
         folder.mkdir(parents=True)
         random = np.random.default_rng(0)
@@ -139,13 +128,13 @@ def mnist(tmp_path: Path) -> Callable[[int], np.ndarray]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
+def test_mnist_is_read_from_its_files(mnist, tmp_path):
     pixels = mnist(40)
     problem = TASKS["mnist"].make(settings("mnist", data=str(tmp_path), batch_size=20))
     assert problem.samples == 40
     images, labels = (torch.cat(parts) for parts in zip(*islice(problem.batches(0), 2), strict=True))
     assert images.shape == (40, 1, 28, 28)
-    order = problem.order.rows()  # type: ignore[attr-defined]
+    order = problem.order.rows()
     rows = torch.cat([next(order)[1], next(order)[1]])
     assert torch.allclose(images[:, 0], (torch.from_numpy(pixels)[rows] / 255 - 0.1307) / 0.3081, atol=1e-5)
     assert labels.tolist() == [int(row) % 10 for row in rows]
@@ -154,19 +143,19 @@ def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cifar10(tmp_path, monkeypatch):
     """CIFAR-10's files, five pictures each, and their checksums where torchvision has the true ones."""
     from torchvision.datasets import CIFAR10
 
     folder = tmp_path / CIFAR10.base_folder
     folder.mkdir()
 
-    def write(name: str, content: Any) -> list[str]:
+    def write(name, content):
         data = pickle.dumps(content)
         (folder / name).write_bytes(data)
         return [name, md5(data).hexdigest()]
 
-    def part(name: str) -> list[str]:
+    def part(name):
         pixels = np.random.default_rng(len(name)).integers(0, 256, (5, 3072), np.uint8)
         return write(name, {"data": pixels, "labels": [0, 1, 2, 3, 9]})
 
@@ -180,9 +169,9 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cifar10")
 @pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])
-def test_cifar10_is_read_from_its_files(task: str, quantized: int, tmp_path: Path) -> None:
+def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
     """6 blocks of 4 linears; 7 attentions of 4 and 11 projections of the time embedding."""
-    options: dict[str, Any] = {"data": str(tmp_path), "batch_size": 4}
+    options = {"data": str(tmp_path), "batch_size": 4}
     problem = TASKS[task].make(settings(task, **options))
     assert problem.samples == 25
     images = next(problem.batches(0))[0]
@@ -195,12 +184,12 @@ def test_cifar10_is_read_from_its_files(task: str, quantized: int, tmp_path: Pat
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch):
     """No address can be opened."""
     from urllib.error import URLError
     from urllib.request import OpenerDirector
 
-    def no_network(*_: Any, **__: Any) -> None:
+    def no_network(*_, **__):
         raise URLError("no network")
 
     monkeypatch.setattr(OpenerDirector, "open", no_network)
@@ -215,13 +204,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("offline")
-def test_what_cannot_be_downloaded_is_to_be_put_somewhere(task: str, says: str) -> None:
+def test_what_cannot_be_downloaded_is_to_be_put_somewhere(task, says):
     with pytest.raises(Error, match=says):
         train(Run(task, device="cpu"))
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_damaged_archive_is_no_data(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_no_data(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
     with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz"):
         pass
@@ -229,11 +218,8 @@ def test_a_damaged_archive_is_no_data(tmp_path: Path) -> None:
         sources.cifar10(str(tmp_path))
 
 
-# ------------------------------------------------------------------ folders of images
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """ImageNet's layout, two classes."""
     root = tmp_path / "images"
     for part, seed in (("train", 0), ("val", 10)):
@@ -244,8 +230,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
-    options: dict[str, Any] = {"data": str(folder), "batch_size": 2, "autocast": False}
+def test_imagenet_is_shown_as_it_is(folder):
+    options = {"data": str(folder), "batch_size": 2, "autocast": False}
     problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
     before = torch.get_rng_state()
     images, labels = next(problem.batches(0))
@@ -260,7 +246,7 @@ def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder: Path) -> None:
+def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder):
     chosen = settings("deit-tiny", data=str(folder), batch_size=2)
     problem = TASKS["deit-tiny"].make(chosen)
     batches = list(islice(problem.batches(0), 5))
@@ -278,7 +264,7 @@ def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder: Path) -> No
 
 
 @pytest.mark.process
-def test_workers_change_nothing(folder: Path) -> None:
+def test_workers_change_nothing(folder):
     found = [
         next(TASKS["imagenet100"].make(settings("imagenet100", data=str(folder), batch_size=3, workers=n)).batches(1))
         for n in (0, 1)
@@ -286,7 +272,7 @@ def test_workers_change_nothing(folder: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_swin_is_augmented_as_swin_is(folder: Path) -> None:
+def test_swin_is_augmented_as_swin_is(folder):
     """At a width that a test has time for."""
     narrow = {"embed_dim": 32, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8), "drop_path_rate": 0.2}
     chosen = settings("swin-tiny", data=str(folder), batch_size=2)
@@ -309,12 +295,12 @@ def test_swin_is_augmented_as_swin_is(folder: Path) -> None:
         ("hf:{tmp}/nowhere", "cannot be loaded"),
     ],
 )
-def test_a_folder_without_images_is_said_so(data: str | None, says: str, tmp_path: Path) -> None:
+def test_a_folder_without_images_is_said_so(data, says, tmp_path):
     with pytest.raises(Error, match=says):
         train(Run("deit-tiny", data=data and data.format(tmp=tmp_path), device="cpu"))
 
 
-def test_diffusion_on_a_folder(tmp_path: Path) -> None:
+def test_diffusion_on_a_folder(tmp_path):
     """FFHQ's class, with a U-Net that a test has time for."""
     pictures(tmp_path / "faces" / "00000", 100)
     chosen = settings("big-diffusion", data=str(tmp_path / "faces"), batch_size=4)
@@ -339,21 +325,18 @@ def test_diffusion_on_a_folder(tmp_path: Path) -> None:
         TASKS["big-diffusion"].make(settings("big-diffusion", data=str(tmp_path / "cache")))
 
 
-# ------------------------------------------------------------------ Hugging Face datasets
-
-
-def dataset(folder: Path, parts: dict[str, int], *, labelled: bool) -> str:
+def dataset(folder, parts, *, labelled):
     """Parquet files of noise, as the hub has them."""
     import datasets
 
-    columns: dict[str, Any] = {"picture": datasets.Image()}
+    columns = {"picture": datasets.Image()}
     if labelled:
         columns["kind"] = datasets.ClassLabel(names=["cat", "dog", "cow"])
     folder.mkdir()
     random = np.random.default_rng(0)
     for part, count in parts.items():
         pixels = [Image.fromarray(random.integers(0, 256, (20, 24, 3), np.uint8)) for _ in range(count)]
-        content: dict[str, Any] = {"picture": pixels}
+        content = {"picture": pixels}
         if labelled:
             content["kind"] = [number % 3 for number in range(count)]
         rows = datasets.Dataset.from_dict(content, features=datasets.Features(columns))
@@ -362,7 +345,7 @@ def dataset(folder: Path, parts: dict[str, int], *, labelled: bool) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _own_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_dataset_cache(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -370,7 +353,7 @@ def _own_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_dataset_of_classes(tmp_path: Path) -> None:
+def test_a_hugging_face_dataset_of_classes(tmp_path):
     name = dataset(tmp_path / "animals", {"train": 6, "validation": 3}, labelled=True)
     problem = TASKS["imagenet100"].make(settings("imagenet100", data=f"hf:{name}", batch_size=3))
     assert problem.samples == 6
@@ -383,18 +366,15 @@ def test_a_hugging_face_dataset_of_classes(tmp_path: Path) -> None:
         sources.hugging_face(dataset(tmp_path / "bare", {"train": 3}, labelled=False), labelled=True)
 
 
-def test_a_hugging_face_dataset_of_faces(tmp_path: Path) -> None:
+def test_a_hugging_face_dataset_of_faces(tmp_path):
     split = sources.hugging_face(dataset(tmp_path / "faces", {"train": 100}, labelled=False), labelled=False)
     assert (len(split.train), len(split.validation)) == (98, 2)
     assert split.train[0][0].size == (24, 20)
 
 
-# ------------------------------------------------------------------ text
-
-
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
+def test_a_llama_on_text_of_ones_own(tmp_path):
     file = tmp_path / "words.txt"
     words = np.array(["rounding", "scale", "block", "tensor", "gradient", "weight"])
     file.write_text(" ".join(words[np.random.default_rng(0).integers(0, len(words), 6000)]))
@@ -410,7 +390,7 @@ def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [256, 400])
-def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
+def test_text_becomes_tokens_and_back(tmp_path, vocabulary):
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "wiki.train.raw").write_text("naïve café Σ γ, " * 50 + "\n" + "more of it\n" * 50)
@@ -432,7 +412,7 @@ def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
         assert all(map(np.array_equal, vars(tokens).values(), vars(language.tokenize(texts, tokenizer)).values()))
 
 
-def test_batches_are_a_function_of_seed_and_step() -> None:
+def test_batches_are_a_function_of_seed_and_step():
     tokens = np.arange(1000, dtype=np.uint32)
     rows = language.batch(tokens, 4, 16, seed=1, step=2)
     assert rows.shape == (4, 16)
@@ -444,17 +424,17 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
 
 
 @pytest.mark.slow
-def test_the_standard_library_is_text_enough() -> None:
+def test_the_standard_library_is_text_enough():
     texts = language.standard_library()
     assert sum(map(len, texts.train)) > 4_000_000
     assert len(texts.train) > 15 * len(texts.validation) > 100
     assert not set(texts.train[:5]) & set(texts.validation)
 
 
-def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wikitext_comes_from_the_hub_or_from_files(tmp_path, monkeypatch):
     import datasets
 
-    def offline(*_: Any) -> None:
+    def offline(*_):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
@@ -468,10 +448,7 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
     assert language.load(str(tmp_path)) == language.Parts(["train"], ["valid"])
 
 
-# ------------------------------------------------------------------ the rest
-
-
-def test_pixels_are_normalized_channel_by_channel() -> None:
+def test_pixels_are_normalized_channel_by_channel():
     pixels = np.stack([np.full((3, 3), 0, np.uint8), np.full((3, 3), 255, np.uint8), np.zeros((3, 3), np.uint8)], -1)
     pairs = [(Image.fromarray(pixels), 0)]
     split = sources.Split(pairs, pairs, 1, (0.25, 0.5, 0.5), (0.5, 0.25, 0.5))
@@ -482,6 +459,6 @@ def test_pixels_are_normalized_channel_by_channel() -> None:
         assert (images.shape, labels.tolist()) == ((1, 3, 3, 3), [0])
 
 
-def test_what_is_not_installed_is_named() -> None:
+def test_what_is_not_installed_is_named():
     with pytest.raises(Error, match=r"made by nobody, which is not installed; pip install 'fp4graph\[tasks\]'"):
         needs("a_package_of_nobodys", "models are made by nobody")

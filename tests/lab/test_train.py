@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -30,7 +29,7 @@ import fp4graph
 from fp4graph.errors import Error
 from fp4graph.lab.runs.folder import RunFolder, read_metrics, read_outcome, read_run
 from fp4graph.lab.runs.run import finite
-from fp4graph.lab.runs.train import Outcome, Run, train
+from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS
 from tests.helpers.processes import PATIENCE
 
@@ -40,19 +39,16 @@ SHORT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(**options: Any) -> Run:
+def run(**options):
     return Run(**{**SHORT, **options})
 
 
-def losses(outcome: Outcome) -> list[tuple[int, float, float]]:
+def losses(outcome):
     return [(entry.step, entry.train_loss, entry.validation_loss) for entry in outcome.history]
 
 
-# ------------------------------------------------------------------ what is computed
-
-
 @pytest.mark.slow
-def test_equals_a_loop_written_by_hand(tmp_path: Path) -> None:
+def test_equals_a_loop_written_by_hand(tmp_path):
     """AdamW with a cosine, warm-up and clipping, nothing quantized: digit by digit."""
     chosen = run(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=0.34, clip=0.5, accumulate=2)
     outcome = train(chosen, directory=tmp_path)
@@ -96,7 +92,7 @@ def test_equals_a_loop_written_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_repeats_itself_and_depends_on_the_seed() -> None:
+def test_repeats_itself_and_depends_on_the_seed():
     torch.manual_seed(1)
     first = train(run(policy="tetrajet"))
     state = torch.get_rng_state()
@@ -109,15 +105,15 @@ def test_repeats_itself_and_depends_on_the_seed() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in() -> None:
-    variants: list[dict[str, Any]] = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}]
+def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in():
+    variants = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}]
     values = [train(run(**options)).validation_loss for options in variants]
     assert len(set(values)) == 4
     assert max(values) - min(values) < 0.2
 
 
 @pytest.mark.slow
-def test_the_last_short_validation_batch_counts_each_sample_once() -> None:
+def test_the_last_short_validation_batch_counts_each_sample_once():
     """360 images in batches of 100: the last has 60, filled up for the compiled shape."""
     whole = train(run(steps=1, batch_size=100, validate_every=1, validation_batches=None))
     single = train(run(steps=1, batch_size=100, validate_every=1, validation_batches=3))
@@ -128,14 +124,14 @@ def test_the_last_short_validation_batch_counts_each_sample_once() -> None:
 
 
 @pytest.mark.slow
-def test_complexity_counts_the_optimizer() -> None:
+def test_complexity_counts_the_optimizer():
     adam, stable = (train(run(policy="tetrajet", optimizer=name, steps=1)) for name in ("adam", "stablespam"))
     assert adam.complexity == fp4graph.load_policy("tetrajet").complexity == 0.5
     assert stable.complexity == 1.0
 
 
 @pytest.mark.slow
-def test_sgd_and_options_reach_the_optimizer() -> None:
+def test_sgd_and_options_reach_the_optimizer():
     plain, momentum = (
         train(run(optimizer="sgd", lr=0.1, optimizer_options=options)) for options in ({}, {"momentum": 0.9})
     )
@@ -143,7 +139,7 @@ def test_sgd_and_options_reach_the_optimizer() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_with_phases_and_loss_scaling_trains() -> None:
+def test_a_policy_with_phases_and_loss_scaling_trains():
     policy = {
         "version": 1, "extends": "mxfp4", "techniques": ["loss_scaling"],
         "phases": [{"at": 0.5, "operands": {"backward": "keep"}}],
@@ -153,12 +149,9 @@ def test_a_policy_with_phases_and_loss_scaling_trains() -> None:
     assert outcome.complexity == 0.5
 
 
-# ------------------------------------------------------------------ who listens
-
-
 @pytest.mark.slow
-def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -> None:
-    heard: list[tuple[int, float]] = []
+def test_report_hears_each_validation_and_may_end_the_training(tmp_path):
+    heard = []
     outcome = train(run(), report=lambda step, loss: heard.append((step, loss)))
     assert heard == [(step, validation) for step, _, validation in losses(outcome)]
     assert [step for step, _ in heard] == [2, 4, 6]
@@ -166,7 +159,7 @@ def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -
     class Pruned(Exception):
         pass
 
-    def prune(step: int, loss: float) -> None:
+    def prune(step, loss):
         if step == 4:
             raise Pruned
 
@@ -177,11 +170,11 @@ def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
-    events: list[Any] = []
+def test_watch_is_entered_with_the_prepared_model_and_optimizer():
+    events = []
 
     @contextmanager
-    def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def watching(model, optimizer):
         optimizer.register_step_post_hook(lambda *_: events.append(type(model).__name__))
         yield
         events.append("left")
@@ -191,12 +184,12 @@ def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_keeps_the_model_alive_afterwards() -> None:
+def test_nothing_keeps_the_model_alive_afterwards():
     """A sweep trains hundreds in one process."""
-    kept: list[Any] = []
+    kept = []
 
     @contextmanager
-    def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def watching(model, optimizer):
         kept.append(weakref.ref(model))
         yield
 
@@ -205,17 +198,13 @@ def test_nothing_keeps_the_model_alive_afterwards() -> None:
     assert kept[0]() is None
 
 
-# ------------------------------------------------------------------ diverging
-
-
 @pytest.mark.slow
-def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path: Path) -> None:
+def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path):
     outcome = train(run(optimizer="sgd", lr=1e30, steps=50, validate_every=50), directory=tmp_path)
     assert outcome.diverged
     assert outcome.steps < 10
     assert math.isnan(outcome.validation_loss)
     written = read_outcome(tmp_path)
-    assert written is not None
     assert written["validation_loss"] is None
     assert written["diverged"] is True
     lines = read_metrics(tmp_path)
@@ -224,11 +213,8 @@ def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path: Path) -> Non
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text() + (tmp_path / "outcome.json").read_text()
 
 
-# ------------------------------------------------------------------ the record
-
-
 @pytest.mark.slow
-def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> None:
+def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path):
     chosen = run(policy="tetrajet", optimizer="adamw", lr=1e-3)
     outcome = train(chosen, directory=tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
@@ -252,7 +238,7 @@ def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_tensorboard_shows_the_same_curves(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_same_curves(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     outcome = train(run(), directory=tmp_path)
@@ -263,13 +249,13 @@ def test_tensorboard_shows_the_same_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_goes_on_to_the_last_bit(tmp_path):
     """With state in techniques, optimizer, loss scaler and schedule, and noise."""
     policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
     chosen = run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2)
     whole = train(chosen, directory=tmp_path / "whole")
 
-    def stop(step: int, loss: float) -> None:
+    def stop(step, loss):
         if step == 4:
             raise KeyboardInterrupt
 
@@ -292,12 +278,12 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path: Path) -> None:
+def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path):
     chosen = run(steps=4, validate_every=4)
     whole = train(chosen, directory=tmp_path / "whole", resume=True)  # of nothing: it begins
     assert losses(whole) == losses(train(chosen))
 
-    def stop(step: int, steps: int, loss: float) -> None:
+    def stop(step, steps, loss):
         if step == 3:
             raise KeyboardInterrupt
 
@@ -310,7 +296,7 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_
 
 
 @pytest.mark.process
-def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
+def test_a_folder_has_one_writer_until_its_process_dies(tmp_path):
     """Even if a worker that it forked lives on, as those of a DataLoader may."""
     content = {"settings": {}, "policy": ""}
     code = (
@@ -321,7 +307,6 @@ def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
         try:
-            assert holder.stdout is not None
             worker = int(holder.stdout.readline())
             before = sorted((file.name, file.read_bytes()) for file in tmp_path.iterdir() if file.is_file())
             process = re.escape(f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}")
@@ -345,7 +330,7 @@ def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
+def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     """SIGKILL between validations, from outside."""
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items() if name != "task"]
     command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "train", "digits", *options]
@@ -371,7 +356,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
 
 
 @contextmanager
-def files_no_larger_than(size: int) -> Iterator[None]:
+def files_no_larger_than(size):
     """The kernel refuses to write more into a file, as it does on a full disk: after the part that fits."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -383,7 +368,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path):
     folder = RunFolder(tmp_path)
     folder.begin({"settings": {}, "policy": ""}, resume=False)
     for step in range(2):
@@ -399,7 +384,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path: Path) 
     assert len(read_metrics(tmp_path)) == 3
 
 
-def test_a_record_that_is_not_one_is_said_so(tmp_path: Path) -> None:
+def test_a_record_that_is_not_one_is_said_so(tmp_path):
     with pytest.raises(Error, match="holds no run"):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{")
@@ -416,19 +401,16 @@ def test_a_record_that_is_not_one_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(Error, match="cannot write"):
         train(run(), directory=tmp_path / "run")
 
 
-def test_a_file_in_the_records_place(tmp_path: Path) -> None:
+def test_a_file_in_the_records_place(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(Error, match=r"cannot write .*run: .*; give another folder"):
         train(run(), directory=tmp_path / "run")
-
-
-# ------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize(
@@ -460,13 +442,13 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(options: dict[str, Any], says: str) -> None:
+def test_a_mistake_is_one_sentence(options, says):
     with pytest.raises(Error, match=says):
         train(run(**options))
 
 
 @pytest.mark.slow
-def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path: Path) -> None:
+def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path):
     quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}}
     rule = {"match": {"op": "linear", "in_features": {"min": 9999}}, "required": False, "quantize": quantize}
     nothing = {"version": 1, "name": "nowhere", "default": "keep", "rules": [rule]}
@@ -475,15 +457,12 @@ def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path: Path) ->
     train(run(steps=1), directory=tmp_path)  # nothing was recorded, so the folder is free
 
 
-# ------------------------------------------------------------------ the command
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def command(monkeypatch, tmp_path):
     """Runs ``fp4graph train`` in an empty folder: (exit code, stdout, stderr or the error)."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         from fp4graph.cli import app
 
         result = CliRunner().invoke(app, ["train", *arguments])
@@ -498,7 +477,7 @@ BRIEF = ["digits", "--batch-size=16", "--steps=2", "--validate-every=1", "--vali
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_keeps_a_record(command: Any, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_keeps_a_record(command, tmp_path):
     code, out, err = command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")
     assert code == 0, err
     assert "digits under mxfp4" in out
@@ -506,14 +485,13 @@ def test_the_command_prints_a_table_and_keeps_a_record(command: Any, tmp_path: P
     assert "runs/digits-mxfp4-stablespam-0" in out
     assert "step 2: validation loss" in err
     outcome = read_outcome(tmp_path / "runs" / "digits-mxfp4-stablespam-0")
-    assert outcome is not None
     assert f"{outcome['validation_loss']:.4g}" in out
     assert command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")[0] == 0
     assert (tmp_path / "runs" / "digits-mxfp4-stablespam-0.2" / "outcome.json").exists()
 
 
 @pytest.mark.slow
-def test_the_command_prints_json_and_streams_nowhere_if_asked(command: Any) -> None:
+def test_the_command_prints_json_and_streams_nowhere_if_asked(command):
     options = ["--optimizer-option=betas=[0.5, 0.9]", "--output=here", "--stream=none"]
     code, out, err = command(*BRIEF, "--json", *options)
     assert code == 0, err
@@ -525,7 +503,7 @@ def test_the_command_prints_json_and_streams_nowhere_if_asked(command: Any) -> N
     assert err == ""
 
 
-def test_the_command_lists_the_tasks(command: Any) -> None:
+def test_the_command_lists_the_tasks(command):
     code, out, _ = command("--list")
     assert code == 0
     assert all(name in out for name in TASKS)
@@ -543,7 +521,7 @@ def test_the_command_lists_the_tasks(command: Any) -> None:
         (["digits", "--stream=wandbb"], "unknown stream 'wandbb'; did you mean 'wandb'"),
     ],
 )
-def test_the_command_says_what_is_wrong(command: Any, arguments: list[str], says: str) -> None:
+def test_the_command_says_what_is_wrong(command, arguments, says):
     code, _, error = command(*arguments)
     assert code != 0
     assert says in error
@@ -552,33 +530,33 @@ def test_the_command_says_what_is_wrong(command: Any, arguments: list[str], says
 class Calls:
     """A module that keeps each call of any of its functions, and is a context."""
 
-    def __init__(self, name: str, spec: Any, methods: tuple[str, ...], calls: list[tuple[Any, ...]]) -> None:
+    def __init__(self, name, spec, methods, calls):
         self.__name__, self.__spec__, self.calls = name, spec, calls
         for method in methods:
             setattr(self, method, partial(self.called, method))
 
-    def called(self, method: str, *args: Any, **options: Any) -> Calls:
+    def called(self, method, *args, **options):
         self.calls.append((method, args, options))
         return self
 
-    def __enter__(self) -> Calls:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.calls.append(("ended", (), {}))
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_streams_to_every_tracker(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_streams_to_every_tracker(command, tmp_path, monkeypatch):
     from importlib.machinery import ModuleSpec
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    calls: dict[str, list[tuple[Any, ...]]] = {"wandb": [], "mlflow": []}
+    calls = {"wandb": [], "mlflow": []}
     methods = {"wandb": ("init", "define_metric", "log"), "mlflow": ("start_run", "log_params", "log_metrics")}
     for name in calls:
-        monkeypatch.setitem(sys.modules, name, Calls(name, ModuleSpec(name, None), methods[name], calls[name]))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, Calls(name, ModuleSpec(name, None), methods[name], calls[name]))
     streams = [f"--stream={name}" for name in ("tensorboard", "wandb", "mlflow")]
     code, _, err = command(*BRIEF, "--policy=mxfp4", "--statistics=1", "--output=here", *streams)
     assert code == 0, err

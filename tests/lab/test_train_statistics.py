@@ -1,7 +1,5 @@
 """``fp4graph train --statistics``: a run that its report can say everything of, in one command each."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies taken apart: they are the shipped ones where those exist, and train."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
