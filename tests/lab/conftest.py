@@ -16,6 +16,16 @@ import pytest
 from tests.helpers.processes import PATIENCE
 
 
+#: Fixtures whose tests are marked ``slow``.
+SLOW = {"url", "compare"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and SLOW.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
 def _programs() -> Path | None:
     """The folder of PostgreSQL's programs; Debian's is on no PATH."""
     found = shutil.which("postgres")
