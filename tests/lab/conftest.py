@@ -6,15 +6,16 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import Done, run
 from tests.helpers.processes import PATIENCE
-
 
 #: Fixtures whose tests are marked ``slow``.
 SLOW = {"url", "compare"}
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent and SLOW.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
+    """Run ``fp4graph`` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return run
 
 
 def _programs() -> Path | None:

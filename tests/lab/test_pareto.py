@@ -5,39 +5,29 @@ import io
 import json
 import math
 import os
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fp4graph.cli import app
 from fp4graph.commands.score import score as score_command
 from fp4graph.commands.sweep_tables import Progress, effects_table
 from fp4graph.errors import Error
 from fp4graph.files import replacing, write
 from fp4graph.lab.sweeps.pareto import figure, png
 from fp4graph.lab.sweeps.results import Effect, Results, Trial, best, effects, frontier, reference_loss, to_csv, to_json
+from tests.helpers.commands import run
 
 RULES = ("text", "table")
 
 
-def trial(number, loss, complexity, family="e8m0", **more):
-    state = more.pop("state", "complete")
-    summary = more.pop("summary", f"{family.upper()}, recipe {number}")
-    result = {
-        "outcome": state,
-        "loss": loss,
-        "seconds": 1.5,
-        "metrics": {"accuracy": 0.5},
-        "reason": more.pop("reason", None),
-    }
+def trial(number, loss, complexity, family="e8m0", state="complete", kind="trial", summary=None, reason=None, **chosen):
+    result = {"outcome": state, "loss": loss, "seconds": 1.5, "metrics": {"accuracy": 0.5}, "reason": reason}
     return Trial(
-        number=number, state=state, kind=more.pop("kind", "trial"), family=family, summary=summary, key=str(number),
-        complexity=complexity, policy="version: 1\n", assignment={"scale format": family}, run=more.pop("run", {}),
-        worker="w", result=result,
+        number=number, state=state, kind=kind, family=family, summary=summary or f"{family.upper()}, recipe {number}",
+        key=str(number), complexity=complexity, policy="version: 1\n", run={}, worker="w", result=result,
+        assignment={"scale format": family, **chosen},
     )  # fmt: skip
 
 
@@ -67,10 +57,9 @@ SWEEP = made(
 
 def test_the_reference_is_the_better_baseline_that_came_through():
     assert SWEEP.reference == 2.0
-    diverged = trial(0, None, 0, kind="baseline", state="diverged")
+    diverged, zero = trial(0, None, 0, kind="baseline", state="diverged"), trial(0, 0.0, 0, kind="baseline")
     assert reference_loss([diverged, BASELINES[1], trial(2, 0.5, 0)]) == 2.5
-    assert reference_loss([diverged, trial(2, 0.5, 0)]) is None
-    assert reference_loss([trial(0, 0.0, 0, kind="baseline")]) is None
+    assert reference_loss([diverged, trial(2, 0.5, 0)]) is reference_loss([zero]) is None
 
 
 def test_scores_by_both_rules():
@@ -127,22 +116,19 @@ def test_the_frontier_is_what_nothing_is_preferable_to(points, rule):
 
     finite = [s.trial for s in some if math.isfinite(value[s.trial.number])]
     expected = [b.number for b in finite if not any(preferable(a, b) for a in finite)]
-    found = [s.trial.number for s in frontier(some, rule)]
-    assert sorted(found) == expected
-    assert [t.complexity for t in (some[n - 2].trial for n in found)] == sorted(
-        t.complexity for t in (some[n - 2].trial for n in found)
-    )
+    front = [s.trial for s in frontier(some, rule)]
+    assert sorted(t.number for t in front) == expected
+    assert front == sorted(front, key=lambda t: t.complexity)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_figure_names_its_axes_its_families_and_its_best_points(rule):
     drawn = figure([SWEEP, made([t.trial for t in SWEEP.trials], "other")], rule)
-    assert len(drawn.axes) == 2
-    (axes, other) = drawn.axes
-    assert other.get_title() == "other (digits), 7 configurations, 1 diverged"
+    axes, _ = drawn.axes
+    counts = "7 configurations, 1 diverged"
+    assert [each.get_title() for each in drawn.axes] == [f"digits, {counts}", f"other (digits), {counts}"]
     assert axes.get_xlabel() == "complexity Ω [points]"
     assert axes.get_ylabel().startswith("score S = G/")
-    assert axes.get_title() == "digits, 7 configurations, 1 diverged"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MXFP4", "NVFP4", "unquantized"]
     shown = "\n".join(text.get_text() for text in axes.texts)
     for family in ("e8m0", "e4m3"):
@@ -192,21 +178,17 @@ def test_the_frontier_can_be_read_beside_what_fails_by_far():
 
 
 def test_what_each_choice_came_to():
-    def with_choices(number, loss, family="e8m0", **more):
-        chosen = {key: more.pop(key) for key in ("rounding", "optimizer") if key in more}
-        return replace(trial(number, loss, 1, family, **more), assignment={"scale format": family, **chosen})
-
     found = made(
         [
             *BASELINES,
-            with_choices(2, 3.0, rounding="nearest", optimizer="adam"),
-            with_choices(3, 1.0, rounding="up", optimizer="adam"),
-            with_choices(4, 2.0, rounding="nearest", optimizer="stable"),
-            with_choices(5, None, rounding="up", optimizer="stable", state="diverged"),
-            with_choices(6, 1.5, rounding="up"),  # its optimizer had no say
-            with_choices(7, 9.0, rounding="up", state="pruned"),
-            with_choices(8, 9.0, rounding="up", state="refused"),
-            with_choices(9, 4.0, "e4m3", rounding="up"),
+            trial(2, 3.0, 1, rounding="nearest", optimizer="adam"),
+            trial(3, 1.0, 1, rounding="up", optimizer="adam"),
+            trial(4, 2.0, 1, rounding="nearest", optimizer="stable"),
+            trial(5, None, 1, rounding="up", optimizer="stable", state="diverged"),
+            trial(6, 1.5, 1, rounding="up"),  # its optimizer had no say
+            trial(7, 9.0, 1, rounding="up", state="pruned"),
+            trial(8, 9.0, 1, rounding="up", state="refused"),
+            trial(9, 4.0, 1, "e4m3", rounding="up"),
         ]
     )
     assert effects(found) == [
@@ -216,11 +198,8 @@ def test_what_each_choice_came_to():
         Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
     ]
     data = json.loads(to_json([found], choices=True))["choices"]
-    assert [(one["choice"], one["median"], one["best"]) for one in data][1:] == [
-        ("up", 1.5, 1.0),
-        ("adam", 2.0, 1.0),
-        ("stable", None, 2.0),
-    ]
+    rows = [(one["choice"], one["median"], one["best"]) for one in data]
+    assert rows[1:] == [("up", 1.5, 1.0), ("adam", 2.0, 1.0), ("stable", None, 2.0)]
     printed = io.StringIO()
     Console(width=100, file=printed).print(effects_table(found))
     lines = printed.getvalue().splitlines()
@@ -240,17 +219,14 @@ def test_exports_hold_every_trial():
     assert [int(row["trial"]) for row in rows] == list(range(12))
     assert [row["state"] for row in rows].count("diverged") == 1
     (failed,) = [row for row in rows if row["state"] == "failed"]
-    assert failed["reason"] == "out of memory"
-    assert (failed["score_text"], failed["validation_loss"]) == ("", "")
-    assert float(rows[3]["score_text"]) == pytest.approx(0.025)
-    assert float(rows[3]["score_table"]) == pytest.approx(0.05)
-    assert rows[3]["choices.scale format"] == "e8m0"
-    assert rows[3]["metrics.accuracy"] == "0.5"
-    data = json.loads(to_json([SWEEP, SWEEP]))
-    assert len(data["trials"]) == 24
-    assert data["trials"][6]["score_table"] is None  # JSON has no infinity
-    assert data["trials"][3]["policy"] == "version: 1\n"
-    assert data["trials"][3]["reference_loss"] == 2.0
+    assert (failed["reason"], failed["score_text"], failed["validation_loss"]) == ("out of memory", "", "")
+    row = rows[3]
+    assert [float(row["score_text"]), float(row["score_table"])] == pytest.approx([0.025, 0.05])
+    assert (row["choices.scale format"], row["metrics.accuracy"]) == ("e8m0", "0.5")
+    trials = json.loads(to_json([SWEEP, SWEEP]))["trials"]
+    assert len(trials) == 24
+    assert trials[6]["score_table"] is None  # JSON has no infinity
+    assert (trials[3]["policy"], trials[3]["reference_loss"]) == ("version: 1\n", 2.0)
 
 
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
@@ -263,12 +239,11 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(Error, match=r"cannot write .*results\.csv: No space left on device"):
         write(path, "second, longer")
-    assert path.read_text() == "first"
-    assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+    assert (path.read_text(), os.listdir(path.parent)) == ("first", ["results.csv"])
     monkeypatch.undo()
     (path.parent / "results.csv.tmp").write_text("what a kill left")  # the next writer overwrites it
     write(path, "third")
-    assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+    assert (path.read_text(), os.listdir(path.parent)) == ("third", ["results.csv"])
 
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
@@ -278,8 +253,7 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
         with replacing(path) as first:
             first.write(b"first, and longer")
         assert path.read_bytes() == b"first, and longer"
-    assert path.read_bytes() == b"last"
-    assert [item.name for item in tmp_path.iterdir()] == ["run.pt"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"last", ["run.pt"])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Error, match="pipe: not a regular file"):
         write(tmp_path / "pipe", "text")
@@ -320,13 +294,19 @@ def test_elsewhere_every_result_is_said_once():
 
 
 def test_the_score_of_three_numbers():
-    runner = CliRunner()
-    numbers = ["score", "--loss", "3", "--reference", "2", "--complexity", "4"]
-    assert runner.invoke(app, numbers).stdout == "-2\n"
-    assert runner.invoke(app, [*numbers, "--rule", "text"]).stdout == "-0.1\n"
-    with pytest.raises(Error, match="reference loss must be positive"):
-        score_command(loss=1.0, reference=0.0, complexity=1.0)
-    with pytest.raises(Error, match="give a sweep's folder or database, or --loss"):
-        score_command(loss=1.0)
-    with pytest.raises(Error, match="not both"):
-        score_command(sources=["x"], loss=1.0)
+    numbers = "score", "--loss", 3, "--reference", 2, "--complexity", 4
+    assert run(*numbers).out == "-2\n"
+    assert run(*numbers, "--rule", "text").out == "-0.1\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"reference": 0.0, "complexity": 1.0}, "reference loss must be positive"),
+        ({}, "give a sweep's folder or database, or --loss"),
+        ({"sources": ["x"]}, "not both"),
+    ],
+)
+def test_a_score_that_cannot_be(options, says):
+    with pytest.raises(Error, match=says):
+        score_command(loss=1.0, **options)

@@ -1,8 +1,11 @@
-"""The task countdown: rollouts, advantages and gradients against references, bad rewards, and resuming."""
+"""The task countdown: puzzles, rollouts, advantages and gradients against references, bad rewards, and resuming."""
 
 import dataclasses
 import math
+from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +16,71 @@ from fp4graph.errors import Error
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS, countdown
 from fp4graph.model.runtime import runtime_of
+
+#: All expressions of three digits and two signs, with what Python makes of them.
+EXPRESSIONS = {
+    text: eval(text)
+    for text in (f"{a}{s}{b}{t}{c}" for a, s, b, t, c in product("123456789", "+-", "123456789", "+-", "123456789"))
+}
+
+
+def digits(text):
+    return tuple(sorted(int(character) for character in text if character.isdigit()))
+
+
+def test_an_answer_solves_exactly_the_puzzle_of_its_digits_and_value():
+    solving = {text for text, value in EXPRESSIONS.items() if digits(text) == (3, 5, 7) and value == 9}
+    rewarded = {text for text in EXPRESSIONS if countdown.reward("7,3,5=09:", text)}
+    assert rewarded == solving == {"7+5-3", "5+7-3", "7-3+5", "5-3+7"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "9", "+7+5-3", "7+5-3+", "7+5--3", "75-3", "7+5-3=", "7 +5-3", "4+5", "9+3-3", "7+5-3-0", "7+5-3\n"]
+)
+def test_what_is_no_answer_has_no_reward(text):
+    assert countdown.reward("3,5,7=09:", text) == 0.0
+    assert countdown.reward("3,5,7=09:", "7+5-3") == 1.0
+
+
+def test_puzzles_have_answers_and_are_functions_of_their_arguments():
+    drawn = countdown.puzzles(500, 3, 4)
+    for prompt, answer in drawn:
+        numbers, target = prompt.split("=")
+        assert (f"{EXPRESSIONS[answer]:02d}:", digits(answer)) == (target, digits(numbers))
+        assert (len(prompt), len(answer) + 1) == (countdown.PROMPT, countdown.ANSWER)
+    assert drawn == countdown.puzzles(500, 3, 4)
+    assert drawn[:20] != countdown.puzzles(20, 3, 5)
+    assert len({prompt for prompt, _ in drawn}) > 300
+    with pytest.raises(Error, match="'3,5=9:' is not a countdown prompt; write"):
+        countdown.reward("3,5=9:", "")
+
+
+def test_no_held_out_set_of_numbers_is_trained_on():
+    kept, held_out = (set(countdown.sets(held_out=out)) for out in (False, True))
+    assert not kept & held_out
+    assert (len(kept) + len(held_out), len(held_out)) == (165, 33)  # ways to choose 3 of 9 digits with repetition
+    for out, own in ((False, kept), (True, held_out)):
+        assert {digits(text.split("=")[0]) for text in countdown.prompts(300, 0, held_out=out)} <= own
+
+
+def test_an_epoch_counts_every_prompt_once():
+    totals = defaultdict(set)
+    for text, value in EXPRESSIONS.items():
+        if value >= 0:
+            totals[digits(text)].add(value)
+    orders = {
+        numbers: math.factorial(3) // math.prod(map(math.factorial, Counter(numbers).values())) for numbers in totals
+    }
+    count = sum(orders[numbers] * len(totals[numbers]) for numbers in countdown.sets(held_out=False))
+    assert count == countdown.DIFFERENT
+
+
+def test_texts_go_through_tokens_and_back():
+    tokens = countdown.encode([countdown.CHARACTERS, countdown.CHARACTERS[::-1]])
+    assert sorted(tokens[0].tolist()) == list(range(countdown.FIRST, countdown.VOCABULARY))
+    assert [countdown.decode(row) for row in tokens.tolist()] == [countdown.CHARACTERS, countdown.CHARACTERS[::-1]]
+    for stop in (countdown.PAD, countdown.END):
+        assert countdown.decode([2, 3, stop, 4]) == "01"
 
 
 def problem(**options):
@@ -26,10 +94,6 @@ def by_length(prompt, completion):
     return float(len(completion) % 3)
 
 
-def gap(prompt, completion):
-    return math.nan
-
-
 def scores(model, prompt, tokens):
     """The logits before each token, each from a forward of its own without a cache."""
     return [
@@ -37,6 +101,12 @@ def scores(model, prompt, tokens):
         .logits[0, -1]
         for place in range(len(tokens))
     ]  # fmt: skip
+
+
+def grouped(made):
+    """The first batch, with a prompt for each completion."""
+    prompts, noise = next(made.batches(0))
+    return prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
 
 
 def until_end(tokens):
@@ -54,8 +124,7 @@ def test_advantages_are_normalised_in_each_group():
 @pytest.mark.slow
 def test_a_rollout_is_the_largest_of_logits_and_noise():
     made = problem()
-    prompts, noise = next(made.batches(0))
-    prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
+    prompts, noise = grouped(made)
     noise[:, :, countdown.END] += 2  # so that some end early
     tokens, logits = countdown.rollout(made.model, prompts, noise)
     entropy = countdown.mean_entropy(logits, countdown.before_end(tokens))
@@ -130,8 +199,7 @@ def test_validation_is_the_expected_reward_and_the_same_each_time():
         again = problem(reward=by_length).measure(model, next(made.validation()))
     assert all(torch.equal(found[name], again[name]) for name in found)
     assert torch.allclose(found["loss"], 1 - found["reward"])
-    assert set(found) == {"loss", "reward", "entropy"}
-    assert not model.training
+    assert (set(found), model.training) == ({"loss", "reward", "entropy"}, False)
 
 
 @pytest.mark.parametrize("batch_size", [1, 48])
@@ -184,15 +252,12 @@ def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss():
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_reward_that_is_no_number_is_an_error_that_names_it(value):
     def broken(prompt, completion):
-        return float(value) if completion == "1+2" else 0.0
+        return float(value) if completion != "1+1" else 0.0
 
     with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
         countdown.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
-
-
-def test_a_training_with_a_broken_reward_ends_with_the_error():
-    made = problem(reward=gap)
-    with pytest.raises(Error, match="the reward function gap returned nan for the completion"):
+    made = problem(reward=broken)
+    with pytest.raises(Error, match=f"the reward function broken returned {value} for the completion"):
         made.measure(made.model.train(), next(made.batches(0)))
 
 
@@ -218,20 +283,15 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
         if step == 4:
             raise KeyboardInterrupt
 
-    class Watch:
-        def __init__(self, model, optimizer):
-            self.model = model
+    @contextmanager
+    def watch(model, optimizer):
+        yield
+        counts.append(runtime_of(model).count)
 
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *error):
-            counts.append(runtime_of(self.model).count)
-
-    whole = train(chosen, watch=Watch)
+    whole = train(chosen, watch=watch)
     with pytest.raises(KeyboardInterrupt):
         train(chosen, directory=tmp_path, report=stop)
-    resumed = train(chosen, directory=tmp_path, resume=True, watch=Watch)
+    resumed = train(chosen, directory=tmp_path, resume=True, watch=watch)
     assert resumed.history == whole.history
     assert counts == [6, 6]  # rollouts and validations count nothing
     assert len({entry.train_loss for entry in whole.history}) > 1
@@ -242,8 +302,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
 def test_rollouts_under_a_policy_have_the_trainers_probabilities():
     """With mxfp4 and with noise, whose draw the rollout shares with the training forward that follows."""
     made = problem(warm_up=20)
-    prompts, noise = next(made.batches(0))
-    prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
+    prompts, noise = grouped(made)
     data = {"version": 1, "extends": "mxfp4-full", "techniques": [
         {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 9,
                                          "rollout": True}}]}  # fmt: skip

@@ -8,15 +8,19 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
-from typer.testing import CliRunner
 
 import fp4graph
-from fp4graph.cli import app
 from fp4graph.lab import Statistics, read
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.report import PICTURES, write_report
 from tests.helpers.processes import PATIENCE
 from tests.lab.trainings import Block
+
+
+def record(folder, lines, outcome):
+    """Write a run's metrics and outcome."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "outcome.json").write_text(json.dumps(outcome))
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +43,13 @@ def run(tmp_path_factory):
             if step % 20 == 0:
                 lines.append({"step": step, "train_loss": 1.0, "validation_loss": loss.item(), "accuracy": step / 100})
     content = {
-        "format": "fp4graph.run",
-        "version": 1,
-        "policy": policy.to_yaml(),
+        "format": "fp4graph.run", "version": 1, "policy": policy.to_yaml(),
         "run": {"task": "roll <the> rows", "policy": "tetrajet"},
         "settings": {"optimizer": "adamw", "lr": 1e-2, "seed": 0},
-    }
+    }  # fmt: skip
     outcome = {"steps": 100, "seconds": 3.0, "diverged": False, "complexity": 0.5, "quantized": 4, "sites": 4}
+    record(folder, lines, outcome)
     (folder / "run.json").write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "outcome.json").write_text(json.dumps(outcome))
     torch._dynamo.reset()
     return folder
 
@@ -59,48 +60,32 @@ def page(run):
 
 
 @pytest.mark.slow
-def test_it_holds_everything(page):
+def test_it_holds_everything_and_refers_to_nothing_outside(page):
     text = page.read_text("utf-8")
-    for part in PICTURES:
-        assert f'<section id="{part.__name__}">' in text, part.__name__
     assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
-    assert "roll &lt;the&gt; rows" in text
-    for site in ("0.up", "0.down", "1.up", "1.down"):
-        assert f">{site}</th>" in text
-    assert "Ω 0.5" in text
-    assert "stochastic" in text  # the policy
-
-
-@pytest.mark.slow
-def test_it_refers_to_nothing_outside(page):
-    text = page.read_text("utf-8")
+    parts = [f'<section id="{part.__name__}">' for part in PICTURES]
+    sites = [f">{site}</th>" for site in ("0.up", "0.down", "1.up", "1.down")]
+    for words in (*parts, *sites, "roll &lt;the&gt; rows", "Ω 0.5", "stochastic"):  # the last in the policy
+        assert words in text
     outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)
     assert not outside
 
 
 @pytest.mark.slow
-def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
+@pytest.mark.parametrize("part", PICTURES, ids=lambda part: part.__name__)
+def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
     """Nothing that is drawn reaches over the edge."""
-    recorded = read(run)
-    for part in PICTURES:
-        picture = part(recorded)
-        assert picture is not None, part.__name__
-        renderer = FigureCanvasAgg(picture).get_renderer()
-        picture.draw_without_rendering()
-        width, height = picture.bbox.width, picture.bbox.height
-        labels = [axes.get_xlabel() for axes in picture.axes if axes.get_visible()]
-        assert any(labels), part.__name__
-        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in picture.axes), part.__name__
-        texts = [axes.xaxis.label for axes in picture.axes] + [axes.yaxis.label for axes in picture.axes]
-        legends = [*picture.legends, *(axes.get_legend() for axes in picture.axes if axes.get_legend())]
-        for thing in [*(text for text in texts if text.get_text()), *legends]:
-            box = thing.get_window_extent(renderer)
-            assert box.x0 >= -1, (part.__name__, thing)
-            assert box.y0 >= -1, (part.__name__, thing)
-            assert box.x1 <= width + 1, (part.__name__, thing)
-            assert box.y1 <= height + 1, (part.__name__, thing)
-        for legend in legends:
-            assert legend.get_texts(), part.__name__
+    picture = part(read(run))
+    renderer = FigureCanvasAgg(picture).get_renderer()
+    picture.draw_without_rendering()
+    assert any(axes.get_xlabel() for axes in picture.axes if axes.get_visible())
+    assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in picture.axes)
+    labels = [label for axes in picture.axes for label in (axes.xaxis.label, axes.yaxis.label) if label.get_text()]
+    legends = [*picture.legends, *(axes.get_legend() for axes in picture.axes if axes.get_legend())]
+    for thing in (*labels, *legends):
+        box = thing.get_window_extent(renderer)
+        assert min(box.x0, box.y0, picture.bbox.width - box.x1, picture.bbox.height - box.y1) >= -1, thing
+    assert all(legend.get_texts() for legend in legends)
 
 
 @pytest.mark.service
@@ -123,13 +108,11 @@ def test_in_a_browser(page):
         drawn = tab.eval_on_selector_all("figure svg", "all => all.map(e => e.getBoundingClientRect().width)")
         assert len(drawn) == len(PICTURES) + 2
         assert min(drawn) > 500
-        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-
-        tab.set_viewport_size({"width": 420, "height": 900})  # a phone scrolls tables and pictures, not the page
-        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        for width in (1200, 420):  # a phone scrolls tables and pictures, not the page
+            tab.set_viewport_size({"width": width, "height": 900})
+            assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), width
         browser.close()
-    assert said == []
-    assert asked == [page.resolve().as_uri()]
+    assert (said, asked) == ([], [page.resolve().as_uri()])
 
 
 @pytest.mark.long
@@ -155,8 +138,7 @@ def test_a_run_without_statistics(run, tmp_path):
 def test_a_run_that_diverged(run, tmp_path):
     shutil.copy(run / "run.json", tmp_path)
     lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "outcome.json").write_text(json.dumps({"steps": 2, "seconds": 1.0, "diverged": True}))
+    record(tmp_path, lines, {"steps": 2, "seconds": 1.0, "diverged": True})
     assert "diverged" in write_report(tmp_path).read_text("utf-8")
 
 
@@ -170,10 +152,10 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_command(run, tmp_path):
-    result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "page.html")])
-    assert result.exit_code == 0, result.output
-    assert "open it in a browser" in result.output
+def test_the_command(command, run, tmp_path):
+    code, out, _ = command("report", run, "-o", tmp_path / "page.html")
+    assert code == 0
+    assert "open it in a browser" in out
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
 
 

@@ -17,10 +17,8 @@ import torch
 import yaml
 from torch import nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import fp4graph
-from fp4graph.cli import app
 from fp4graph.lab.candidates import Candidates, solve, total
 from fp4graph.lab.linears import bits_per_element, call_of, groups_of
 from fp4graph.lab.policy_writer import Treatment, written
@@ -29,6 +27,7 @@ from fp4graph.lab.sensitivity import Score
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import GROUPS, Gemm
 from fp4graph.technique.site import BlockPosition
+from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
@@ -37,8 +36,7 @@ FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.out = nn.Linear(32, 32, bias=False)
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v by its name alone
@@ -95,25 +93,21 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
     generator = np.random.default_rng(int(1000 * quantile) + len(kind))
     costs, use, other = (generator.exponential(size=(12, 3)) for _ in range(3))
 
-    def sums(table):
-        """The sum of every choice of an option per row, [3¹²]."""
+    def sums(table):  # of every choice of an option per row, [3¹²]
         return functools.reduce(np.add.outer, table).ravel()
 
     allowed = generator.random((12, 3)) < (0.7 if kind == "forbidden" else 1)
     allowed[:, 0] = True
-    limits = [(use, float(np.quantile(sums(use), quantile)))]
-    if kind == "two":
-        limits.append((other, float(np.quantile(sums(other), 0.3))))
+    limits = [(use, quantile), (other, 0.3)][: 2 if kind == "two" else 1]
+    limits = [(table, float(np.quantile(sums(table), share))) for table, share in limits]
     feasible = sums(~allowed) == 0
     for table, most in limits:
         feasible &= sums(table) <= most
     choice = solve(costs, allowed, limits)
-    if not feasible.any():
-        assert choice is None
-        return
-    assert choice is not None
-    assert feasible[np.ravel_multi_index(choice, (3,) * 12)]
-    assert total(costs, choice) == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
+    assert (choice is not None) == feasible.any()
+    if choice is not None:
+        assert feasible[np.ravel_multi_index(choice, (3,) * 12)]
+        assert total(costs, choice) == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +172,7 @@ def test_policy_gives_every_operand_what_was_chosen(seed, tmp_path):
     assert len(policy.rules) <= 3
     if seed > 1:
         assert len(file.read_text().splitlines()) < 40
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert run("check", file).code == 0
 
 
 def test_block_ranges_are_written_as_globs():
@@ -199,9 +193,8 @@ def test_siblings_go_together():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.experts = nn.ModuleList(
-                nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2)
-            )
+            pairs = (nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2))
+            self.experts = nn.ModuleList(pairs)
             self.a, self.b, self.far, self.tied = (nn.Linear(4, 4) for _ in range(4))
             self.tied.weight = self.far.weight
 
@@ -239,28 +232,22 @@ def test_bits_count_scales():
         ({"bits": 5, "formats": ("nvfp4-te", "bf16")}, "format 'nvfp4-te' fits no site"),
         ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
         ({"bits": 5, "batches": []}, "no batches"),
-        (
-            {"overhead": 1.2, "formats": ("nvfp4", "mxfp4"), "cost": lambda p: 1.5},
-            "overhead at most 1.2; the nearest is 1.5",
-        ),
+        ({"overhead": 1.2, "formats": FORMATS[:2], "cost": lambda p: 1.5}, "overhead at most 1.2; the nearest is 1.5"),
     ],
 )
 def test_bad_input_is_named(options, message):
-    options = {"formats": FORMATS, "batches": batches(1), **options}
     with pytest.raises(fp4graph.Error, match=message):
-        search(model_of(), loss, options.pop("batches"), **options)
+        search(model_of(), loss, **{"formats": FORMATS, "batches": batches(1), **options})
 
 
 def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
     words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
              "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    assert run(*words).code == 0
     assert fp4graph.load_policy(file).name == "mine"
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
-    wrong = CliRunner().invoke(app, ["search", "--model", f"{here}:none", *words[3:]])
-    assert "has no 'none'" in str(wrong.exception)
+    assert run("check", file).code == 0
+    assert "has no 'none'" in run("search", "--model", f"{here}:none", *words[3:]).err
 
 
 @pytest.mark.long

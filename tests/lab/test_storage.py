@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,16 +29,10 @@ def write(directory, rows, streams=(), **header):
 def test_written_and_read(tmp_path):
     write(tmp_path, [row(50, 1 / 3), row(100, float("nan")), row(100, 2.0, "b")], policy="p")
     recorded = read(tmp_path)
-    assert recorded.header["policy"] == "p"
-    assert recorded.steps == [50, 100]
-    assert recorded.sites == ["a", "b"]
+    assert (recorded.header["policy"], recorded.steps, recorded.sites) == ("p", [50, 100], ["a", "b"])
     assert [r["value"] for r in recorded.rows] == [0.333333, None, 2.0]
-    assert recorded.series("value", site="a") == {
-        "step": [50],
-        "site": ["a"],
-        "tensor": ["weight"],
-        "value": [0.333333],
-    }
+    series = recorded.series("value", site="a")
+    assert series == {"step": [50], "site": ["a"], "tensor": ["weight"], "value": [0.333333]}
 
 
 def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
@@ -57,49 +52,25 @@ def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
     assert frame["snr_db"].tolist() == [30.0, 10.0, 5.0, 12.0]
 
 
-class Wandb:
-    """A stand-in for a run of wandb, with its two methods that statistics call."""
-
-    def __init__(self):
-        self.defined, self.logged = [], []
-
-    def define_metric(self, name, step_metric):
-        self.defined.append((name, step_metric))
-
-    def log(self, values):
-        self.logged.append(values)
-
-
-class Mlflow:
-    """A stand-in for the module mlflow."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log_metrics(self, metrics, step):
-        self.logged.append((step, metrics))
-
-
-class Writer:
-    """A stand-in for a SummaryWriter."""
-
-    def __init__(self):
-        self.scalars = {}
-
-    def add_scalar(self, name, value, step):
-        self.scalars[name, step] = value
+def stand_in(*methods):
+    """A stand-in for a tracker, with the methods that statistics call, which keep the arguments of their calls."""
+    tracker = SimpleNamespace(calls=[])
+    for method in methods:
+        setattr(tracker, method, lambda *values, **options: tracker.calls.append((*values, *options.values())))
+    return tracker
 
 
 def test_streams_get_every_number(tmp_path):
-    run, tracking, writer, called = Wandb(), Mlflow(), Writer(), []
+    run, tracking = stand_in("define_metric", "log"), stand_in("log_metrics")
+    writer, called = stand_in("add_scalar"), []
     log = Log(tmp_path, {"step": 0}, run, tracking, writer, lambda step, values: called.append((step, values)))
     log.append([row(50, 1.5, "(root)#1") | {"counts": [1, 2], "window": 30}, row(50, math.inf)])
-    assert run.defined == [("fp4graph/*", "fp4graph/step")]
-    names = ["value/(root)#1/weight", "value/a/weight"]
-    assert run.logged == [{"fp4graph/step": 50, f"fp4graph/{names[0]}": 1.5, f"fp4graph/{names[1]}": math.inf}]
-    assert tracking.logged == [(50, {"value/_root__1/weight": 1.5})]
-    assert called == [(50, {names[0]: 1.5, names[1]: math.inf})]
-    assert writer.scalars == {(names[0], 50): 1.5, (names[1], 50): math.inf}
+    first, second = "value/(root)#1/weight", "value/a/weight"
+    values = {"fp4graph/step": 50, f"fp4graph/{first}": 1.5, f"fp4graph/{second}": math.inf}
+    assert run.calls == [("fp4graph/*", "fp4graph/step"), (values,)]
+    assert tracking.calls == [({"value/_root__1/weight": 1.5}, 50)]
+    assert called == [(50, {first: 1.5, second: math.inf})]
+    assert writer.calls == [(first, 1.5, 50), (second, math.inf, 50)]
     with pytest.raises(fp4graph.Error, match="cannot stream to 5"):
         Log(tmp_path, {"step": 0}, 5)
 
