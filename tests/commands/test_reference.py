@@ -35,11 +35,8 @@ def test_every_shipped_policy_has_a_page():
 @pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
 def test_a_shipped_technique_is_described_in_full(name):
     technique = SHIPPED.techniques[name]
-    undescribed = [option for option, field in technique.model_fields.items() if not field.description]
-    assert not undescribed, "every option has a description"
-    parts = reference.docstring_parts(technique)
-    assert {"Summary", "Definition", "Source", "Stage", "Cost", "When to use it"} <= parts.keys()
-    order = [heading for heading in parts if heading != "Complexity weight"]
+    assert [option for option, field in technique.model_fields.items() if not field.description] == []
+    order = [heading for heading in reference.docstring_parts(technique) if heading != "Complexity weight"]
     assert order == ["Summary", "Definition", "Source", "Stage", "Cost", "When to use it"]
     if isinstance(technique.complexity, property):
         assert technique.complexity.__doc__
@@ -123,7 +120,11 @@ class Plugin:
         return [Bare, Rich]
 
 
-REGISTRY = Registry([("stranger", Plugin())], entry_point_group=None)
+def stranger():
+    return Registry([("stranger", Plugin())], entry_point_group=None)
+
+
+REGISTRY = stranger()
 
 
 def test_a_technique_that_says_nothing_has_a_page():
@@ -176,23 +177,17 @@ def test_what_a_docstring_says_is_laid_out():
         (tuple[tuple[float, float], ...], "list of pairs of numbers"),
         (tuple[str, ...], "list of names"),
         (dict[str, int], "dict"),
+        (Operands, "list of operands"),
+        (Annotated[Literal["backward"] | tuple[str, ...], OperandList()], "backward, or list of operands"),
     ],
 )
 def test_types_in_words(annotation, words):
     assert catalogue.option_words(annotation) == words
 
 
-def test_a_list_of_operands_is_called_one():
-    assert catalogue.option_words(Operands) == "list of operands"
-    assert catalogue.option_words(Annotated[Literal["backward"] | tuple[str, ...], OperandList()]) == (
-        "backward, or list of operands"
-    )
-
-
 def test_a_policy_without_a_file_shows_what_it_resolves_to():
-    policy = load_policy(
-        {"version": 1, "name": "p", "description": "A | B.", "default": {"operands": {"wgrad": "keep"}}}, REGISTRY
-    )
+    kept = {"operands": {"wgrad": "keep"}}
+    policy = load_policy({"version": 1, "name": "p", "description": "A | B.", "default": kept}, REGISTRY)
     page = reference.policy_page(policy)
     assert page.startswith("# p\n\nA | B.\n\nΩ = 0, no technique.\n\n## Rules\n\n### default: every other site\n")
     assert "| Q1 | fprop.input | e2m1 | 32 | e8m0 floor | nearest, ties even | original |\n" in page
@@ -219,29 +214,25 @@ def test_pages_are_the_same_every_time():
 
 def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    found = Registry([("stranger", Plugin())], entry_point_group=None)
+    found = stranger()
     monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     target = tmp_path / "reference"
-    assert reference.main([str(target)]) == 0
-    assert reference.main([str(target), "--check"]) == 0
+    write, check = [str(target)], [str(target), "--check"]
+    assert (reference.main(write), reference.main(check)) == (0, 0)
     (target / "techniques/bare.md").unlink()
     (target / "techniques/rich.md").write_text("old")
     (target / "policies").mkdir()
     (target / "policies/gone.md").write_text("gone")
     capsys.readouterr()
-    assert reference.main([str(target), "--check"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "missing: techniques/bare.md",
-        "stale: techniques/rich.md",
-        "superfluous: policies/gone.md",
-        "run: make docs",
-    ]
+    assert reference.main(check) == 1
+    faults = "missing: techniques/bare.md", "stale: techniques/rich.md", "superfluous: policies/gone.md"
+    assert capsys.readouterr().out.splitlines() == [*faults, "run: make docs"]
     assert (target / "policies/gone.md").exists()
-    assert reference.main([str(target)]) == 0
+    assert reference.main(write) == 0
     assert not (target / "policies/gone.md").exists()
-    assert reference.main([str(target), "--check"]) == 0
+    assert reference.main(check) == 0
     shutil.rmtree(target)
-    assert reference.main([str(target), "--check"]) == 1
+    assert reference.main(check) == 1
 
 
 def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):

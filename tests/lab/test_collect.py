@@ -327,10 +327,7 @@ def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     model, optimizer = make(policy(phases=[{"at": 5, "operands": {"backward": "keep"}}]))
     options = {"window": 2, "window_every": 4, "probe": (torch.zeros(2, 32),)}
-    with (
-        Statistics(model, optimizer, every=2, directory=tmp_path, **options),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    with Statistics(model, optimizer, every=2, directory=tmp_path, **options), torch.autocast("cpu", torch.bfloat16):
         steps(model, optimizer, 8)
     rows = read(tmp_path)
     assert rows.steps == [2, 4, 8]  # the sixth step is the first of its phase

@@ -50,10 +50,9 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     assert parts.total.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
     # Not only in floating point: as fractions.
-    for i in itertools.product(*map(range, x.shape)):
-        bias, dead, grid, total = (
-            Fraction(part[i].item()) for part in (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
-        )
+    terms = (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
+    for values in zip(*(part.flatten().tolist() for part in terms), strict=True):
+        bias, dead, grid, total = map(Fraction, values)
         assert bias + dead + grid == total
 
 

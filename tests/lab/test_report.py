@@ -1,4 +1,4 @@
-"""The report of a run: complete, self-contained, and without complaints from a real browser."""
+"""The report of a run: complete, self-contained, without complaints from a browser; and the statistics it shows."""
 
 import json
 import re
@@ -13,6 +13,7 @@ import fp4graph
 from fp4graph.lab import Statistics, read
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.report import PICTURES, write_report
+from fp4graph.lab.runs.train import Run, train
 from tests.helpers.processes import PATIENCE
 from tests.lab.trainings import Block
 
@@ -182,3 +183,82 @@ def test_a_report_that_cannot_be_written(run, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(fp4graph.Error, match="cannot write"):
         write_report(run, tmp_path / "taken" / "page.html")
+
+
+SGD = {"task": "digits", "policy": "tetrajet", "optimizer": "sgd", "validate_every": 4, "device": "cpu"}
+DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--validate-every=9", "--steps=12", "--json"]
+
+
+@pytest.mark.slow
+def test_a_training_and_its_report(command, tmp_path):
+    """Statistics change nothing of the training, and the report has every picture."""
+    plain = json.loads(command(*DIGITS, "--output", tmp_path / "plain").out)["outcome"]
+    watched = json.loads(command(*DIGITS, "--output", tmp_path / "run", "--statistics", 4).out)["outcome"]
+    for name in ("validation_loss", "train_loss", "metrics", "history"):
+        assert watched[name] == plain[name], name
+    recorded = read(tmp_path / "run")
+    assert recorded.steps == [4, 8, 12]
+    assert {row["step"] for row in recorded.rows if row["tensor"] == "weight"} == {12}  # a window at the end
+    assert {row["tensor"] for row in recorded.rows} >= {"fprop.input", "wgrad", "output"}
+    assert command("report", tmp_path / "run").code == 0
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert all(f'<section id="{part.__name__}">' in page for part in PICTURES)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_in_tensorboard_beside_the_curves(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(Run(**SGD, steps=4), directory=tmp_path, statistics=2)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (site,) = {row["site"] for row in read(tmp_path).rows if row["site"].endswith("blocks.0.mlp.fc1")}
+    rows = [row for row in read(tmp_path).rows if (row["site"], row["tensor"]) == (site, "fprop.input")]
+    got = [(event.step, event.value) for event in events.Scalars(f"snr_db/{site}/fprop.input")]
+    assert [row["step"] for row in rows] == [2, 4]
+    assert got == [(row["step"], pytest.approx(row["snr_db"], rel=1e-4)) for row in rows]
+    assert "validation_loss" in events.Tags()["scalars"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_resumed_run(tmp_path):
+    """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
+    run = Run(**SGD, steps=8)
+    whole = train(run, directory=tmp_path / "whole", statistics=2)
+
+    def stop(step, steps, loss):
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, directory=tmp_path / "run", statistics=2, tick=stop)
+    assert read(tmp_path / "run").steps == [2, 4, 6]
+    resumed = train(run, directory=tmp_path / "run", statistics=2, resume=True)
+    assert resumed.validation_loss == whole.validation_loss
+    recorded, expected = read(tmp_path / "run"), read(tmp_path / "whole")
+    assert recorded.header["step"] == 4  # though plain SGD counts no steps
+    assert recorded.steps == expected.steps == [2, 4, 6, 8]
+    # All but what the window that began before the kill would have said, of weights and outputs.
+    assert recorded.rows == tuple(row for row in expected.rows if row["tensor"] not in ("weight", "output"))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
+def test_the_other_families(task, policy, tmp_path):
+    """What goes into the model is the task's, noise and timesteps of a diffusion included."""
+    small = {"batch_size": 4, "validation_batches": 1, "steps": 2}
+    train(Run(task, policy=policy, device="cpu", **small), directory=tmp_path, statistics=2)
+    rates = read(tmp_path).series("rate_of_change", tensor="output")["value"]
+    assert min(rates) > 0
+
+
+@pytest.mark.parametrize(
+    ("every", "says"), [(13, "from 1 to 12"), (0, "from 1 to 12"), (5, "in the folder of the run")]
+)
+def test_statistics_that_record_nothing(every, says, tmp_path):
+    folder = None if every == 5 else tmp_path / "run"
+    with pytest.raises(fp4graph.Error, match=says):
+        train(Run("digits", policy="tetrajet", steps=12, device="cpu"), directory=folder, statistics=every)
+    assert not (tmp_path / "run").exists()

@@ -116,11 +116,12 @@ def test_repeats_itself_and_depends_on_the_seed():
 
 
 @pytest.mark.slow
-def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in():
-    variants = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}]
+def test_options_change_what_is_computed():
+    variants = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}, {"optimizer": "sgd", "lr": 0.1}]
+    variants.append({**variants[-1], "optimizer_options": {"momentum": 0.9}})
     values = [train(run(**options)).validation_loss for options in variants]
-    assert len(set(values)) == 4
-    assert max(values) - min(values) < 0.2
+    assert len(set(values)) == 6
+    assert max(values[:4]) - min(values[:4]) < 0.2
 
 
 @pytest.mark.slow
@@ -134,26 +135,22 @@ def test_the_last_short_validation_batch_counts_each_sample_once():
     assert (whole.metrics["accuracy"] * 360) == pytest.approx(round(whole.metrics["accuracy"] * 360))
 
 
-@pytest.mark.slow
-def test_complexity_counts_the_optimizer():
-    adam, stable = (train(run(policy="tetrajet", optimizer=name, steps=1)) for name in ("adam", "stablespam"))
-    assert adam.complexity == fp4graph.load_policy("tetrajet").complexity == 0.5
-    assert stable.complexity == 1.0
+PHASED = {"extends": "mxfp4", "techniques": ["loss_scaling"], "phases": [{"at": 0.5, "operands": {"backward": "keep"}}]}
 
 
 @pytest.mark.slow
-def test_sgd_and_options_reach_the_optimizer():
-    plain, momentum = (
-        train(run(optimizer="sgd", lr=0.1, optimizer_options=options)) for options in ({}, {"momentum": 0.9})
-    )
-    assert losses(plain)[0] != losses(momentum)[0]
-
-
-@pytest.mark.slow
-def test_a_policy_with_phases_and_loss_scaling_trains():
-    phases = [{"at": 0.5, "operands": {"backward": "keep"}}]
-    outcome = train(run(policy={"version": 1, "extends": "mxfp4", "techniques": ["loss_scaling"], "phases": phases}))
-    assert (outcome.diverged, outcome.complexity) == (False, 0.5)
+@pytest.mark.parametrize(
+    ("options", "complexity"),
+    [
+        ({"policy": "tetrajet", "optimizer": "adam", "steps": 1}, 0.5),
+        ({"policy": "tetrajet", "optimizer": "stablespam", "steps": 1}, 1.0),
+        ({"policy": {"version": 1, **PHASED}}, 0.5),
+    ],
+    ids=["adam", "stablespam", "phases and loss scaling"],
+)
+def test_complexity_counts_the_optimizer(options, complexity):
+    outcome = train(run(**options))
+    assert (outcome.diverged, outcome.complexity) == (False, complexity)
 
 
 @pytest.mark.slow
