@@ -209,19 +209,6 @@ def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch
     assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_run_counts_each_product_once(monkeypatch):
-    """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4
-    quantizes, 2 products of attention (one node each) and a head."""
-    made = partial(countdown.Countdown, warm_up=1, group=2, completion=4)
-    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=made))
-    outcome = train(
-        Run("countdown", policy="mxfp4", device="cpu", steps=1, batch_size=2, validation_batches=1, backend="eager")
-    )
-    assert (outcome.quantized, outcome.sites) == (14, 17)
-
-
 def test_batches_are_functions_of_seed_and_number():
     made = problem()
     whole = [batch for batch, _ in zip(made.batches(0), range(4), strict=False)]
@@ -253,7 +240,7 @@ def test_a_reward_that_is_no_number_is_an_error_that_names_it(value):
     with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
         countdown.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
     made = problem(reward=broken)
-    with pytest.raises(Error, match=f"the reward function broken returned {value} for the completion"):
+    with pytest.raises(Error, match=f"the reward function .*broken returned {value} for the completion"):
         made.measure(made.model.train(), next(made.batches(0)))
 
 
