@@ -15,7 +15,7 @@ from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE
 
 #: Fixtures whose tests are marked ``slow``.
-SLOW = {"url", "compare"}
+SLOW = {"url", "compare", "result", "run", "page"}
 
 
 def pytest_collection_modifyitems(items):

@@ -78,7 +78,6 @@ def recorded_runs(folder):
     return [line for line in lines if line.get("kind") == "run"]
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_a_loop_by_hand(result):
     curves = {(run["policy"], run["seed"]): [loss for _, loss in run["curve"]] for run in result.runs}
     assert curves == by_hand()
@@ -509,7 +508,6 @@ def test_the_verdict_ranks_what_it_can_tell_apart(nvfp4, tetrajet, ends):
     assert text.endswith(ends)
 
 
-@pytest.mark.slow
 def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     text = (result.folder / "report.html").read_text("utf-8")
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)
@@ -557,7 +555,6 @@ BRIEF = {"batch_size": 16, "steps": 2, "validate_every": 1, "validation_batches"
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_compares_a_task(command, tmp_path):
     words = ["compare", "digits", *(f"--{name.replace('_', '-')}={value}" for name, value in BRIEF.items())]
     words += ["--no-timing", "--seeds=1"]
@@ -580,7 +577,6 @@ def test_the_command_compares_a_task(command, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_compares_a_function_of_the_users(command, tmp_path):
     (tmp_path / "mine.py").write_text("from tests.lab.trainings import loop as fn\n")
     words = "--train=mine:fn", "--policies=tetrajet", "--seeds=2", "--seed=1", "--no-timing"
@@ -592,7 +588,6 @@ def test_the_command_compares_a_function_of_the_users(command, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(command, tmp_path):
     """Of runs that have all failed nothing is kept that an edit could contradict."""
     source = "from tests.lab.trainings import loop\n\ndef fn(policy, seed, log):\n    return loop(policy, seed, log)"

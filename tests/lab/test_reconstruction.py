@@ -54,7 +54,6 @@ def test_zeros_have_no_relative_error():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_figures_metric(figures, tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
@@ -74,7 +73,6 @@ def test_the_figures_metric(figures, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
 def test_the_figures(figures, name, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))

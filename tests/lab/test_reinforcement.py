@@ -252,7 +252,6 @@ def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     """Under mxfp4-rl, whose noise is a function of the count of training forwards, in rollouts too."""
     made = partial(countdown.Countdown, warm_up=3, group=4, reward=by_length)
@@ -281,7 +280,6 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_rollouts_under_a_policy_have_the_trainers_probabilities():
     """With mxfp4 and with noise, whose draw the rollout shares with the training forward that follows."""
     made = problem(warm_up=20)

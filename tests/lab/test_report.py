@@ -60,7 +60,6 @@ def page(run):
     return write_report(run)
 
 
-@pytest.mark.slow
 def test_it_holds_everything_and_refers_to_nothing_outside(page):
     text = page.read_text("utf-8")
     assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
@@ -72,7 +71,6 @@ def test_it_holds_everything_and_refers_to_nothing_outside(page):
     assert not outside
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", PICTURES, ids=lambda part: part.__name__)
 def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
     """Nothing that is drawn reaches over the edge."""
@@ -117,7 +115,6 @@ def test_in_a_browser(page):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_statistics_without_a_run(run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
     text = write_report(tmp_path, tmp_path / "other.html").read_text("utf-8")
@@ -125,7 +122,6 @@ def test_statistics_without_a_run(run, tmp_path):
     assert "Curves" not in text
 
 
-@pytest.mark.slow
 def test_a_run_without_statistics(run, tmp_path):
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(run / name, tmp_path)
@@ -135,7 +131,6 @@ def test_a_run_without_statistics(run, tmp_path):
     assert "validation loss at step 100" in text
 
 
-@pytest.mark.slow
 def test_a_run_that_diverged(run, tmp_path):
     shutil.copy(run / "run.json", tmp_path)
     lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
@@ -152,7 +147,6 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command(command, run, tmp_path):
     code, out, _ = command("report", run, "-o", tmp_path / "page.html")
     assert code == 0
@@ -178,7 +172,6 @@ def test_folders_that_hold_something_else(tmp_path, make, message):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_report_that_cannot_be_written(run, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(fp4graph.Error, match="cannot write"):
@@ -205,7 +198,6 @@ def test_a_training_and_its_report(command, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_resumed_run(tmp_path):
     """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
     run = Run("digits", policy="tetrajet", optimizer="sgd", steps=8, validate_every=4, device="cpu")
@@ -228,7 +220,6 @@ def test_a_resumed_run(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
 def test_the_other_families(task, policy, tmp_path):
     """What goes into the model is the task's, noise and timesteps of a diffusion included."""

@@ -243,7 +243,6 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_u_nets_blocks_are_all_its_levels(denoising):
     """Every linear of every level, and neither the time embedding before them nor a convolution."""
     policy = placed(fp4graph.load_policy("mxfp4"), denoising.blocks)

@@ -119,7 +119,6 @@ def test_the_schedule_is_timms():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_mnist_is_read_from_its_files(tmp_path):
     folder, count = tmp_path / "MNIST" / "raw", 40
     folder.mkdir(parents=True)
@@ -166,7 +165,6 @@ def cifar10(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.usefixtures("cifar10")
 @pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])
 def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
@@ -237,7 +235,6 @@ def folder(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_imagenet_is_shown_as_it_is(folder):
     options = {"data": str(folder), "batch_size": 2, "autocast": False}
     problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
@@ -340,7 +337,6 @@ def test_a_hugging_face_dataset_of_faces(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_llama_on_text_of_ones_own(tmp_path):
     file = tmp_path / "words.txt"
     words = np.array(["rounding", "scale", "block", "tensor", "gradient", "weight"])

@@ -103,7 +103,6 @@ def test_equals_a_loop_written_by_hand(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_repeats_itself_and_depends_on_the_seed():
     torch.manual_seed(1)
     first = train(run(policy="tetrajet"))
@@ -486,7 +485,6 @@ class Calls:
         self.calls.append(("ended", (), {}))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_command_streams_to_every_tracker(command, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
