@@ -1,7 +1,5 @@
 """The three parts of the error add up to it, exactly, and are what their definitions say."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -53,10 +51,9 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     assert parts.total.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
     # Not only in floating point: as fractions.
-    for i in itertools.product(*map(range, x.shape)):
-        bias, dead, grid, total = (
-            Fraction(part[i].item()) for part in (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
-        )
+    terms = (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
+    for values in zip(*(part.flatten().tolist() for part in terms), strict=True):
+        bias, dead, grid, total = map(Fraction, values)
         assert bias + dead + grid == total
 
 
@@ -76,11 +73,11 @@ def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale
             assert ((parts.total - error).abs() <= 2.0**-50 * torch.maximum(x.double().abs(), error.abs())).all()
 
 
-def by_hand(x: np.ndarray, block: int) -> np.ndarray:
+def by_hand(x, block):
     """(scale bias, dead zone, grid noise) of MXFP4 with scales 2^floor(log2 amax) / 4, in plain loops: [3, R, C]."""
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
-    def nearest(u: float) -> float:
+    def nearest(u):
         best = min(values, key=lambda v: (abs(abs(u) - v), values.index(v) % 2))  # ties to the even code
         return math.copysign(best, u)
 
