@@ -11,21 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators, statistics, switches
+from fp4graph.kernels import operators, statistics
 from fp4graph.numerics import scaling
 from fp4graph.numerics.formats import SCALES
 from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
 from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
+from tests.helpers.operators import check_declaration
 from tests.kernels.quantizers import RULES
 
-pytestmark = pytest.mark.compiler
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    """Without them everything here would hold the tensor code against itself."""
-    assert cpu.available()
-    assert switches.current().quantizers
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 
 def specs() -> list[Any]:
@@ -96,5 +90,4 @@ OPERATORS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("case", OPERATORS)
 def test_operators_keep_their_promises(case: str) -> None:
-    name, arguments = OPERATORS[case]
-    torch.library.opcheck(getattr(torch.ops.fp4graph, name).default, arguments)
+    check_declaration(*OPERATORS[case])
