@@ -28,9 +28,9 @@ def linear(policy: str):
     return site_function(program_of(policy), "linear", 1.0, 1.0)
 
 
-def run(policy: str, x, w, bias, dy, step=STEP):
+def run(policy, x, w, bias, dy, step=STEP):
     x, w, bias = (t.detach().clone().requires_grad_() for t in (x, w, bias))
-    y = linear(policy)(x, w, bias, KEY, step, 0)
+    y = (policy if callable(policy) else linear(policy))(x, w, bias, KEY, step, 0)
     y.backward(dy)
     return y.detach(), x.grad, w.grad, bias.grad
 
@@ -76,7 +76,8 @@ def test_tetrajet_averages_to_the_unbiased_gradient(data):
     """E[gradient] is TJ Eq. 8-9, the gradient of the quantized forward: within 4 standard errors nearly everywhere."""
     x, w, _, dy = data
     nearest, steps = fp4graph.QuantSpec(scale=CEIL, ties="up"), 400
-    draws = zip(*(run("tetrajet", *data, noise.make_step(0, 0, i))[1:3] for i in range(steps)), strict=True)
+    tetrajet = linear("tetrajet")
+    draws = zip(*(run(tetrajet, *data, noise.make_step(0, 0, i))[1:3] for i in range(steps)), strict=True)
     q1, q2 = (fp4graph.fake_quantize(t, nearest, 1).double() for t in (x, w))
     gradients = {"dx": dy.double() @ q2, "dw": dy.double().T @ q1}
     biased = run("microscaling", *data)[1:3]
