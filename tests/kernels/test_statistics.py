@@ -78,15 +78,16 @@ def test_no_elements_have_no_order() -> None:
 
 
 _x = torch.randn(6, 70)
-OPERATORS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "scales": ("block_scale", (_x.abs().view(2, 3, 70), QuantSpec().to_text())),
-    "scales, transposed": ("block_scale", (_x.abs().mT, QuantSpec().to_text())),
-    "order": ("order_statistics", (_x.view(-1), 4)),
-    "order, bf16": ("order_statistics", (_x.bfloat16().view(-1), 0)),
-    "order of nothing": ("order_statistics", (_x[:0].view(-1), 0)),
+#: Arguments of operators, by their names and a remark.
+OPERATORS: dict[str, tuple[Any, ...]] = {
+    "block_scale": (_x.abs().view(2, 3, 70), QuantSpec().to_text()),
+    "block_scale, transposed": (_x.abs().mT, QuantSpec().to_text()),
+    "order_statistics": (_x.view(-1), 4),
+    "order_statistics, bf16": (_x.bfloat16().view(-1), 0),
+    "order_statistics, of nothing": (_x[:0].view(-1), 0),
 }
 
 
 @pytest.mark.parametrize("case", OPERATORS)
 def test_operators_keep_their_promises(case: str) -> None:
-    check_declaration(*OPERATORS[case])
+    check_declaration(case.partition(",")[0], OPERATORS[case])
