@@ -54,14 +54,11 @@ def operator_of(step: Step) -> str | None:
     """Return the operator that quantizes an operand; None for tensor code, and for bytes that are ready."""
     if step.kernel is None or step.kernel == TENSOR_CODE or step.source is Source.READY:
         return None
-    if step.in_product or step.asked is Asked.PLACES:
-        from_bytes, name = step.source is Source.BYTES, "product" if step.in_product else "at"
-        return {
-            ("product", False): "quantized_product",
-            ("product", True): "requantized_product",
-            ("at", False): "quantize_at",
-            ("at", True): "requantize_at",
-        }[name, from_bytes]
+    again = "requantize" if step.source is Source.BYTES else "quantize"
+    if step.in_product:
+        return f"{again}d_product"
+    if step.asked is Asked.PLACES:
+        return f"{again}_at"
     return {Asked.VALUES: "quantize", Asked.BYTES: "quantize_and_pack", Asked.FROM_BYTES: "requantize"}[step.asked]
 
 
