@@ -101,7 +101,8 @@ class _Planning:
         if site.op == "conv":
             of_linear = self._parts(dataclasses.replace(site, op="linear"))
             steps = ("before_step", "after_step")
-            keeping = (part for part in of_linear if part.state or any(map(part.acts_at, steps)))
+            of_rule = (part for part in of_linear if not part.options.per_model)
+            keeping = (part for part in of_rule if part.state or any(map(part.acts_at, steps)))
             refusals.require_no_weight_techniques(site, rule, keeping)
         declared = (StateSlot(part.name, entry) for part in parts if site.multiplies_weight for entry in part.state)
         slots = tuple(dict.fromkeys(slot for slot in declared if specs.get(slot.entry.operand) is not None))

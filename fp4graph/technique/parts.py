@@ -23,7 +23,7 @@ order of the methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import get_annotations
 from types import FunctionType
 from typing import Any, ClassVar, Literal, dataclass_transform, get_args
@@ -38,7 +38,7 @@ from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Part:
     """The base of all parts. A subclass is a frozen dataclass without being told so; its fields may get new defaults.
 
@@ -76,14 +76,14 @@ class Part:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        fields: dict[str, Any] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # of the base class
+        inherited: dict[str, Any] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # of the base class
         annotations = get_annotations(cls)
-        for name in fields.keys() & vars(cls).keys() - annotations.keys():
+        for name in inherited.keys() & vars(cls).keys() - annotations.keys():
             if isinstance(vars(cls)[name], property | FunctionType):
                 raise TypeError(f"{cls.__name__}: {name} is a field; pass its value when the part is made")
             annotations[name] = Any  # a new default
         cls.__annotations__ = annotations
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
         if cls.__module__ == __name__:
             cls.kind = cls.__name__
             return
@@ -100,6 +100,12 @@ class Part:
                 f"{cls.__name__} declares mixes = 'none' and acts on whole blocks at {of_blocks}; declare 'block', or "
                 "how much it mixes"
             )
+
+    def __repr__(self) -> str:
+        """Show sets sorted: names of compiled functions contain this text, and must be the same in every process."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def name(self) -> str:

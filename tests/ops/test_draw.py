@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -76,3 +79,23 @@ def test_two_parts_of_one_kind_that_would_draw_the_same_bits_are_refused() -> No
     registry = Registry([("twice", Offers(technique("twice", parts=twice)))], entry_point_group=None)
     with pytest.raises(PluginError, match=r"Drawing and Drawing are of one kind and would draw .* at fprop\.input"):
         fp4graph.load_policy(one_rule("twice", quantize=quantizer(16)), registry)
+
+
+@pytest.mark.process
+def test_a_program_has_one_text_in_every_process() -> None:
+    """Functions of compiled graphs are named after it, and torch's caches find them by name."""
+    code = (
+        "import fp4graph\n"
+        "from fp4graph.graph.plan import plan_site\n"
+        "from fp4graph.technique.site import SiteView\n"
+        "rule = next(rule for rule in fp4graph.load_policy('quartet-ii').rules if rule.quantizes)\n"
+        "print(plan_site(SiteView('m', 'linear', 512, 256, 512 * 256), rule).program)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    texts = {
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(texts) == 1
