@@ -60,8 +60,9 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
 def stages_of(technique: type[Technique]) -> list[str]:
     """Return the stages at which a technique acts under some options: those of the parts in its module."""
     members = vars(sys.modules[technique.__module__]).values()
-    parts = [each for each in members if isinstance(each, type) and issubclass(each, Part)]
-    parts = [each for each in parts if get_annotations(each).get("options", technique.__name__) == technique.__name__]
+    classes = [each for each in members if isinstance(each, type) and issubclass(each, Part)]
+    whose = {each: get_annotations(each).get("options", technique) for each in classes}
+    parts = [each for each, options in whose.items() if options in (technique, technique.__name__)]
     stages = [stage for stage in STAGES if any(stage in part.acted for part in parts)]
     scales = ["loss_scaler"] if technique.loss_scaler is not Technique.loss_scaler else []
     return [*(["plan"] if plans(technique) else []), *stages, *scales]

@@ -89,10 +89,12 @@ class _Planning:
         """Return the plan; raise the errors of :func:`plan_site`."""
         site, rule = self.site, self.rule
         specs = plan_specs(rule.techniques, site, dict(rule.specs), self._specs)
-        parts = self._parts(site)
+        declared = parts = self._parts(site)
         if not self.training:
             specs = {operand: self._settled(spec, operand.gemm) for operand, spec in specs.items()}
             parts = tuple(part for part in parts if not _is_idle_in_evaluation(part))
+            names = {part.name for part in parts}
+            declared = tuple(part for part in declared if part.name in names)  # their parts share their state
         ordered = tuple((operand, specs.get(operand)) for operand in Operand)
         if site.op == "grouped":
             refusals.require_experts_apart(site, rule, parts)
@@ -104,8 +106,9 @@ class _Planning:
             of_rule = (part for part in of_linear if not part.options.per_model)
             keeping = (part for part in of_rule if part.state or any(map(part.acts_at, steps)))
             refusals.require_no_weight_techniques(site, rule, keeping)
-        declared = (StateSlot(part.name, entry) for part in parts if site.multiplies_weight for entry in part.state)
-        slots = tuple(dict.fromkeys(slot for slot in declared if specs.get(slot.entry.operand) is not None))
+        entries = ((part.name, entry) for part in declared if site.multiplies_weight for entry in part.state)
+        kept = (StateSlot(name, entry) for name, entry in entries if specs.get(entry.operand) is not None)
+        slots = tuple(dict.fromkeys(kept))
 
         def operand(which: Operand) -> OperandProgram:
             spec = specs.get(which)

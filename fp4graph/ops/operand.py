@@ -134,15 +134,22 @@ class OperandProgram(OperandFacts):
             return {}
         quantization = self.quantize(x, draw, state, segments)
         observed: dict[tuple[str, str], Tensor] = {}
-        for part, context in at_stage("observe", self.acting(x, draw, state, segments)):
-            new = contract.run(part, "observe", quantization, context)
-            due = {slot.entry.name for slot in self.state if slot.technique == part.name and slot.written}
-            if not isinstance(new, Mapping) or set(new) != due:
+        due: dict[str, set[str]] = {}
+        for slot in self.state:
+            if slot.written:
+                due.setdefault(slot.technique, set()).add(slot.entry.name)
+        observers = list(at_stage("observe", self.acting(x, draw, state, segments)))
+        for part, context in observers:
+            new, names = contract.run(part, "observe", quantization, context), due.get(part.name, set())
+            if not isinstance(new, Mapping) or not set(new) <= names:
                 got = sorted(map(str, new)) if isinstance(new, Mapping) else type(new).__name__
-                raise contract.broken(part, "observe", f"returned {got} where values of {sorted(due)} are due")
+                raise contract.broken(part, "observe", f"returned {got} where values of {sorted(names)} are due")
             for name, value in new.items():
                 like = state[part.name][name]
                 observed[part.name, name] = contract.same(part, "observe", value, like)
+        for part, _ in observers:
+            if missing := sorted(due.get(part.name, set()) - {name for of, name in observed if of == part.name}):
+                raise contract.broken(part, "observe", f"returned no values of {missing}, which are due")
         return observed
 
     def gradient_factor(
@@ -180,10 +187,11 @@ class OperandProgram(OperandFacts):
             slots = (slot.entry for slot in self.state if slot.technique == part.name)
             like = {entry.name for entry in slots if entry.weight_like}
             entries = (state or {}).get(part.name, {})
-            blocked = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
+            if not isinstance(part, Wrapper):  # a wrapper sees the operand before it is cut into blocks
+                entries = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
             drawn = part_draw(draw, part.key)
             context = contract.context(
-                part, drawn, blocking, x.device, state=blocked, spec=self.spec, normalized=normalized
+                part, drawn, blocking, x.device, state=entries, spec=self.spec, normalized=normalized
             )
             acting.append((part, context))
         return acting

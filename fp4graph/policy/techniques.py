@@ -17,7 +17,7 @@ from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.policy.words import dotted
-from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at
+from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at, parts_of
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
@@ -238,9 +238,9 @@ def _probed(match: Match) -> tuple[str, ...]:
 
 def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
     """Raise ValueError if a technique rounds to, or differentiates, an element format that blocks choose."""
-    if not acts_at(technique, "round", "element_surrogate"):
-        return
-    for operand in sorted(operands_at(technique, site)):
+    stages = ("round", "element_surrogate")
+    rounding = (part for part in parts_of(technique, site) if any(map(part.acts_at, stages)))
+    for operand in sorted({operand for part in rounding for operand in part.operands or ()}):
         spec = planned[operand]
         if spec is not None and spec.others:
             raise ValueError(

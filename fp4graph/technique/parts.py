@@ -64,6 +64,8 @@ class Part:
     #: The methods of the class at which parts may act, in the order in which they act, and those that a class defines.
     stages: ClassVar[tuple[str, ...]] = ("observe",)
     acted: ClassVar[frozenset[str]] = frozenset()
+    #: The methods without which a class cannot act.
+    required: ClassVar[frozenset[str]] = frozenset()
     #: The class of this module that a part is of.
     kind: ClassVar[str] = "Part"
 
@@ -76,9 +78,9 @@ class Part:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited: dict[str, Any] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # of the base class
+        inherited = cls.__dataclass_fields__.keys()
         annotations = get_annotations(cls)
-        for name in inherited.keys() & vars(cls).keys() - annotations.keys():
+        for name in inherited & vars(cls).keys() - annotations.keys():
             if isinstance(vars(cls)[name], property | FunctionType):
                 raise TypeError(f"{cls.__name__}: {name} is a field; pass its value when the part is made")
             annotations[name] = Any  # a new default
@@ -86,20 +88,48 @@ class Part:
         dataclass(frozen=True, kw_only=True, repr=False)(cls)
         if cls.__module__ == __name__:
             cls.kind = cls.__name__
-            return
-        cls.acted = cls.acted | {stage for stage in cls.stages if stage in vars(cls)}
-        tensor = next((stage for stage in (*PairTransform.stages, *TENSOR_STAGES) if stage in vars(cls)), None)
-        if tensor is not None and vars(cls).get("mixes") not in get_args(Mixes):
+        else:
+            cls._check_class()
+
+    @classmethod
+    def _check_class(cls) -> None:
+        """Find the stages of a class, inherited ones too; raise TypeError for a class whose methods would not run, or
+        that does not say what they mix."""
+        kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not Part]
+        if len(kinds) > 1:
+            raise TypeError(f"{cls.__name__} is a {' and a '.join(kinds)}; make a part of each")
+        bases = [base for base in cls.__mro__ if base.__module__ != __name__]
+        methods = {stage for stage in STAGES if any(stage in vars(base) for base in bases)}
+        if foreign := sorted(methods - {*cls.stages}):
+            takes = ", ".join(kind.__name__ for kind in KINDS if foreign[0] in kind.stages)
+            raise TypeError(f"{cls.__name__} has a method {foreign[0]}, which a {cls.kind} is never asked for: {takes}")
+        cls.acted = frozenset(methods)
+        if missing := sorted(cls.required - methods):
+            raise TypeError(f"{cls.__name__} has no method {missing[0]}, which a {cls.kind} needs")
+        base = next(base for base in cls.__bases__ if issubclass(base, Part))
+        changed = [stage for stage in cls.stages if getattr(cls, stage) is not getattr(base, stage)]
+        tensor = next((stage for stage in changed if stage in _OF_TENSORS), None)
+        if tensor is not None and "mixes" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} has a method {tensor} and must declare what it mixes, as one of "
                 f"{', '.join(get_args(Mixes))}: mixes = 'block'; see docs/techniques.md, 'Fields of a part'"
             )
+        cls._check_mixes(cls.mixes)
+
+    @classmethod
+    def _check_mixes(cls, mixes: str) -> None:
+        if mixes not in get_args(Mixes):
+            raise TypeError(f"{cls.__name__} declares mixes = {mixes!r}; choose from {', '.join(get_args(Mixes))}")
         of_blocks = min(cls.acted & _OF_BLOCKS, default=None)
-        if of_blocks is not None and getattr(cls, "mixes") == "none":  # noqa: B009
+        if of_blocks is not None and mixes == "none":
             raise TypeError(
                 f"{cls.__name__} declares mixes = 'none' and acts on whole blocks at {of_blocks}; declare 'block', or "
                 "how much it mixes"
             )
+
+    def __post_init__(self) -> None:
+        """Check a value of ``mixes`` that was passed."""
+        self._check_mixes(self.mixes)
 
     def __repr__(self) -> str:
         """Show sets sorted: names of compiled functions contain this text, and must be the same in every process."""
@@ -151,6 +181,7 @@ class PairTransform(Part):
     """
 
     stages: ClassVar[tuple[str, ...]] = ("pair_context", "transform", "inverse")
+    required: ClassVar[frozenset[str]] = frozenset({"transform", "inverse"})
 
     gemms: frozenset[Gemm] = frozenset(Gemm)
     operands: frozenset[Operand] | None = frozenset()
@@ -354,8 +385,16 @@ TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
 #: Stages that see what the elements of a block share, besides a γ, which has a granularity of its own.
 _OF_BLOCKS = frozenset(TENSOR_STAGES) - {"split", "round", "after", "element_surrogate", "group_scale", "observe"}
 
+#: Stages that are given tensors of operands, of one or of a pair.
+_OF_TENSORS = (*PairTransform.stages, *TENSOR_STAGES)
+
 #: Stages around the optimizer's step.
 OPTIMIZER_STAGES = frozenset(OptimizerHook.stages)
 
 #: All stages of parts, in the order in which they act.
 STAGES = (*ChannelSplit.stages, *PairTransform.stages, *TENSOR_STAGES, *OptimizerHook.stages)
+
+#: The classes of parts, in the order in which they act.
+KINDS: tuple[type[Part], ...] = (
+    PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook,
+)  # fmt: skip

@@ -7,7 +7,8 @@ docs/techniques.md is the whole contract.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -130,38 +131,72 @@ def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]
     """Return the parts of a technique at ``site``, by default an ordinary linear layer: checked, with their operands.
 
     Raises:
-        TypeError: ``parts`` does not return parts of this technique with operands, GEMMs and state entries.
+        TypeError: ``parts`` does not return parts of this technique with operands, GEMMs and state entries; or parts of
+            one kind would draw the same bits, or two entries of state have one name; or hooks differ between sites.
+        ValueError: the technique refuses the site.
     """
     parts = technique.parts(site)
     if not isinstance(parts, tuple) or not all(isinstance(part, Part) for part in parts):
         raise TypeError(f"parts() must return a tuple of parts; got {parts!r}")
     resolved = tuple(_resolved(part, technique, site) for part in parts)
     for one, another in combinations((part for part in resolved if part.draws), 2):
-        if one.key == another.key and (shared := (one.operands or frozenset()) & (another.operands or frozenset())):
+        if one.key == another.key and (shared := _places(one) & _places(another)):
             raise TypeError(
                 f"{type(one).__name__} and {type(another).__name__} are of one kind and would draw the same bits at "
                 f"{min(shared)}; make them one part"
             )
+    entries: dict[tuple[Operand, str], StateEntry] = {}
+    for entry in (entry for part in resolved for entry in part.state):
+        if entries.setdefault((entry.operand, entry.name), entry) != entry:
+            raise TypeError(f"two different entries of state are called {entry.name!r} at {entry.operand}")
+    if site.multiplies_weight and site not in _ANYWHERE and _hooks(resolved) != (hooks := _hooks(hooks_of(technique))):
+        raise TypeError(f"hooks must not depend on the site: {_hooks(resolved)} here, {hooks} at a linear layer")
     return resolved
+
+
+def _hooks(parts: Iterable[Part]) -> list[str]:
+    return sorted(type(part).__name__ for part in parts if isinstance(part, OptimizerHook))
+
+
+def _places(part: Part) -> frozenset[str]:
+    """Return the operands at which a part draws, or the GEMMs of a pair transform."""
+    return frozenset(map(str, part.gemms if isinstance(part, PairTransform) else part.operands or ()))
 
 
 def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
     """Return ``part`` with its operands, checked."""
+    name = type(part).__name__
     if not isinstance(part.options, type(technique)):
-        raise TypeError(f"the options of {type(part).__name__} must be the technique itself; got {part.options!r}")
-    operands = part.operands
+        raise TypeError(f"the options of {name} must be the technique itself; got {part.options!r}")
+    operands: Iterable[Operand] | None = part.operands
     if operands is None and technique.on_weight:
-        operands = frozenset({Operand.FPROP_WEIGHT} if site.multiplies_weight else ())
+        operands = {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()
     elif operands is None:
-        operands = frozenset() if isinstance(part, OptimizerHook) else technique.operands_listed
-    members = {Operand: operands, StateEntry: part.state}
-    members |= {Gemm: part.gemms} if isinstance(part, PairTransform) else {}
-    for kind, values in members.items():
+        operands = () if isinstance(part, OptimizerHook) else technique.operands_listed
+    fields: dict[str, tuple[type, Any]] = {"operands": (Operand, operands), "state": (StateEntry, part.state)}
+    fields |= {"gemms": (Gemm, part.gemms)} if isinstance(part, PairTransform) else {}
+    for field, (kind, values) in fields.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"{field} of {name} must be a set or tuple of {kind.__name__}; got {values!r}")
         if (foreign := next((value for value in values if not isinstance(value, kind)), None)) is not None:
-            raise TypeError(f"{type(part).__name__} takes {kind.__name__} members only; got {foreign!r}")
+            raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
     if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
-        raise TypeError(f"{type(part).__name__} declares mixes = 'none' and no group_granularity of its γ; declare one")
-    return part if operands == part.operands else replace(part, operands=frozenset(operands))
+        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare one")
+    part = replace(part, operands=frozenset(operands), state=tuple(part.state))
+    if isinstance(part, PairTransform):
+        part = replace(part, gemms=frozenset(part.gemms))
+    try:
+        hash(part)
+    except TypeError as error:
+        raise TypeError(f"fields of {name} must be hashable, as tuples are: {error}") from None
+    return part
+
+
+def _parts_anywhere(technique: Technique) -> Iterator[Part]:
+    """Yield the parts that a technique has at ordinary linear layers and at experts, where it takes them."""
+    for site in _ANYWHERE:
+        with suppress(ValueError):
+            yield from parts_of(technique, site)
 
 
 def operands_at(technique: Technique, site: SiteView = _LINEAR) -> frozenset[Operand]:
@@ -177,17 +212,20 @@ def gemms_at(technique: Technique, site: SiteView = _LINEAR) -> frozenset[Gemm]:
 
 def acts_at(technique: Technique, *stages: str) -> bool:
     """Return whether some part of ``technique`` acts at one of ``stages`` somewhere."""
-    return any(part.acts_at(stage) for site in _ANYWHERE for part in parts_of(technique, site) for stage in stages)
+    return any(part.acts_at(stage) for part in _parts_anywhere(technique) for stage in stages)
 
 
 def draws(technique: Technique) -> bool:
     """Return whether some part of ``technique`` draws somewhere."""
-    return any(part.draws for site in _ANYWHERE for part in parts_of(technique, site))
+    return any(part.draws for part in _parts_anywhere(technique))
 
 
 def hooks_of(technique: Technique) -> tuple[OptimizerHook, ...]:
-    """Return the parts of ``technique`` that act around the optimizer's step."""
-    return tuple(part for part in parts_of(technique) if isinstance(part, OptimizerHook))
+    """Return the parts of ``technique`` that act around the optimizer's step, whatever the site."""
+    for site in _ANYWHERE:
+        with suppress(ValueError):
+            return tuple(part for part in parts_of(technique, site) if isinstance(part, OptimizerHook))
+    return ()
 
 
 def plans(technique: Technique | type[Technique]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp4graph
 from fp4graph.errors import PluginError
-from fp4graph.technique import OptimizerHook, Part, Rounding, Technique
+from fp4graph.technique import Gemm, OptimizerHook, PairTransform, Part, Rounding, Technique, parts_of
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.techniques import FPROP, Offers, technique
@@ -70,6 +70,25 @@ class Drawing(Rounding):
 
     def round(self, ratio: Tensor, scale: Tensor, context: Any) -> Tensor:
         return ratio
+
+
+class Turning(PairTransform):
+    mixes = "none"
+    draws = True
+
+    def transform(self, x: Tensor, side: Any, shared: Any) -> Tensor:
+        return x
+
+    inverse = transform
+
+
+def test_two_transforms_of_one_gemm_that_would_draw_the_same_bits_are_refused() -> None:
+    def gemms(*chosen: Gemm) -> Any:
+        return lambda self, site: tuple(Turning(options=self, gemms={gemm}) for gemm in chosen)
+
+    assert len(parts_of(technique("apart", parts=gemms(Gemm.FPROP, Gemm.DGRAD))())) == 2
+    with pytest.raises(TypeError, match="Turning and Turning are of one kind and would draw the same bits at fprop"):
+        parts_of(technique("twice", parts=gemms(Gemm.FPROP, Gemm.FPROP))())
 
 
 def test_two_parts_of_one_kind_that_would_draw_the_same_bits_are_refused() -> None:

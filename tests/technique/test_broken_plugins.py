@@ -361,6 +361,7 @@ def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> N
     assert message in str(caught.value)
 
 
+WEIGHT = Operand.FPROP_WEIGHT
 #: What ``parts`` returns, with what the error says.
 WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
     "a list": (lambda t: [], "parts() must return a tuple of parts; got []"),
@@ -368,6 +369,14 @@ WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
     "operands": (lambda t: (Hook(options=t, operands={"fprop.bias"}),), "takes Operand members only; got 'fprop.bias'"),
     "GEMMs": (lambda t: (Turn(options=t, gemms={"fprop"}),), "takes Gemm members only; got 'fprop'"),
     "state": (lambda t: (Hook(options=t, state=("mean",)),), "takes StateEntry members only; got 'mean'"),
+    "a lone operand": (lambda t: (Hook(options=t, operands=Operand.FPROP_INPUT),), "operands of Hook must be a set or"),
+    "a list in a field": (lambda t: (Listing(options=t, numbers=[1]),), "fields of Listing must be hashable"),
+    "mixes": (lambda t: (Doubling(options=t, mixes="blok"),), "Doubling declares mixes = 'blok'; choose from none"),
+    "another hook": (lambda t: (Hook(options=t),), "hooks must not depend on the site: ['Hook'] here, [] at a"),
+    "two entries of a name": (
+        lambda t: (Hook(options=t, state=tuple(StateEntry("e", WEIGHT, init) for init in (torch.ones_like, raises))),),
+        "two different entries of state are called 'e' at fprop.weight",
+    ),
     "options": (lambda t: (Hook(options=technique("other")()),), "the options of Hook must be the technique itself"),
     "an exception": (raises, "ZeroDivisionError: a stranger's bug"),
 }  # fmt: skip
@@ -379,6 +388,19 @@ class Hook(OptimizerHook):
 
 class Turn(PairTransform):
     """Does nothing."""
+
+    mixes = "none"
+
+    def transform(self, x: Tensor, side: Any, shared: Any) -> Tensor:
+        return x
+
+    inverse = transform
+
+
+class Listing(Rounding):
+    """Has a field that may hold anything."""
+
+    numbers: Any
 
 
 @pytest.mark.slow
@@ -486,6 +508,16 @@ WRONG_CLASSES: dict[str, tuple[type[Part], dict[str, Any], str]] = {
         BlockScale,
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
         "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
+    ),
+    "a method of another kind": (
+        BlockScale,
+        {"mixes": "block", "round": lambda self, r, s, c: r},
+        "Made has a method round, which a BlockScale is never asked for: Rounding",
+    ),
+    "no inverse": (
+        PairTransform,
+        {"mixes": "none", "transform": lambda self, x, side, shared: x},
+        "Made has no method inverse, which a PairTransform needs",
     ),
     "a property": (
         Rounding,
