@@ -6,28 +6,12 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import fp4graph
-from fp4graph.technique import (
-    BlockScale,
-    ChannelSplit,
-    Gradient,
-    Operand,
-    OptimizerHook,
-    Overhead,
-    PairTransform,
-    Part,
-    Rounding,
-    StateEntry,
-    Technique,
-    Wrapper,
-)
+from fp4graph.technique import Gemm, Operand, OptimizerHook, Overhead, PairTransform, Part, StateEntry, Technique
+from fp4graph.technique.parts import KINDS
 
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
-_KINDS = {
-    stage: kind
-    for kind in (PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook)
-    for stage in kind.stages
-} | {"observe": Part}
+_KINDS = {stage: kind for kind in KINDS for stage in kind.stages} | {"observe": Part}
 
 
 def technique(
@@ -56,7 +40,7 @@ def _part(kind: type[Part], methods: dict[str, Any], fields: dict[str, Any]) -> 
     """A part of ``kind`` with these methods, that mixes the elements of a block unless a field says otherwise."""
     declared = {"mixes": "block"} | {name: value for name, value in fields.items() if hasattr(kind, name)}
     if kind is PairTransform:
-        declared = {"gemms": frozenset({fp4graph.technique.Gemm.FPROP})} | declared
+        declared = {"gemms": frozenset({Gemm.FPROP})} | declared
         methods = {"transform": lambda self, x, side, shared: x, "inverse": lambda self, x, side, shared: x} | methods
     return type(f"Made{kind.__name__}", (kind,), {"__module__": __name__, **declared, **methods})
 

@@ -18,16 +18,13 @@ from fp4graph.technique import (
     QUANTIZER_STAGES,
     STAGES,
     TENSOR_STAGES,
-    BlockScale,
     ChannelSplit,
-    Gradient,
     OptimizerHook,
     PairTransform,
     Part,
-    Rounding,
     Technique,
-    Wrapper,
 )
+from fp4graph.technique.parts import KINDS
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), *sorted((ROOT / "examples/technique_plugin").glob("*_*.py"))]
@@ -65,9 +62,6 @@ def section(heading: str) -> str:
 def test_kernels_know_every_stage_of_a_quantizer() -> None:
     """They would take an operand whose stage they do not know, and the stage would not be called."""
     assert {*INSIDE, *OUTSIDE} == {*QUANTIZER_STAGES}
-
-
-KINDS = (PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook)
 
 
 def test_the_table_of_parts_has_every_method_and_who_acts_there() -> None:
