@@ -19,6 +19,7 @@ from fp4graph.graph.products import Product
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
+from fp4graph.technique.operands import Gemm
 
 
 class UnmarkedWeight(CaptureError):
@@ -86,8 +87,8 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     return SiteCall(function, inputs, _salt(site), state, where, product.ends)
 
 
-def replace(site: PlannedSite) -> None:
-    """Replace the node of ``site`` by a call of the function of its program.
+def replace(site: PlannedSite) -> set[Node]:
+    """Replace the node of ``site`` by a call of the function of its program; return the state that its forward writes.
 
     Raises:
         CaptureError: as :func:`call_of`.
@@ -103,6 +104,10 @@ def replace(site: PlannedSite) -> None:
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)
+    program = site.plan.program
+    assert program is not None
+    slots = zip(program.state, call.state, strict=True)
+    return {node for slot, (node, _) in slots if slot.written and slot.entry.operand.gemm is Gemm.FPROP}
 
 
 def _entry(slot: StateSlot, found: FoundProduct) -> Node:

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.find import find
 from fp4graph.graph.names import Names, Owner
 from fp4graph.graph.plan import Planner
+from fp4graph.graph.regions import separate_writes
 from fp4graph.graph.replace import UnmarkedWeight, replace
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.policy import Policy
@@ -68,6 +69,7 @@ def rewrite(
     """
     found = find(gm, names, policy.may_quantize, keys)
     planner, unmarked, draws = Planner(policy, first_occurrence), list[UnmarkedWeight](), False
+    written = set[Node]()
     planned = planner.plan(found.work)
     quantized = {site.found.product.node for site in planned}
     for replacement in found.replacements:
@@ -82,12 +84,13 @@ def rewrite(
                 file=policy.file,
             )
         try:
-            replace(site)
+            written |= replace(site)
         except UnmarkedWeight as error:
             unmarked.append(error)
     if unmarked:
         unmarked[0].all = unmarked
         raise unmarked[0]
+    separate_writes(found.bodies, written)
     for body in found.bodies:
         body.recompile()
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]

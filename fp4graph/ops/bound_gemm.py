@@ -217,7 +217,10 @@ class BoundGemm:
                 values = own.program.observe(own.x, own.draw, own.state, own.segments)
                 for slot, entry in zip(self.options.program.state, self.state, strict=True):
                     if entry is not None and slot.written and slot.entry.operand is own.operand:
-                        entry.copy_(values[slot.technique, slot.entry.name])
+                        # Checkpointed regions hold the state as an input, and would refuse it once a backward wrote it:
+                        # autograd counts no write to ``data``. No region reads what a backward writes.
+                        target = entry if own.operand.gemm is Gemm.FPROP else entry.data
+                        target.copy_(values[slot.technique, slot.entry.name])
 
     def taken_back(self, x: Tensor) -> Tensor:
         """Return rows of the GEMM's layout as the tokens are given."""

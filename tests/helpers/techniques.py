@@ -21,7 +21,7 @@ def technique(
     kinds: dict[type[Part], dict[str, Any]] = {}
     for stage in _KINDS.keys() & members.keys():
         kinds.setdefault(_KINDS[stage], {})[stage] = members.pop(stage)
-    declared = ("mixes", "group_granularity", "draws", "counts")
+    declared = ("mixes", "normalizes", "group_granularity", "draws", "counts")
     fields: dict[str, Any] = {name: members.pop(name) for name in declared if name in members}
     made = [_part(kind, methods, fields) for kind, methods in kinds.items()]
 

@@ -1,0 +1,78 @@
+"""State that checkpointed regions write: the backward runs a region again, and must not read what the first run wrote.
+
+The graph hands a region a copy of the state, so that both runs read the same values. The region writes to a copy of its
+own and returns it; the graph around it writes the result to the state. The second run's result is dropped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp4graph.graph.products import value_of
+from fp4graph.numerics import declare
+
+#: Higher-order ops whose body the backward runs again.
+_RECOMPUTED = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
+
+# Inductor takes `clone` out of a graph. Then the backward would start from the state itself, after the write.
+COPY = declare.operator("copy(Tensor x) -> Tensor", Tensor.clone, CompositeExplicitAutograd=Tensor.clone)
+
+
+def separate_writes(bodies: Iterable[GraphModule], written: set[Node]) -> None:
+    """Let checkpointed regions return the state that their forward writes, in place.
+
+    Args:
+        bodies: a graph and the bodies inside it, each before the bodies that it holds.
+        written: the nodes of state that forwards write; the placeholders of regions are among them.
+    """
+    returned: dict[GraphModule, list[int]] = {}  # regions may share a body
+    for graph in reversed(list(bodies)):
+        for region in list(graph.graph.nodes):
+            if getattr(region.target, "_name", None) in _RECOMPUTED:
+                body = getattr(graph, region.args[0].target)
+                if body not in returned:
+                    returned[body] = _return_writes(body, written)
+                written |= _write_after(region, returned[body])
+
+
+def _return_writes(body: GraphModule, written: set[Node]) -> list[int]:
+    """Let ``body`` write to copies, and return them after its results; return the places of their inputs."""
+    inputs = body.graph.find_nodes(op="placeholder")
+    places = [place for place, node in enumerate(inputs) if node in written]
+    (results,) = body.graph.find_nodes(op="output")
+    for place in places:
+        with body.graph.inserting_after(inputs[-1]):
+            copy = _copy(inputs[place])
+        inputs[place].replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        results.args = ((*results.args[0], copy),)
+    return places
+
+
+def _write_after(region: Node, places: list[int]) -> set[Node]:
+    """Give ``region`` copies of its inputs at ``places``, write its last results to these inputs, and return them."""
+    graph, values = region.graph, region.meta["example_value"]
+    arguments, following, written = list(region.args), region.next, set()
+    for place in places:
+        state: Any = arguments[place + 1]
+        with graph.inserting_before(region):
+            arguments[place + 1] = copy = _copy(state)
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        with graph.inserting_before(following):
+            result = graph.call_function(operator.getitem, (region, len(values)))
+            graph.call_method("copy_", (state, result))
+        values = (*values, value_of(state))
+        written.add(state)
+    region.args, region.meta["example_value"] = tuple(arguments), values
+    return written
+
+
+def _copy(node: Node) -> Node:
+    copy = node.graph.call_function(COPY, (node,))
+    copy.meta["example_value"] = value_of(node)
+    return copy

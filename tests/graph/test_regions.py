@@ -1,0 +1,94 @@
+"""State that a checkpointed region writes: a training with checkpoints is that without, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp4graph
+from fp4graph.technique import Operand, StateEntry
+from fp4graph.technique.registry import Registry
+from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.techniques import Offers, technique
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+DEFAULT = [("eager", "delayed", "region+nested"), ("eager", "held", "region"), ("aot_eager", "delayed", "region")]
+
+
+def entry(operand):
+    return StateEntry("amax", operand, lambda w: torch.ones((), device=w.device), writer="graph", weight_like=False)
+
+
+#: Divides by a running average of its largest magnitude: reads what the forward before wrote.
+Delayed = technique(
+    "delayed",
+    frozenset({Operand.FPROP_INPUT}),
+    [entry(Operand.FPROP_INPUT)],
+    mixes="tensor",
+    normalizes=True,
+    group_scale=lambda self, z, group, context: (context.state["amax"] / 8).expand_as(group("tensor")),
+    observe=lambda self, q, context: {"amax": (context.state["amax"] + q.statistic.amax()) / 2},
+)
+POLICIES = {
+    "delayed": fp4graph.load_policy(one_rule("delayed", quantize=NVFP4), Registry([("delayed", Offers(Delayed))])),
+    "held": fp4graph.load_policy(one_rule({"tensor_scaling": {"hold_steps": 2}}, quantize=NVFP4)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, regions):
+        super().__init__()
+        self.regions, self.layers = regions, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def inner(self, x):
+        return self.layers[1](torch.relu(self.layers[0](x)))
+
+    def outer(self, x):
+        return torch.relu(self.run(self.inner, x, "nested")) + x
+
+    def run(self, function, x, kind):
+        return checkpoint(function, x, use_reentrant=False) if kind in self.regions else function(x)
+
+    def forward(self, x):
+        for _ in range(2):  # both regions write the state of the same layers
+            x = self.run(self.outer, x, "region")
+        return self.layers[2](x)
+
+
+def trained(regions, policy, backend):
+    torch.manual_seed(0)
+    model = fp4graph.apply(Net(regions), policy, backend=backend)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), 0.05))
+    results = {}
+    for step in range(4):
+        loss = model(torch.randn(8, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results[f"loss {step}"] = loss.detach()
+    return {**results, **dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+CASES = [
+    pytest.param(*names, marks=[] if names in DEFAULT else pytest.mark.long)
+    for names in itertools.product(BACKENDS, POLICIES, ("region", "nested", "region+nested"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "policy", "regions"), CASES)
+def test_checkpoints_change_no_bit(backend, policy, regions):
+    expected = trained((), POLICIES[policy], backend)
+    seen = trained(regions.split("+"), POLICIES[policy], backend)
+    assert expected.keys() == seen.keys()
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+
+
+def test_the_state_moves():
+    state = {name: value for name, value in trained((), POLICIES["delayed"], "eager").items() if "amax" in name}
+    assert len(state) == 3
+    assert all(0 < value != 1 for value in state.values())
