@@ -107,10 +107,18 @@ def test_bypass_and_remove_give_the_plain_model(vit, images, policy):
         assert torch.equal(model(images), exact)
         assert torch.equal(model.forward(images), exact)
     assert [m.__dict__.keys() for m in model.modules()] == [m.__dict__.keys() for m in plain.modules()]
+    assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert not any(m._forward_pre_hooks or m._compiled_call_impl for m in model.modules())
     with pytest.raises(fp4graph.Error, match="not applied"):
         fp4graph.remove(model)
+
+
+def test_removing_gives_a_bare_layer_its_forward_back():
+    model = applied(nn.Linear(32, 32), "tetrajet")
+    assert "forward" in model.__dict__
+    assert "forward" not in fp4graph.remove(model).__dict__
+    assert torch.equal(model.forward(torch.zeros(1, 32))[0], model.bias)
 
 
 @pytest.mark.long

@@ -180,14 +180,14 @@ class Case:
     steps: int = 3
 
 
-of_mixtures = {"batch": experts.tokens, "steps": 7}
+of_mixtures = {"batch": experts.tokens, "steps": 6}
 
 
 def loop(checkpointed=None, repeats=1, reentrant=False):
     make = partial(Mixture, "loop", 2, checkpointed, repeats=repeats, reentrant=reentrant)
     # A graph that runs twice in a forward draws under a step of its own (docs/techniques.md); a checkpoint does not.
     mode = "uncompiled" if checkpointed == "block" and repeats == 2 else "call"
-    return Case(make, reference="loop twice" if repeats == 2 else "loop", mode=mode, **of_mixtures)
+    return Case(make, experts.tokens, "loop twice" if repeats == 2 else "loop", mode)
 
 
 CASES = {
@@ -360,7 +360,7 @@ MODES = {
     "saved whole": Mode(between=pickled),
     "inference between": Mode(between=evaluated),
     "weights assigned": Mode(between=assigned),
-    "applied again": Mode(before="tetrajet-qramping"),
+    "applied again": Mode(before="tetrajet-qema"),
     "rehearsed": Mode(options={"example_inputs": vectors(0)}),
 }
 
@@ -409,7 +409,7 @@ def reference(name: str, policy: str, mode: str) -> Any:
 
 def rows(cases, policies, modes, *, long=()):
     """Return a row for each case, policy and mode; those with a name of ``long`` are marked."""
-    for names in itertools.product(cases, policies, modes):
+    for names in itertools.product(cases, policies, sorted(modes)):
         yield pytest.param(*names, marks=[pytest.mark.long] if {*names} & {*long} else [], id=", ".join(names))
 
 
@@ -421,6 +421,7 @@ def shipped():
         yield from rows([f"{deep}vit", f"{deep}llama"], [policy], ["uncompiled"], long=long)
 
 
+EVERY = MODES.keys() - {"call", "methods of a part"}
 BORROWING = ("beit", "eva02", "encoder and decoder", "swin v2", "torchvision's swin")
 LOOPS = (
     "loop, reentrant blocks", "loop twice, recomputed experts", "loop twice, recomputed blocks",
@@ -429,11 +430,12 @@ LOOPS = (
 OPTIMIZER_SIDE = ("q_ema", "q_ramping", "dampen", "freeze")
 ROWS = [
     *shipped(),
-    *rows(["calls"], ["tetrajet", "tetrajet-qema"], sorted(MODES.keys() - {"call", "methods of a part"})),
+    *rows(["calls"], ["tetrajet-qema"], EVERY),
+    *rows(["calls"], ["tetrajet"], EVERY, long=EVERY - {"applied again"}),
     *rows(["calls"], ["mxfp4-full-rht"], ["method"]),
     *rows(["vit"], ["tetrajet-qema"], ["methods of a part"]),
     *rows(["linear"], ["stochastic"], ["uncompiled", "forward", "copy"]),
-    *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"]),
+    *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
     *rows(["borrows"], ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "tetrajet-dampen"], ["call", "uncompiled"]),
     *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[3:], "tetrajet"]),
     *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"]),
