@@ -97,7 +97,7 @@ def quantizer(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, 
         for code, run in (("tensor code", compiled), ("kernels", with_kernels)):
             pairs = zip(run(x, key, step, *state), reference, strict=True)
             differs[code] = differs.get(code, 0) + sum(_different(result, target) for result, target in pairs)
-    inexact = any(word in name or any(word in t.name for t in subject.program.techniques) for word in INEXACT)
+    inexact = any(word in name or any(word in part.name for part in subject.program.parts) for word in INEXACT)
     return {"differs": differs, "equal": not any(differs.values()), "exempt": inexact}
 
 

@@ -1,7 +1,7 @@
 """Predicts the cost of a policy on a GPU from its generated program, without a GPU.
 
 For one block of a model in training, Inductor writes the program for an absent card (:mod:`benchmarks.gpu_program`).
-docs/performance.md, "Predicted, not measured", defines the figures. In the estimate attention counts by its bytes.
+docs/figures.md, "Predicted, not measured", defines the figures. In the estimate attention counts by its bytes.
 ``--quantizers`` chooses the kernels of this project, or the tensor code that Inductor fuses.
 """
 

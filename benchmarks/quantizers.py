@@ -30,7 +30,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.policy.words import describe
-from fp4graph.technique import QUANTIZER_STAGES, overrides
+from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 
@@ -67,14 +67,14 @@ class Quantizer:
         words = [describe(spec)]
         words += [f"zero {spec.scale.zero}"] if spec.scale.zero != "nearest_subnormal" else []
         words += [f"{spec.random_bits} bits"] if spec.rounding == "stochastic" and spec.random_bits != 24 else []
-        for technique in self.program.techniques:
+        for technique in dict.fromkeys(part.options for part in self.program.parts):
             options = technique.model_dump(mode="json", exclude_defaults=True)
             words.append(f"{technique.name}({', '.join(f'{name}={value}' for name, value in options.items())})")
         return " + ".join(words)
 
     def compiled(self, x: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
         """Return the program as one compiled function of ``x``, with blocks along the last axis."""
-        by_name = {technique.name: technique for technique in self.program.techniques}
+        by_name = {part.name: part.options for part in self.program.parts}
         key, step = make_key("benchmark", device=x.device), make_step(0, 0, 0, device=x.device)
         initial_state = [
             contract.initial(by_name[slot.technique], slot.entry, "weight")(x) for slot in self.program.state
@@ -114,10 +114,10 @@ def quantizers(policies: list[str]) -> list[Quantizer]:
 def _bare(program: OperandProgram) -> OperandProgram:
     """Return ``program`` without the parts that its forward ignores: the input's source, techniques that act later."""
     assert program.spec is not None
-    techniques = tuple(t for t in program.techniques if any(overrides(t, stage) for stage in QUANTIZER_STAGES))
-    names = {technique.name for technique in techniques}
+    parts = tuple(part for part in program.parts if any(map(part.acts_at, QUANTIZER_STAGES)))
+    names = {part.name for part in parts}
     slots = tuple(slot for slot in program.state if slot.technique in names)
-    return replace(program, spec=replace(program.spec, source="original"), techniques=techniques, state=slots)
+    return replace(program, spec=replace(program.spec, source="original"), parts=parts, state=slots)
 
 
 def measure(quantizer: Quantizer, x: Tensor, layout: str, backend: str, patience: Patience) -> dict[str, Any]:

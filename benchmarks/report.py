@@ -1,4 +1,4 @@
-"""Write the measured part of docs/performance.md from benchmarks/results, so that no figure is copied by hand.
+"""Write the tables of docs/figures.md from benchmarks/results, so that no figure is copied by hand.
 
 python -m benchmarks.report            # writes between the marks of the document
 python -m benchmarks.report --check    # only checks that the document is up to date
@@ -18,7 +18,7 @@ from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
 from fp4graph.files import replacing
 
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENT = ROOT / "docs" / "figures.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"
 END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
 PLAN_BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report` from `make gpu-plan`. -->"

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import Context, Overhead, Positive, Technique, hookimpl
+from fp4graph.technique import Context, Overhead, Part, Positive, SiteView, Technique, Wrapper, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):
@@ -48,9 +48,7 @@ class AdaptiveQuantizationNoise(Technique):
     name: ClassVar[str] = "adaptive_quantization_noise"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
-    draws: ClassVar[bool] = True
     on_weight: ClassVar[bool] = True
-    mixes = "none"
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
@@ -72,26 +70,33 @@ class AdaptiveQuantizationNoise(Technique):
         return self
 
     @property
-    def draws_in_evaluation(self) -> bool:
-        """The option ``rollout``."""
-        return self.rollout
-
-    @property
     def sigmas(self) -> tuple[float, ...]:
         """σ of every stage."""
         ratio, last = self.sigma_end / self.sigma_start, self.stages - 1
         return tuple(self.sigma_start * ratio ** (stage / last) for stage in range(self.stages))
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (NormNoise(options=self, draws_in_evaluation=self.rollout),)
+
+
+class NormNoise(Wrapper):
+    """Adds the noise to Q(W)."""
+
+    mixes = "none"
+    draws = True
+    options: AdaptiveQuantizationNoise
+
     def after(self, x: Tensor, context: Context) -> Tensor:
         """Return Ŵ, computed in fp32."""
+        options = self.options
         assert context.count is not None
-        stage = (context.count // self.steps_per_stage).clamp(max=self.stages - 1)
+        stage = (context.count // options.steps_per_stage).clamp(max=options.stages - 1)
         # A table, because powers differ between compiled and eager code. gather, because indexing by a tensor would
         # read the tensor.
-        sigma = torch.tensor(self.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
+        sigma = torch.tensor(options.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
         z = context.gaussian(x.shape[-1]) * sigma
         weight = x.to(torch.float32)
-        return (weight + z if self.kind == "additive" else weight * (1 + z)).to(x.dtype)
+        return (weight + z if options.kind == "additive" else weight * (1 + z)).to(x.dtype)
 
 
 @hookimpl

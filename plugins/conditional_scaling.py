@@ -12,7 +12,17 @@ from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
-from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
+from fp4graph.technique import (
+    BlockScale,
+    Context,
+    Operands,
+    OperandSpecs,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -48,8 +58,6 @@ class ConditionalScaling(Technique):
 
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    mixes = "expert"
-    group_granularity: ClassVar[Granularity] = "tensor"
     complexity: ClassVar[float] = 0.5
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
@@ -63,6 +71,17 @@ class ConditionalScaling(Technique):
                 raise ValueError(
                     f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
                 )
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (TwoCaseScale(options=self),)
+
+
+class TwoCaseScale(BlockScale):
+    """Scales by the case that holds."""
+
+    mixes = "expert"
+    group_granularity = "tensor"
+    options: ConditionalScaling
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> tuple[Tensor, Tensor]:
         """Return γ of the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""

@@ -10,7 +10,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import (
+    Operand,
+    OperandSpecs,
+    OptimizerHook,
+    Overhead,
+    Part,
+    Positive,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
 
 
 class Dampen(Technique):
@@ -42,7 +53,6 @@ class Dampen(Technique):
 
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
-    mixes = "none"
     complexity: ClassVar[float] = 0.5
     on_weight: ClassVar[bool] = True
 
@@ -65,15 +75,25 @@ class Dampen(Technique):
                 "to nearest"
             )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (PullToGrid(options=self),)
+
+
+class PullToGrid(OptimizerHook):
+    """Adds the gradient of the dampening term."""
+
+    options: Dampen
+
     def before_step(self, update: WeightUpdate) -> None:
         """Add the term's gradient, computed in fp32."""
+        options = self.options
         weight, grad = update.parameter, update.parameter.grad
         assert grad is not None
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
-        strength: Tensor | float = self.strength
-        if self.total_steps is not None:
-            progress = update.count_progress(self.total_steps, self.start).clamp(0, 1)
-            strength = self.strength / 2 * (1 - torch.cos(math.pi * progress))
+        strength: Tensor | float = options.strength
+        if options.total_steps is not None:
+            progress = update.count_progress(options.total_steps, options.start).clamp(0, 1)
+            strength = options.strength / 2 * (1 - torch.cos(math.pi * progress))
         grad.add_(error * (2 * strength))
 
 

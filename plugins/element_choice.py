@@ -40,7 +40,6 @@ class ElementChoice(Technique):
 
     name: ClassVar[str] = "element_choice"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    mixes = "none"
     complexity: ClassVar[float] = 0.5
 
     others: tuple[str, ...] = Field(("int4",), min_length=1, description="Formats to choose from beside the spec's.")

@@ -13,7 +13,17 @@ from fp4graph.kernels.measures import block_errors
 from fp4graph.kernels.statistics import block_scale
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.spec import Selector
-from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
+from fp4graph.technique import (
+    BlockScale,
+    Context,
+    Operands,
+    OperandSpecs,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
 
 class FourOverSix(Technique):
@@ -43,7 +53,6 @@ class FourOverSix(Technique):
 
     name: ClassVar[str] = "four_over_six"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    mixes = "block"
     complexity: ClassVar[float] = 0.5
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
@@ -66,12 +75,22 @@ class FourOverSix(Technique):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"
         return None
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (FourOrSix(options=self),)
+
+
+class FourOrSix(BlockScale):
+    """Chooses the scale of each block."""
+
+    mixes = "block"
+    options: FourOverSix
+
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return S_4 or S_6 for each block."""
         spec = context.spec
         assert spec is not None
         six, four = (block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
-        errors = [block_errors(values, scale, z, spec, self.measure, context.blocking) for scale in (six, four)]
+        errors = [block_errors(values, scale, z, spec, self.options.measure, context.blocking) for scale in (six, four)]
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)

@@ -11,7 +11,20 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import (
+    Gemm,
+    Operand,
+    OperandSpecs,
+    OptimizerHook,
+    Overhead,
+    Part,
+    Share,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    gemms_at,
+    hookimpl,
+)
 
 #: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
 #: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.
@@ -50,7 +63,6 @@ class Freeze(Technique):
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    mixes = "none"
     complexity: ClassVar[float] = 3.0
     on_weight: ClassVar[bool] = True
     # q_ramping multiplies every move of a weight, also the one back to its mean; noise makes q flip at random.
@@ -75,9 +87,8 @@ class Freeze(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which q flips although the weight does not oscillate."""
-        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
-            if Gemm.FPROP in technique.pairs(anything):
+            if Gemm.FPROP in gemms_at(technique):
                 raise ValueError(
                     f"{name} transforms weights before they are rounded, so the rounded values that oscillate are not "
                     f"the elements that freeze would stop; take fprop out of the scope of {name}"
@@ -97,6 +108,15 @@ class Freeze(Technique):
                 f"freeze ignores small changes of fprop.weight, as changes of scales, and neighbouring values of "
                 f"{spec.element.name} differ by as little; use an element of 4 bits"
             )
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (FreezeOscillating(options=self),)
+
+
+class FreezeOscillating(OptimizerHook):
+    """Counts flips and freezes."""
+
+    options: Freeze
 
     def before_step(self, update: WeightUpdate) -> None:
         """Store the values that later steps are compared with, before the first step."""
@@ -120,23 +140,24 @@ class Freeze(Technique):
         changed = (q - previous).abs() > CHANGE * torch.maximum(q.abs(), previous.abs())
         direction = torch.where(changed, (q - previous).sign(), 0).to(torch.int8)
         flipped = direction * memory["direction"] == -1
-        frequency = memory["frequency"].lerp(flipped.to(torch.float32), self.momentum)
+        frequency = memory["frequency"].lerp(flipped.to(torch.float32), self.options.momentum)
         frozen = frozen | (frequency > self._threshold(update))
 
         weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))
         memory["previous"] = quantized
         memory["direction"] = torch.where(changed, direction, memory["direction"]).to(torch.int8)
         memory["frequency"] = frequency
-        memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.momentum))
+        memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.options.momentum))
         memory["frozen"] = frozen
 
     def _threshold(self, update: WeightUpdate) -> Tensor | float:
         """Count the step and return its θ."""
-        if self.total_steps is None:
-            return self.threshold
-        progress = update.count_progress(self.total_steps, self.start)
-        end = self.threshold if self.final_threshold is None else self.final_threshold
-        theta = end + (self.threshold - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
+        options = self.options
+        if options.total_steps is None:
+            return options.threshold
+        progress = update.count_progress(options.total_steps, options.start)
+        end = options.threshold if options.final_threshold is None else options.final_threshold
+        theta = end + (options.threshold - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
         return torch.where(progress < 0, math.inf, theta)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4graph.kernels import rotation
 from fp4graph.numerics.blocking import block_length
-from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, PairTransform, Part, SiteView, Technique, hookimpl
 
 
 class Hadamard(Technique):
@@ -43,7 +43,6 @@ class Hadamard(Technique):
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
-    mixes = "none"
     complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
@@ -79,15 +78,6 @@ class Hadamard(Technique):
             raise ValueError("kind: deterministic draws no signs; leave resample out")
         return self
 
-    @property
-    def block_rotation(self) -> int:
-        """g: the transform is the rotation x·S·H of blocks of g elements."""
-        return self.block
-
-    @property
-    def draws(self) -> bool:
-        return self.kind != "deterministic"
-
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse blocks that do not divide one another: outliers of one scale block would spread into the next."""
         for operand, spec in specs.items():
@@ -107,24 +97,32 @@ class Hadamard(Technique):
             return frozenset(Gemm) if self.scope == "all" else frozenset((Gemm.DGRAD, Gemm.WGRAD))
         return frozenset(self.scope)
 
-    def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """Return the GEMMs of ``scope``."""
-        return self.rotated
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        draws = self.kind != "deterministic"
+        return (BlockHadamard(options=self, gemms=self.rotated, block_rotation=self.block, draws=draws),)
+
+
+class BlockHadamard(PairTransform):
+    """Rotates both operands of a GEMM."""
+
+    mixes = "none"
+    options: Hadamard
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the signs, fp32 ``[g]``."""
-        if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
+        options = self.options
+        if options.kind == "deterministic" or (options.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
-        bits = context.bits(self.block, constant=self.resample == "never")
+        bits = context.bits(options.block, constant=options.resample == "never")
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
-        return rotation.rotate(x, self.block, shared[0] if shared else None)
+        return rotation.rotate(x, self.options.block, shared[0] if shared else None)
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""
-        return rotation.unrotate(x, self.block, shared[0] if shared else None)
+        return rotation.unrotate(x, self.options.block, shared[0] if shared else None)
 
 
 @hookimpl

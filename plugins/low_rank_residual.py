@@ -15,7 +15,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, Operand, Operands, OperandSpecs, Overhead, Technique, hookimpl
+from fp4graph.technique import (
+    Context,
+    Operand,
+    Operands,
+    OperandSpecs,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    Wrapper,
+    hookimpl,
+)
 
 
 class LowRankResidual(Technique):
@@ -58,7 +69,6 @@ class LowRankResidual(Technique):
     name: ClassVar[str] = "low_rank_residual"
     overhead: ClassVar[Overhead] = Overhead("O(nk)", "O(k^2)", fusable=False)
     complexity: ClassVar[float] = 3.0
-    draws: ClassVar[bool] = True  # Ω
 
     rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied separately.")
     iterations: int = Field(2, ge=0, le=100, description="q, the steps of subspace iteration towards the best L.")
@@ -75,6 +85,17 @@ class LowRankResidual(Technique):
                 "remainder of the weight to round; drop one, or name other operands"
             )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (SplitLowRank(options=self),)
+
+
+class SplitLowRank(Wrapper):
+    """Splits L off."""
+
+    mixes = "tensor"
+    draws = True  # Ω
+    options: LowRankResidual
+
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return W − L and L."""
         if statically_known_true(math.prod(x.shape) == 0):
@@ -85,7 +106,7 @@ class LowRankResidual(Technique):
         unit = power_of_two(finite.abs().amax((-2, -1), keepdim=True))
         unit = torch.where(unit == 0, 1.0, unit)
         a, b = self.factors(finite / unit, context)
-        if self.quantize_components:
+        if self.options.quantize_components:
             assert context.spec is not None
             spec = _nearest(context.spec)
             a, b = fake_quantize(a, spec), fake_quantize(b, spec)
@@ -94,8 +115,8 @@ class LowRankResidual(Technique):
 
     def factors(self, w: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return A ``[..., N, k]`` with orthonormal columns, and B = Aᵀ·W ``[..., k, K]``; k is at most N."""
-        y = w @ context.gaussian(w.shape[-1] * self.rank, constant=True).reshape(w.shape[-1], self.rank)
-        for _ in range(self.iterations):
+        y = w @ context.gaussian(w.shape[-1] * self.options.rank, constant=True).reshape(w.shape[-1], self.options.rank)
+        for _ in range(self.options.iterations):
             y = w @ _orthonormal(w.mT @ _orthonormal(y))
         a = _orthonormal(y)
         return a, a.mT @ w

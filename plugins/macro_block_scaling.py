@@ -9,7 +9,17 @@ from pydantic import Field
 from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
-from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
+from fp4graph.technique import (
+    BlockScale,
+    Context,
+    Operands,
+    OperandSpecs,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
 
 class MacroBlockScaling(Technique):
@@ -37,17 +47,11 @@ class MacroBlockScaling(Technique):
 
     name: ClassVar[str] = "macro_block_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
-    mixes = "none"
     complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
-
-    @property
-    def group_granularity(self) -> int:
-        """The elements that share γ."""
-        return self.block
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse macro blocks that do not consist of whole blocks, and a second factor for macro blocks."""
@@ -72,11 +76,21 @@ class MacroBlockScaling(Technique):
                 "it; drop one of the two, or use granularity: tensor there"
             )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (MacroBlockScale(options=self, group_granularity=self.block),)
+
+
+class MacroBlockScale(BlockScale):
+    """Divides macro blocks by the mantissa of their maximum."""
+
+    mixes = "none"
+    options: MacroBlockScaling
+
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
         # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
-        return context.mantissa(group(self.block), context.spec.element.max, self.mantissa_bits)
+        return context.mantissa(group(self.options.block), context.spec.element.max, self.options.mantissa_bits)
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -14,7 +14,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.exact import total_by
 from fp4graph.numerics.rounding import power_of_two
-from fp4graph.technique import Context, Gemm, Operand, OperandList, Overhead, Technique, hookimpl
+from fp4graph.technique import (
+    Context,
+    Gemm,
+    Operand,
+    OperandList,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    Wrapper,
+    hookimpl,
+)
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 _MOST_TOKENS = 1 << 24
@@ -48,24 +59,32 @@ class MeanSplit(Technique):
     name: ClassVar[str] = "mean_split"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
-    mixes = "expert"
 
     operands: Annotated[tuple[str, ...], OperandList(_OF_TOKENS)] = Field(
         ("inputs", "gradients"), description="Operands, or groups of them, that are split: those that have tokens."
     )
 
-    def for_operand(self, operand: Operand) -> Self:
-        """Return the technique for operands of wgrad, whose last axis is the tokens, or for the others."""
-        gemms = ("wgrad",) if operand.gemm is Gemm.WGRAD else ("fprop", "dgrad")
-        return self.model_copy(update={"operands": gemms})
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        of_wgrad = self.operands_listed & {*Gemm.WGRAD.operands}
+        return (
+            SplitMean(options=self, operands=self.operands_listed - of_wgrad, axis=-2),
+            SplitMean(options=self, operands=of_wgrad, axis=-1),
+        )
+
+
+class SplitMean(Wrapper):
+    """Quantizes residual and mean; ``axis`` is that of the tokens."""
+
+    mixes = "expert"
+    axis: int
+    options: MeanSplit
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the quantized residual plus the quantized mean."""
-        axis = -1 if self.operands == ("wgrad",) else -2
-        if statically_known_true(x.shape[axis] == 0):  # no tokens have no mean
+        if statically_known_true(x.shape[self.axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        mean = self._mean(wide, axis, context.blocking)
+        mean = self._mean(wide, self.axis, context.blocking)
         return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
 
     def _mean(self, wide: Tensor, axis: int, blocking: Blocking) -> Tensor:

@@ -18,11 +18,15 @@ from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.technique import (
     BackwardOperands,
+    BlockScale,
     Context,
     OperandSpecs,
     Overhead,
+    Part,
     Positive,
     Quantization,
+    Rounding,
+    SiteView,
     Technique,
     hookimpl,
 )
@@ -74,20 +78,12 @@ class MSEden(Technique):
     name: ClassVar[str] = "ms_eden"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
-    mixes = "expert"
-    group_granularity: ClassVar[Granularity] = "tensor"
-    normalizes: ClassVar[bool] = True
-    on_experts: ClassVar[frozenset[str]] = frozenset({"round"})
     requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
     fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="What a block's maximum is scaled to, 6 over this.")
     target: Positive = Field(255.99, description="Largest block's scale before the factor.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
-
-    @property
-    def draws(self) -> bool:
-        return True
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse operands that are not rotated in the same groups, and specs whose rounding is another."""
@@ -118,40 +114,44 @@ class MSEden(Technique):
             if both:
                 raise ValueError(f"it scales {min(both)} by itself; take its operands out of those of {name}")
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        scale = UnbiasedScale(options=self)
+        return (scale, StochasticWhereSparse(options=self)) if site.op == "grouped" else (scale,)
+
+
+class UnbiasedScale(BlockScale):
+    """Normalizes the tensor, chooses S, and folds the factor into it."""
+
+    mixes = "expert"
+    draws = True
+    group_granularity = "tensor"
+    normalizes = True
+    options: MSEden
+
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of the tensor, fp32."""
         assert context.spec is not None
         g = group("tensor")
-        kappa = scaling.constant(context.spec.element.max * self.target / self.fill, g)
+        kappa = scaling.constant(context.spec.element.max * self.options.target / self.options.fill, g)
         return torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return S, under which elements are rounded."""
         assert context.spec is not None
-        spec, sparse = context.spec, self._sparse(context.blocking)
-        chosen = block_scale(z * self.fill, spec)
+        spec, sparse = context.spec, _sparse(context.blocking, self.options.block)
+        chosen = block_scale(z * self.options.fill, spec)
         if sparse is None:
             return chosen
         above = block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
         return torch.where(sparse, above, chosen)
 
-    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
-        """Return the elements of groups that are hardly filled rounded stochastically, the others to nearest."""
-        assert context.spec is not None
-        if (sparse := self._sparse(context.blocking)) is None:
-            return None
-        drawn, nearest = (
-            round_elements(ratio, replace(context.spec, rounding=rounding), context.noise)
-            for rounding in ("stochastic", "nearest")
-        )
-        return torch.where(sparse, drawn, nearest)
-
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
-        groups, sparse = Groups(quantization.blocking, self.block), self._sparse(quantization.blocking)
+        block = self.options.block
+        groups, sparse = Groups(quantization.blocking, block), _sparse(quantization.blocking, block)
         # Shares of _SQUARE make every sum exact, and the same in compiled code, which adds in another order.
         moments = block_moments(
-            quantization.values, quantization.scale, quantization.spec, quantization.blocking, _SQUARE, self.block
+            quantization.values, quantization.scale, quantization.spec, quantization.blocking, _SQUARE, block
         )
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
@@ -161,16 +161,36 @@ class MSEden(Technique):
         scale = stochastic_integer(corrected * inverse, uniform(context.noise.block_bits())) * step
         return scale if sparse is None else torch.where(sparse, quantization.scale, scale)
 
-    def _sparse(self, blocking: Blocking) -> Tensor | None:
-        """Return whether tokens fill less of a block's group than they must, broadcastable to a statistic; None where
-        an operand's groups run along no expert's tokens."""
-        segments = blocking.segments
-        if segments is None or segments.own is None or segments.axis != len(blocking.shape) - 1:
+
+class StochasticWhereSparse(Rounding):
+    """Rounds groups of an expert stochastically that tokens hardly fill."""
+
+    mixes = "expert"
+    draws = True
+    options: MSEden
+
+    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
+        """Return the elements of groups that are hardly filled rounded stochastically, the others to nearest."""
+        assert context.spec is not None
+        if (sparse := _sparse(context.blocking, self.options.block)) is None:
             return None
-        assert isinstance(blocking.block, int)
-        filled = (segments.own < segments.count).reshape(-1, self.block).sum(1)
-        few = filled * _LEAST < self.block
-        return few[:, None].expand(-1, self.block // blocking.block).reshape(-1, 1)
+        drawn, nearest = (
+            round_elements(ratio, replace(context.spec, rounding=rounding), context.noise)
+            for rounding in ("stochastic", "nearest")
+        )
+        return torch.where(sparse, drawn, nearest)
+
+
+def _sparse(blocking: Blocking, group: int) -> Tensor | None:
+    """Return whether tokens fill less of a block's group than they must, broadcastable to a statistic; None where an
+    operand's groups run along no expert's tokens."""
+    segments = blocking.segments
+    if segments is None or segments.own is None or segments.axis != len(blocking.shape) - 1:
+        return None
+    assert isinstance(blocking.block, int)
+    filled = (segments.own < segments.count).reshape(-1, group).sum(1)
+    few = filled * _LEAST < group
+    return few[:, None].expand(-1, group // blocking.block).reshape(-1, 1)
 
 
 @hookimpl

@@ -8,7 +8,19 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import (
+    Gemm,
+    Operand,
+    OperandSpecs,
+    OptimizerHook,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    gemms_at,
+    hookimpl,
+)
 
 
 class OsciReset(Technique):
@@ -43,7 +55,6 @@ class OsciReset(Technique):
     name: ClassVar[str] = "osci_reset"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
     complexity: ClassVar[float] = 2.0
-    mixes = "none"
     on_weight: ClassVar[bool] = True
     #: Q-EMA rounds by an average that a reset of the weight does not move; freeze would put weights back; under noise
     #: on the weights all of them seem to oscillate.
@@ -66,9 +77,8 @@ class OsciReset(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which every weight seems to oscillate: stochastic ones, and bases that change."""
-        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
-            if Gemm.FPROP in technique.pairs(anything):
+            if Gemm.FPROP in gemms_at(technique):
                 raise ValueError(
                     f"{name} transforms weights before they are rounded, so Q(W) moves though W does not; take fprop "
                     f"out of the scope of {name}"
@@ -79,27 +89,37 @@ class OsciReset(Technique):
                 "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
             )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (ResetOscillating(options=self),)
+
+
+class ResetOscillating(OptimizerHook):
+    """Tracks distances and resets."""
+
+    options: OsciReset
+
     def after_step(self, update: WeightUpdate) -> None:
         """Store W and Q(W), sum distances, or reset."""
+        options = self.options
         memory, weight = update.memory, update.parameter
         steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU, for a read without waiting
         steps += 1
-        if steps < self.start:
+        if steps < options.start:
             return
-        place = (int(steps) - (0 if self.absolute_steps else self.start)) % self.every
+        place = (int(steps) - (0 if options.absolute_steps else options.start)) % options.every
         if place == 0:
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
         elif "last" not in memory:  # the period began before start, or the options changed in the middle of one
             return
-        elif place <= self.track:
+        elif place <= options.track:
             for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
                 memory[way] += (now.to(torch.float32) - memory[last]).abs()
                 memory[last].copy_(now)
         else:
             moved, moved_q = memory["moved"], memory["moved_q"]
-            oscillates = (moved > 0) & (moved_q >= self.threshold * moved)
+            oscillates = (moved > 0) & (moved_q >= options.threshold * moved)
             apart = update.apart()
             if apart is not None:
                 oscillates &= ~apart

@@ -15,19 +15,24 @@ from fp4graph.numerics import exact
 from fp4graph.numerics.formats import ELEMENTS
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique import (
+    ChannelSplit,
     Context,
     Gemm,
     Operand,
     OperandSpecs,
+    OptimizerHook,
     Overhead,
+    Part,
     Partition,
     Quantization,
     SiteView,
     StateEntry,
     Technique,
     WeightUpdate,
+    acts_at,
+    gemms_at,
     hookimpl,
-    overrides,
+    operands_at,
 )
 
 #: The operands whose chosen channels have another quantizer. In dgrad all channels have the same.
@@ -95,14 +100,13 @@ class OutControl(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse rules in which the channels of fprop are not those of X."""
-        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
-            if Gemm.FPROP in technique.pairs(anything):
+            if Gemm.FPROP in gemms_at(technique):
                 raise ValueError(
                     f"{name} transforms the operands of fprop, whose channels are then no longer those of X; take "
                     f"fprop out of the scope of {name}, or drop one of the two"
                 )
-            if overrides(technique, "split") and Operand.FPROP_INPUT in technique.acts_on(anything):
+            if acts_at(technique, "split") and Operand.FPROP_INPUT in operands_at(technique):
                 raise ValueError(f"{name} takes outliers out of X before they are measured; drop one of the two")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
@@ -132,33 +136,54 @@ class OutControl(Technique):
             )
         return count
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward input, which is measured."""
-        measured = self.mode == "measure" and site.multiplies_weight
-        return frozenset({Operand.FPROP_INPUT}) if measured else frozenset()
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        measures = self.mode == "measure" and site.multiplies_weight
+        operands = frozenset({Operand.FPROP_INPUT} if measures else ())
+        split = SplitChannels(options=self, channels=site.in_features, state=self._state(site.in_features))
+        hook = SumOverRanks(options=self, operands=operands)
+        return (split, MeasureChannels(options=self, operands=operands), hook) if measures else (split, hook)
 
-    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
+    def _state(self, channels: int | None) -> tuple[StateEntry, ...]:
         """Return s, the same on all ranks, and the sums of this rank since the last step; fp32 ``[K]``."""
-        if site.in_features is None:
+        if channels is None:
             return ()
         writer: Literal["graph", "optimizer"] = "graph" if self.mode == "measure" else "optimizer"
-        zeros = _Zeros(site.in_features)
+        zeros = _Zeros(channels)
         return (
             StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False),
             StateEntry("recent", Operand.FPROP_INPUT, zeros, writer=writer, weight_like=False),
         )
 
-    def partition(self, site: SiteView, specs: OperandSpecs) -> Partition | None:
+
+class SplitChannels(ChannelSplit):
+    """Chooses the channels with the largest norms.
+
+    Attributes:
+        channels: K, or None if it is unknown.
+    """
+
+    options: OutControl
+    channels: int | None
+
+    def partition(self, specs: OperandSpecs) -> Partition | None:
         """Return the chosen channels and their quantizers."""
-        if self.mode != "split" or site.in_features is None or self.inert(specs, {}) is not None:
+        options = self.options
+        if options.mode != "split" or self.channels is None or options.inert(specs, {}) is not None:
             return None
-        plain = QuantSpec(element=ELEMENTS[self.element], block=self.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
+        plain = QuantSpec(element=ELEMENTS[options.element], block=options.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
         apart = []
         for operand in _APART:
             spec = specs.get(operand)
             if spec is not None:
                 apart.append((operand, plain if spec.source == "original" else replace(plain, source=spec.source)))
-        return Partition("norms", self.count(site.in_features), tuple(apart))
+        return Partition("norms", options.count(self.channels), tuple(apart))
+
+
+class MeasureChannels(Part):
+    """Sums the norms of the input's channels."""
+
+    mixes = "tensor"
+    options: OutControl
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the sums since the last step plus the norms of this call, bit for bit alike under compilers."""
@@ -172,15 +197,23 @@ class OutControl(Technique):
         norm = largest * exact.root(exact.total(share * share, (0,), _MOST_TOKENS)[0].to(torch.float32))
         return {"recent": context.state["recent"] + torch.where(norm.isfinite(), norm, 0.0)}
 
+
+class SumOverRanks(OptimizerHook):
+    """Adds the sums of all ranks to s."""
+
+    options: OutControl
+
     def after_step(self, update: WeightUpdate) -> None:
         """Add the sums of all ranks; refuse to split channels that were never measured."""
         norms, recent = update.state.get("norms"), update.state.get(_RECENT)
         if norms is None or recent is None:  # an operand of fprop is not quantized
             return
-        if self.mode == "measure":
+        if self.options.mode == "measure":
             norms += update.over_ranks(recent)
             recent.zero_()
-        elif self.mode == "split" and "measured" not in update.memory:  # checked once, because it waits for the device
+        elif (
+            self.options.mode == "split" and "measured" not in update.memory
+        ):  # checked once, because it waits for the device
             if not bool((norms > 0).any()):
                 raise Error(
                     f"out_control splits the input channels of {update.name}, and none were measured: no step of the "

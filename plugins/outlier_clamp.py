@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
+from fp4graph.technique import Context, Operands, Overhead, Part, SiteView, Technique, Wrapper, hookimpl
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
 
@@ -48,8 +48,6 @@ class OutlierClamp(Technique):
 
     name: ClassVar[str] = "outlier_clamp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    mixes = "expert"
-    counts: ClassVar[bool] = True
 
     quantile: float = Field(
         0.99, gt=0.5, lt=1, description="α: elements beyond the α-quantile and below the (1 − α)-quantile are clamped."
@@ -64,17 +62,28 @@ class OutlierClamp(Technique):
         """2.0 with the residual, 0.5 without it; ours."""
         return 2.0 if self.residual else 0.5
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (SplitOutliers(options=self),)
+
+
+class SplitOutliers(Wrapper):
+    """Clamps, and splits ΔX off."""
+
+    mixes = "expert"
+    counts = True
+    options: OutlierClamp
+
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return clamped X, and ΔX, in the dtype of ``x``: comparisons are exact in any dtype; ΔX is rounded once."""
         low, high = self.thresholds(x, context)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
-        return part, torch.where(part == x, 0.0, x - part) if self.residual else None
+        return part, torch.where(part == x, 0.0, x - part) if self.options.residual else None
 
     def thresholds(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return x_low and x_high, 0-d; in a grouped product those of each expert, broadcastable to ``x``."""
         finite = torch.where(x == x, x, math.inf)
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
-        share = (1 - Fraction(str(self.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
+        share = (1 - Fraction(str(self.options.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
         if (segments := context.blocking.segments) is not None:
             return segments.order_statistics(finite, share)
         n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
-from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
+from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Part, SiteView, Technique, Wrapper, hookimpl
 
 _DEFAULT_FRACTION = 0.1
 
@@ -50,8 +50,6 @@ class OutlierFallback(Technique):
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
     complexity: ClassVar[float] = 1.5
-    mixes = "expert"
-    counts: ClassVar[bool] = True
 
     operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")
     fraction: float | None = Field(
@@ -77,6 +75,17 @@ class OutlierFallback(Technique):
                     "use blocks of a fixed length, or leave granularity out"
                 )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (SecondPass(options=self),)
+
+
+class SecondPass(Wrapper):
+    """Quantizes the chosen blocks twice."""
+
+    mixes = "expert"
+    counts = True
+    options: OutlierFallback
+
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the sum of both passes. In fp32 the residual is exact unless a value was clipped."""
         exact = x.to(torch.float32)
@@ -84,19 +93,19 @@ class OutlierFallback(Technique):
         second = quantize(exact - first)
         blocking = context.blocking
         lost = context.maxima(torch.where(first == 0, exact, 0.0))
-        if self.threshold is None:
+        if self.options.threshold is None:
             chosen = self._largest(lost, context)
         else:
             finite = context.maxima(torch.where(first == first, exact, 0.0))
-            chosen = lost > self.threshold * Groups(blocking, self.granularity).reduce(finite, "amax")
+            chosen = lost > self.options.threshold * Groups(blocking, self.options.granularity).reduce(finite, "amax")
         kept = blocking.split(first)
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
     def _largest(self, score: Tensor, context: Context) -> Tensor:
         """Return the ⌈φ·n/l⌉ blocks with the largest scores, separately for each expert or line."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
-        share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
-        if self.granularity == "row":
+        share = Fraction(str(_DEFAULT_FRACTION if self.options.fraction is None else self.options.fraction))
+        if self.options.granularity == "row":
             lines = score.squeeze(-1)
             count = (lines.shape[-1] * share.numerator + share.denominator - 1) // share.denominator
             order = lines.sort(dim=-1, descending=True, stable=True).indices

@@ -15,7 +15,10 @@ from fp4graph.technique import (
     Context,
     Operand,
     OperandSpecs,
+    OptimizerHook,
     Overhead,
+    Part,
+    Rounding,
     Share,
     SiteView,
     StateEntry,
@@ -55,7 +58,6 @@ class QEma(Technique):
 
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
-    mixes = "none"
     complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     on_weight: ClassVar[bool] = True
@@ -63,20 +65,23 @@ class QEma(Technique):
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
 
-    @property
-    def draws(self) -> bool:
-        """True where forwards are counted."""
-        return self.start_after > 0
-
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer: one operand has one rounding."""
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and spec.rounding == "stochastic":
             raise ValueError("fprop.weight already rounds stochastically; q_ema chooses its rounding, so drop one")
 
-    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """Return e, fp32, of the weight's shape."""
-        return (StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32),)
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        average = StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32)  # e, fp32
+        counts_forwards = self.start_after > 0
+        return RoundToAverage(options=self, state=(average,), draws=counts_forwards), MoveAverage(options=self)
+
+
+class RoundToAverage(Rounding):
+    """Rounds a weight to the neighbour that its average is nearer to."""
+
+    mixes = "none"
+    options: QEma
 
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor:
         """Round by Algorithm 1, lines 4 to 11."""
@@ -87,11 +92,17 @@ class QEma(Technique):
         if context.count is None:
             return chosen
         nearest = round_nearest(ratio, context.spec.element, context.spec.ties)
-        return torch.where(context.count < self.start_after, nearest, chosen)
+        return torch.where(context.count < self.options.start_after, nearest, chosen)
+
+
+class MoveAverage(OptimizerHook):
+    """Updates e."""
+
+    options: QEma
 
     def after_step(self, update: WeightUpdate) -> None:
         """Move e by Eq. 10."""
-        update.state["weight"].lerp_(update.parameter.to(torch.float32), 1 - self.beta)
+        update.state["weight"].lerp_(update.parameter.to(torch.float32), 1 - self.options.beta)
 
 
 @hookimpl

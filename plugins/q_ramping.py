@@ -10,7 +10,18 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.errors import Error
-from fp4graph.technique import Operand, OperandSpecs, OptimizerStep, Overhead, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import (
+    Operand,
+    OperandSpecs,
+    OptimizerHook,
+    OptimizerStep,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
 from fp4graph.training.conditioning import HELD
 
 #: The parameter's value from before a detection that will be undone.
@@ -63,7 +74,6 @@ class QRamping(Technique):
 
     name: ClassVar[str] = "q_ramping"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    mixes = "none"
     complexity: ClassVar[float] = 2.5
     on_weight: ClassVar[bool] = True
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})
@@ -95,6 +105,15 @@ class QRamping(Technique):
                 "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
             )
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (RampBatches(options=self),)
+
+
+class RampBatches(OptimizerHook):
+    """Measures R, sets N, and lets elements wait."""
+
+    options: QRamping
+
     def before_step(self, update: WeightUpdate) -> None:
         """Start a detection, or give the optimizer the gradients of the elements that step now."""
         memory, weight, grad = update.memory, update.parameter, update.parameter.grad
@@ -125,7 +144,7 @@ class QRamping(Technique):
             for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
                 memory[way] += (now.to(torch.float32) - memory[last]).abs()
                 memory[last].copy_(now)
-            if self._place(memory) >= self.t0 - 1:
+            if self._place(memory) >= self.options.t0 - 1:
                 self._set_factors(memory)
             return
         if "stepping" not in update.scratch:
@@ -145,15 +164,16 @@ class QRamping(Technique):
 
         The count is kept on the CPU, where reading it waits for nothing.
         """
-        if int(memory.get("steps", self.t_update)) >= self.t_update:
+        if int(memory.get("steps", self.options.t_update)) >= self.options.t_update:
             memory["steps"] = torch.zeros((), dtype=torch.int64)
         return int(memory["steps"])
 
     def _set_factors(self, memory: dict[str, Tensor]) -> None:
         """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
+        options = self.options
         moved, moved_q = memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
-        factor = (self.k2 * (ratio / self.k1).floor() + 1).clamp(max=self.n_max).to(torch.int16)
+        factor = (options.k2 * (ratio / options.k1).floor() + 1).clamp(max=options.n_max).to(torch.int16)
         for name in ("moved", "moved_q", "last", "last_q"):
             del memory[name]
         if bool((factor > 1).any()):
@@ -166,20 +186,20 @@ class QRamping(Technique):
             memory = step.memory(parameter)
             if self._place(memory) == 0:
                 memory.pop(_SAVED, None)
-                if self.restore:
+                if self.options.restore:
                     memory[_SAVED] = parameter.detach().clone()
                     _hold(memory, _state(step.optimizer, parameter))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Count the step, and undo a detection that ends with it."""
-        if self.restore and any("step" in group for group in step.optimizer.param_groups):
+        if self.options.restore and any("step" in group for group in step.optimizer.param_groups):
             raise Error(
                 f"{type(step.optimizer).__name__} counts its steps for a whole group of parameters, which q_ramping "
                 "cannot undo; set restore: false"
             )
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
-            if _SAVED in memory and self._place(memory) >= self.t0 - 1:
+            if _SAVED in memory and self._place(memory) >= self.options.t0 - 1:
                 parameter.copy_(memory.pop(_SAVED))
                 _restore(step.optimizer, parameter, memory)
             memory["steps"] += 1

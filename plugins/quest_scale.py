@@ -10,7 +10,18 @@ from pydantic import Field
 from torch import Tensor
 
 from fp4graph.numerics.exact import root, total
-from fp4graph.technique import Context, ForwardOperands, OperandSpecs, Overhead, Positive, Technique, hookimpl
+from fp4graph.technique import (
+    BlockScale,
+    Context,
+    ForwardOperands,
+    OperandSpecs,
+    Overhead,
+    Part,
+    Positive,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
 _LEAST = 1e-8  # a term of the authors' code, so that a constant block has a logarithm
 
@@ -38,7 +49,6 @@ class QuestScale(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
-    mixes = "block"
 
     c: Positive = Field(2.92247856, description="The largest representable value in standard deviations.")
     operands: ForwardOperands = Field(("forward",), description="Operands whose scales follow the deviation.")
@@ -54,6 +64,16 @@ class QuestScale(Technique):
             if not isinstance(spec.block, int):
                 raise ValueError(f"it takes deviations of blocks of a fixed length; {operand} has block {spec.block}")
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (DeviationScale(options=self),)
+
+
+class DeviationScale(BlockScale):
+    """Takes Z from the deviation of a block."""
+
+    mixes = "block"
+    options: QuestScale
+
     def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return Z, fp32, shape of ``z``."""
         spec = context.spec
@@ -66,7 +86,7 @@ class QuestScale(Technique):
         share = centred / torch.where(largest == 0, 1.0, largest)
         variance = total(share * share, context.axes, spec.block) / spec.block
         sigma = largest * root(variance.to(torch.float32))
-        return ((sigma * (self.c / spec.element.max) + _LEAST) * 2.0**spec.element.emax).to(torch.float32)
+        return ((sigma * (self.options.c / spec.element.max) + _LEAST) * 2.0**spec.element.emax).to(torch.float32)
 
 
 @hookimpl

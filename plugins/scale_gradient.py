@@ -14,9 +14,10 @@ from fp4graph.numerics.formats import FP32
 from fp4graph.technique import (
     GROUPS,
     Context,
-    Operand,
+    Gradient,
     OperandSpecs,
     Overhead,
+    Part,
     SiteView,
     Technique,
     check_kind,
@@ -47,7 +48,6 @@ class ScaleGradient(Technique):
 
     name: ClassVar[str] = "scale_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n/l)", fusable=False)
-    mixes = "block"
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
     range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or only subnormal ones.")
@@ -58,13 +58,13 @@ class ScaleGradient(Technique):
     @model_validator(mode="after")
     def _of_its_kind(self) -> ScaleGradient:
         check_kind(self, {"k": ("dge",)})
-        lower, upper = self._bounds
+        lower, upper = self.bounds
         if upper is not None and lower > upper:
             raise ValueError(f"lower {lower:g} is above upper {upper:g}")
         return self
 
     @property
-    def _bounds(self) -> tuple[float, float | None]:
+    def bounds(self) -> tuple[float, float | None]:
         lower, upper = (0.2, None) if self.kind == "spline" else (0.0, 3.0)
         return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
 
@@ -85,24 +85,32 @@ class ScaleGradient(Technique):
             return "range: low is for scale formats with subnormals"
         return None
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the operands of fprop."""
-        return frozenset() if self.kind == "ste" else frozenset(GROUPS["forward"])
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        if self.kind == "ste":
+            return ()
+        return (ScaleSlope(options=self, operands=frozenset(GROUPS["forward"])),)
+
+
+class ScaleSlope(Gradient):
+    """The surrogate q'(s)."""
+
+    mixes = "block"
+    options: ScaleGradient
 
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return q'(s), shape of ``ideal``."""
         assert context.spec is not None
         number = context.spec.scale.format
-        if self.kind == "ste" or number == FP32:
+        if number == FP32:
             return None
         part, odd = surrogates.scale_fraction(ideal, number)
-        if self.kind == "dge":
-            slope = surrogates.dge(part, self.k)
+        if self.options.kind == "dge":
+            slope = surrogates.dge(part, self.options.k)
         else:
             slope = 2 * odd if number.has_zero else torch.full_like(ideal, 4 / 3)
         slope = torch.where(ideal <= number.max, slope, torch.zeros_like(slope))
-        slope = slope.clamp(*self._bounds)
-        if self.range == "low":
+        slope = slope.clamp(*self.options.bounds)
+        if self.options.range == "low":
             slope = torch.where(ideal < 2.0**number.min_exponent, slope, torch.ones_like(slope))
         return slope
 

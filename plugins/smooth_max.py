@@ -10,7 +10,20 @@ from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
-from fp4graph.technique import GROUPS, Context, Operand, Overhead, Positive, SiteView, Technique, check_kind, hookimpl
+from fp4graph.technique import (
+    GROUPS,
+    BlockScale,
+    Context,
+    Gradient,
+    Operand,
+    Overhead,
+    Part,
+    Positive,
+    SiteView,
+    Technique,
+    check_kind,
+    hookimpl,
+)
 
 
 class SmoothMax(Technique):
@@ -46,7 +59,6 @@ class SmoothMax(Technique):
 
     name: ClassVar[str] = "smooth_max"
     overhead: ClassVar[Overhead] = Overhead("O(4n)", "O(4n)", fusable=False)
-    mixes = "block"
 
     kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="Z and its gradient dZ/dX.")
     beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
@@ -67,35 +79,47 @@ class SmoothMax(Technique):
         """3.0, for ``ste`` 0 (design-space paper, Table 9)."""
         return 0.0 if self.kind == "ste" else 3.0
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the operands of fprop, or all six if the forward changes."""
-        if self.kind == "ste":
-            return frozenset()
-        return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
-
-    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
-        """Return LogSumExp in place of the maximum, for ``softmax``."""
-        if self.kind != "softmax":
-            return z
-        return log_sum_exp(values, z, self._beta(z, context), Groups(context.blocking))
-
-    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return dZ/dX by Eq. 4 or Eq. 5."""
-        if self.kind == "ste":
-            return None
-        blocks = Groups(context.blocking)
-        m = maximum(values, blocks)
-        if self.kind == "absmax":
-            return absmax_gradient(values, m, blocks)
-        return softmax_gradient(values, m, self._beta(m, context), blocks)
-
-    def _beta(self, m: Tensor, context: Context) -> Tensor:
+    def beta_of(self, m: Tensor, context: Context) -> Tensor:
         """Return β for X itself, shape of ``m``, the maximum of each block."""
         if self.relative:
             return relative_beta(self.beta, m)
         if self.of == "normalized" and context.normalized is not None:
             return relative_beta(self.beta, Groups(context.blocking, context.normalized).reduce(m, "amax").expand_as(m))
         return torch.full_like(m, self.beta)
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        if self.kind == "ste":
+            return ()
+        gradient = StatisticGradient(options=self, operands=frozenset(GROUPS["forward"]))
+        if self.kind != "softmax":
+            return (gradient,)
+        return SmoothStatistic(options=self, operands=frozenset(Operand)), gradient
+
+
+class SmoothStatistic(BlockScale):
+    """Replaces the block maximum by LogSumExp."""
+
+    mixes = "block"
+    options: SmoothMax
+
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        """Return LogSumExp in place of the maximum."""
+        return log_sum_exp(values, z, self.options.beta_of(z, context), Groups(context.blocking))
+
+
+class StatisticGradient(Gradient):
+    """The derivative dZ/dX."""
+
+    mixes = "block"
+    options: SmoothMax
+
+    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        """Return dZ/dX by Eq. 4 or Eq. 5."""
+        blocks = Groups(context.blocking)
+        m = maximum(values, blocks)
+        if self.options.kind == "absmax":
+            return absmax_gradient(values, m, blocks)
+        return softmax_gradient(values, m, self.options.beta_of(m, context), blocks)
 
 
 @hookimpl

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.technique import Context, Gemm, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Context, Gemm, Overhead, PairTransform, Part, SiteView, Technique, hookimpl
 
 _LARGEST_POWER = 2.0**127  # of fp32
 
@@ -44,13 +44,18 @@ class SmoothSwiglu(Technique):
     name: ClassVar[str] = "smooth_swiglu"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
-    mixes = "expert"
 
     power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
 
-    def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """Return fprop after a SwiGLU."""
-        return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (ChannelScales(options=self, gemms=frozenset({Gemm.FPROP})),) if site.producer == "swiglu" else ()
+
+
+class ChannelScales(PairTransform):
+    """Moves the magnitudes of channels from X to W."""
+
+    mixes = "expert"
+    options: SmoothSwiglu
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return s, fp32 ``[..., 1, K]``; with experts s of each token's expert ``[T, K]`` and all ``[E, 1, K]``."""
@@ -67,7 +72,7 @@ class SmoothSwiglu(Technique):
     def _rounded(self, s: Tensor) -> Tensor:
         """Return s for the largest magnitudes ``s``, in their shape."""
         ordinary = (s > 0) & (s < torch.inf)
-        if self.power_of_two:
+        if self.options.power_of_two:
             # Adding the largest mantissa and then clearing the mantissa rounds up.
             bits = (s.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
             s = bits.view(torch.float32)

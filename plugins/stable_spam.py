@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fp4graph.errors import Error
-from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
+from fp4graph.technique import OptimizerHook, OptimizerStep, Overhead, Part, SiteView, Technique, hookimpl
 from fp4graph.training import conditioning
 from fp4graph.training.stable_spam import StableSPAM
 
@@ -68,8 +68,18 @@ class StableSpam(Technique):
     eta_min: float = Field(0.5, ge=0, le=1, description="The final value of c.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
 
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (ConditionGradients(options=self),)
+
+
+class ConditionGradients(OptimizerHook):
+    """Conditions all gradients, and resets the moments."""
+
+    options: StableSpam
+
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""
+        options = self.options
         optimizer = step.optimizer
         groups = optimizer.param_groups
         if isinstance(optimizer, StableSPAM):
@@ -79,7 +89,7 @@ class StableSpam(Technique):
             )
         if not all("betas" in group for group in groups):
             raise _unfit(optimizer, "has no betas")
-        if self.reset_interval is not None and type(optimizer).__name__ in WITHOUT_RESET:
+        if options.reset_interval is not None and type(optimizer).__name__ in WITHOUT_RESET:
             raise _unfit(optimizer, "cannot be reset (reset_interval: null leaves that out)")
         for parameter, _ in step.parameters():
             assert parameter.grad is not None
@@ -87,17 +97,22 @@ class StableSpam(Technique):
                 raise _unfit(optimizer, "holds a sparse or complex gradient")
 
         t = max(group.get(STEP, 0) for group in groups) + 1
-        c = conditioning.cosine(t, self.total_steps, self.eta_min)
+        c = conditioning.cosine(t, options.total_steps, options.eta_min)
         for group in groups:
             # After a step that raised or was skipped, the user's betas are still under BETAS.
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
-            if self.reset_interval is not None and t % self.reset_interval == 0:
+            if options.reset_interval is not None and t % options.reset_interval == 0:
                 conditioning.reset_moments(group)  # where timm's LAMB and Adan count
                 for parameter in group["params"]:
                     conditioning.reset_moments(optimizer.state.get(parameter, {}))
 
-        options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
+        factors = {
+            "gamma1": options.gamma1 * c,
+            "gamma2": options.gamma2,
+            "theta": options.theta,
+            "eps": options.eps,
+        }
         memories: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, _ in step.parameters():
             if (grad := parameter.grad) is not None and grad.numel():
@@ -107,10 +122,10 @@ class StableSpam(Technique):
         plain = [grad for grad in memories if type(grad) is Tensor]
         for batch in conditioning.batches(plain):
             held = [memories[grad] for grad in batch]
-            torch._foreach_copy_(batch, conditioning.condition_foreach(batch, held, **options))
+            torch._foreach_copy_(batch, conditioning.condition_foreach(batch, held, **factors))
         for grad, memory in memories.items():
             if type(grad) is not Tensor:  # a DTensor
-                grad.copy_(conditioning.condition(grad, memory, **options))
+                grad.copy_(conditioning.condition(grad, memory, **factors))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Restore the user's momenta, and check that the moments are known."""

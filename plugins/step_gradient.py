@@ -15,9 +15,10 @@ from fp4graph.numerics.formats import FP32
 from fp4graph.technique import (
     Context,
     ForwardOperands,
-    Operand,
+    Gradient,
     OperandSpecs,
     Overhead,
+    Part,
     Positive,
     SiteView,
     Technique,
@@ -54,7 +55,6 @@ class StepGradient(Technique):
 
     name: ClassVar[str] = "step_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
-    mixes = "none"
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="The surrogate Q'.")
     operands: ForwardOperands = Field(
@@ -80,13 +80,13 @@ class StepGradient(Technique):
     @model_validator(mode="after")
     def _of_its_kind(self) -> StepGradient:
         check_kind(self, {"k": ("dge",), "temperature": ("sigmoid",), "knots": ("spline",)})
-        lower, upper = self._bounds
+        lower, upper = self.bounds
         if upper is not None and lower > upper:
             raise ValueError(f"lower {lower:g} is above upper {upper:g}")
         return self
 
     @property
-    def _bounds(self) -> tuple[float, float | None]:
+    def bounds(self) -> tuple[float, float | None]:
         lower = 0.2 if self.kind == "spline" else 0.0
         upper = 3.0 if self.kind == "dge" else None
         return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
@@ -113,25 +113,34 @@ class StepGradient(Technique):
         """2.0, for ``ste`` 0 (design-space paper, Table 9)."""
         return 0.0 if self.kind == "ste" else 2.0
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the listed operands; none for ``ste``."""
-        return frozenset() if self.kind == "ste" else super().acts_on(site)
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return () if self.kind == "ste" else (ElementSlope(options=self),)
+
+
+class ElementSlope(Gradient):
+    """The surrogate Q'(u)."""
+
+    mixes = "none"
+    options: StepGradient
 
     def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Return Q'(u), shape of ``ratio``."""
-        if self.kind == "ste":
-            return None
+        options = self.options
         assert context.spec is not None
         element = context.spec.element
-        if self.kind == "clip":
-            return surrogates.inside(ratio, element.max).clamp(*self._bounds)
-        if self.kind == "spline":
-            slope = surrogates.spline(ratio, self.knots or surrogates.ties_even_knots(element))
+        if options.kind == "clip":
+            return surrogates.inside(ratio, element.max).clamp(*options.bounds)
+        if options.kind == "spline":
+            slope = surrogates.spline(ratio, options.knots or surrogates.ties_even_knots(element))
         else:
             part = surrogates.fraction(ratio, element)
-            slope = surrogates.dge(part, self.k) if self.kind == "dge" else surrogates.sigmoid(part, self.temperature)
+            slope = (
+                surrogates.dge(part, options.k)
+                if options.kind == "dge"
+                else surrogates.sigmoid(part, options.temperature)
+            )
         slope = torch.where(ratio.abs() <= element.max, slope, torch.zeros_like(slope))
-        return slope.clamp(*self._bounds)
+        return slope.clamp(*options.bounds)
 
 
 @hookimpl

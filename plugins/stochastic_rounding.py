@@ -12,7 +12,18 @@ from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, Operand, OperandList, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import (
+    BlockScale,
+    Context,
+    Operand,
+    OperandList,
+    OperandSpecs,
+    Overhead,
+    Part,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
 #: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
 _BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
@@ -43,7 +54,6 @@ class StochasticRounding(Technique):
 
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    mixes = "block"
     complexity: ClassVar[float] = 0.5
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
@@ -81,21 +91,31 @@ class StochasticRounding(Technique):
             for operand, spec in self.specs_listed(specs).items()
         }
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the listed operands if they are guarded."""
-        return frozenset() if self.range_guard is None else self.operands_listed
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return () if self.range_guard is None else (RangeGuard(options=self, guard=self.range_guard),)
 
-    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+
+class RangeGuard(BlockScale):
+    """Scales so that no element is clipped.
+
+    Attributes:
+        guard: f.
+    """
+
+    mixes = "block"
+    guard: float
+
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return f·Z for f > 1."""
-        return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
+        return z * self.guard if self.guard > 1 else None
 
     def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
     ) -> tuple[Tensor, Tensor] | None:
         """Return γ = 1/f with an unchanged Z for f < 1."""
-        if self.range_guard is None or self.range_guard > 1:
+        if self.guard > 1:
             return None
-        return torch.full([1] * z.dim(), 1 / self.range_guard, dtype=torch.float32, device=z.device), z
+        return torch.full([1] * z.dim(), 1 / self.guard, dtype=torch.float32, device=z.device), z
 
 
 @hookimpl

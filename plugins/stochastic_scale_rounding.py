@@ -31,7 +31,6 @@ class StochasticScaleRounding(Technique):
 
     name: ClassVar[str] = "stochastic_scale_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
-    mixes = "none"
     complexity: ClassVar[float] = 0.25
 
     operands: Operands = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -13,11 +13,13 @@ from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import (
+    BlockScale,
     Context,
     Operand,
     Operands,
     OperandSpecs,
     Overhead,
+    Part,
     Positive,
     Quantization,
     SiteView,
@@ -65,8 +67,6 @@ class TensorScaling(Technique):
 
     name: ClassVar[str] = "tensor_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    mixes = "none"
-    normalizes: ClassVar[bool] = True
     complexity: ClassVar[float] = 0.5
 
     granularity: Literal["tensor", "all", "row"] | int = Field(
@@ -87,20 +87,10 @@ class TensorScaling(Technique):
             raise ValueError(f"a group holds at least one element; got {value}")
         return value
 
-    @property
-    def group_granularity(self) -> Granularity:
-        """The granularity of γ = g/κ."""
-        return self.granularity
-
-    @property
-    def draws(self) -> bool:
-        """True for a held γ, which counts forwards."""
-        return self.hold_steps > 1
-
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse targets out of range, groups that are not whole blocks, and a held γ of other groups than tensors."""
         for operand, spec in self.specs_listed(specs).items():
-            number, target = spec.scale.format, self.for_operand(operand).target
+            number, target = spec.scale.format, self.target_of(operand)
             if target is not None and target > number.max:
                 raise ValueError(f"target {target:g} is above the largest scale of {operand}, {number.max:g}")
             largest = 1 / (self.headroom * (number.max if target is None else target))
@@ -136,43 +126,68 @@ class TensorScaling(Technique):
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         return specs
 
-    def for_operand(self, operand: Operand) -> Self:
-        """Return the technique with the target of ``operand``."""
-        if self.gradient_target is None:
-            return self
-        target = self.gradient_target if operand in _GRADIENTS else self.target
-        return self.model_copy(update={"target": target, "gradient_target": None})
+    def target_of(self, operand: Operand) -> float | None:
+        """Return the target of an operand."""
+        return self.target if self.gradient_target is None or operand not in _GRADIENTS else self.gradient_target
 
-    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """Return the held γ of each operand, fp32, 0-d."""
-        if self.hold_steps == 1:
-            return ()
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        listed = [operand for operand in Operand if operand in self.operands_listed]
+        held = self.hold_steps > 1
+        entries = [StateEntry("gamma", o, _initial_scale, writer="graph", weight_like=False) for o in listed if held]
+        kind = HeldTensorScale if held else TensorScale
         return tuple(
-            StateEntry("gamma", operand, _initial_scale, writer="graph", weight_like=False)
-            for operand in sorted(self.operands_listed, key=list(Operand).index)
+            kind(
+                options=self,
+                operands=frozenset(operand for operand in listed if self.target_of(operand) == target),
+                target=target,
+                group_granularity=self.granularity,
+                draws=held,  # it counts forwards
+                state=tuple(entry for entry in entries if self.target_of(entry.operand) == target),
+            )
+            for target in dict.fromkeys(map(self.target_of, listed))
         )
 
-    def kappa(self, spec: QuantSpec) -> float:
+    def kappa(self, spec: QuantSpec, target: float | None) -> float:
         """Return κ for operands of ``spec``."""
         number = spec.scale.format
-        if self.target is None and number.min_exponent <= _UNBOUNDED:
+        if target is None and number.min_exponent <= _UNBOUNDED:
             return 1.0
-        return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
+        return spec.element.max * (number.max if target is None else target) * self.headroom
+
+
+class TensorScale(BlockScale):
+    """Divides by γ = g/κ of each group.
+
+    Attributes:
+        target: that of the operands, which κ depends on.
+    """
+
+    mixes = "none"
+    normalizes = True
+    options: TensorScaling
+    target: float | None
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
-        g = group(self.granularity)
-        gamma = torch.where(g == 0, 1.0, (g / constant(self.kappa(context.spec), g)).clamp(min=_SMALLEST_NORMAL))
-        if self.hold_steps == 1:
-            return gamma
+        g = group(self.options.granularity)
+        kappa = constant(self.options.kappa(context.spec, self.target), g)
+        return torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+
+
+class HeldTensorScale(TensorScale):
+    """Keeps γ, fp32, 0-d, from one refresh to the next."""
+
+    mixes = "none"
+
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
+        """Return the current or the held γ."""
         assert context.count is not None
-        return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
+        gamma = super().group_scale(z, group, context)
+        return torch.where(context.count % self.options.hold_steps == 0, gamma, context.state["gamma"])
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the current γ, to be held."""
-        if self.hold_steps == 1:
-            return {}
         (part,) = (part for part in quantization.group_scales if part.technique == self.name)
         return {"gamma": part.scale.reshape(())}
 

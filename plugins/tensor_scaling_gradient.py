@@ -18,16 +18,19 @@ from fp4graph.technique import (
     GRADIENT_STAGES,
     GROUPS,
     QUANTIZER_STAGES,
+    BlockScale,
     Context,
+    Gradient,
     Operand,
     OperandSpecs,
     Overhead,
+    Part,
     Positive,
     SiteView,
     Technique,
+    acts_at,
     check_kind,
     hookimpl,
-    overrides,
 )
 
 
@@ -84,41 +87,54 @@ class TensorScalingGradient(Technique):
         if self.kind != "absmax" or any(_changes_the_maximum(technique) for technique in techniques.values()):
             return None
         scaling = techniques["tensor_scaling"]
-        kappa: Callable[[QuantSpec], float] = getattr(scaling, "kappa")  # noqa: B009  # of the plugin of that name
+        kappa: Callable[..., float] = getattr(scaling, "kappa")  # noqa: B009  # of the plugin of that name
+        target = getattr(scaling, "target")  # noqa: B009  # of forward operands
         acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in GROUPS["forward"]]
-        if acting and all(_returns_its_maximum(spec, kappa(spec)) for spec in acting):
+        if acting and all(_returns_its_maximum(spec, kappa(spec, target)) for spec in acting):
             return (
                 "absmax has a gradient only at the largest element of a group, which the quantizer returns unchanged, "
                 "so that the term f(U) - U·f'(U) is 0"
             )
         return None
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the operands of fprop, or all six if the forward changes."""
+    def beta_of(self, m: Tensor) -> Tensor:
+        return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
         if self.kind == "ignore":
-            return frozenset()
-        return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
+            return ()
+        gradient = GroupGradient(options=self, operands=frozenset(GROUPS["forward"]))
+        if self.kind != "softmax":
+            return (gradient,)
+        return SmoothGroupStatistic(options=self, operands=frozenset(Operand)), gradient
+
+
+class SmoothGroupStatistic(BlockScale):
+    """Replaces the group maximum by LogSumExp."""
+
+    mixes = "tensor"
+    options: TensorScalingGradient
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
-        """Return LogSumExp in place of the maximum, for ``softmax``."""
-        if self.kind != "softmax":
-            return g
+        """Return LogSumExp in place of the maximum."""
         m = maximum(values, groups)
-        return log_sum_exp(values, m, self._beta(m), groups)
+        return log_sum_exp(values, m, self.options.beta_of(m), groups)
+
+
+class GroupGradient(Gradient):
+    """The derivative dg/dX of Table 1."""
+
+    mixes = "tensor"
+    options: TensorScalingGradient
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of Table 1."""
-        if self.kind == "ignore":
-            return None
-        if self.kind == "ste":
+        if self.options.kind == "ste":
             return torch.ones_like(values)
         m = maximum(values, groups)
-        if self.kind == "absmax":
+        if self.options.kind == "absmax":
             return absmax_gradient(values, m, groups)
-        return softmax_gradient(values, m, self._beta(m), groups)
-
-    def _beta(self, m: Tensor) -> Tensor:
-        return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
+        return softmax_gradient(values, m, self.options.beta_of(m), groups)
 
 
 def _changes_the_maximum(technique: Technique) -> bool:
@@ -132,7 +148,7 @@ def _changes_the_maximum(technique: Technique) -> bool:
             return getattr(technique, "kind", None) == "softmax"
         case "stochastic_rounding":
             return getattr(technique, "range_guard", None) is not None
-    return any(overrides(technique, stage) for stage in (*QUANTIZER_STAGES, *GRADIENT_STAGES))
+    return acts_at(technique, *QUANTIZER_STAGES, *GRADIENT_STAGES)
 
 
 def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:

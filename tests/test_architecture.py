@@ -87,24 +87,20 @@ def layers(page: str) -> dict[str, int]:
     return {place: height for height, row in enumerate(reversed(rows)) for place in re.findall(r"`([\w./]+)`", row)}
 
 
-def place_of(name: str, sources: dict[str, Path]) -> str:
-    """Return the path of a module as the page names it, such as ``fp4graph/model/api.py``."""
-    folder = sources[name.partition(".")[0]]
-    return modules(sources)[name].relative_to(folder.parent).as_posix()
-
-
 def layer_of(place: str, drawn: dict[str, int]) -> int:
     """Return the layer of a file."""
-    found = [
-        height for named, height in drawn.items() if place == named or (named.endswith("/") and place.startswith(named))
-    ]
+    found = [height for name, height in drawn.items() if place == name or (name[-1] == "/" and place.startswith(name))]
     assert len(found) == 1, f"docs/architecture.md gives {place} {len(found)} layers"
     return found[0]
 
 
 def climbs(sources: dict[str, Path], drawn: dict[str, int]) -> list[str]:
     """Return the imports that run against the layers, as text."""
-    layer = {name: layer_of(place_of(name, sources), drawn) for name in modules(sources)}
+    parents = {package: folder.parent for package, folder in sources.items()}
+    layer = {
+        name: layer_of(file.relative_to(parents[name.partition(".")[0]]).as_posix(), drawn)
+        for name, file in modules(sources).items()
+    }
     return sorted(
         f"{name} imports {other}, which is above it"
         for name, others in imports(sources).items()

@@ -7,6 +7,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,37 +76,30 @@ def test_no_other_file_names_private_parts_of_torch() -> None:
     assert len(private_names((ROOT / FILE).read_text("utf-8"))) > 20, "the names were not read"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "import torch._inductor.config as c",
-        "from torch._guards import CompileContext",
-        "from torch.utils import _pytree",
-        "from torch.utils.checkpoint import _CheckpointFrame",
-        "import torch\ndef f():\n    return torch._C._is_tracing()",
-        "import torch\nx = torch._dynamo.config.disable",
-        "import torch as t\nx = t.autograd._get_sequence_nr()",
-        "from torch.autograd import forward_ad\nx = forward_ad._current_level",
-        "getattr(node, '_dynamo_source', None)",
-    ],
+PRIVATE = (
+    "import torch._dynamo",
+    "import torch._inductor.config as c",
+    "from torch._guards import CompileContext",
+    "from torch.utils import _pytree",
+    "from torch.utils.checkpoint import _CheckpointFrame",
+    "import torch\ndef f():\n    return torch._C._is_tracing()",
+    "import torch\nx = torch._dynamo.config.disable",
+    "import torch as t\nx = t.autograd._get_sequence_nr()",
+    "from torch.autograd import forward_ad\nx = forward_ad._current_level",
+    "getattr(node, '_dynamo_source', None)",
 )
-def test_a_private_name_is_found(source: str) -> None:
-    assert private_names(source)
+PUBLIC = (
+    "import torch\nx = torch.__version__",
+    "import torch\ntorch._foreach_add_(a, b)",
+    "import torch\nx = torch.ops.aten._grouped_mm",
+    "from fp4graph import _private\n_private._x",
+    "import torch.nn.functional as F\nF.linear(x, w)",
+)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\nx = torch.__version__",
-        "import torch\ntorch._foreach_add_(a, b)",
-        "import torch\nx = torch.ops.aten._grouped_mm",
-        "from fp4graph import _private\n_private._x",
-        "import torch.nn.functional as F\nF.linear(x, w)",
-    ],
-)
-def test_other_names_are_not_found(source: str) -> None:
-    assert private_names(source) == set()
+@pytest.mark.parametrize("source", [*PRIVATE, *PUBLIC])
+def test_private_names_are_found_and_others_not(source: str) -> None:
+    assert bool(private_names(source)) == (source in PRIVATE)
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -115,12 +109,11 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", _functions(), ids=str)
 def test_every_function_has_a_test_and_says_where_it_was_checked(name: str) -> None:
-    assert f"test_{name}" in globals()
+    assert f"test_{name}" in globals() or name in INSIDE
     assert CHECKED.search(str(_functions()[name].__doc__))
 
 
-def compiled(function: Callable[..., Any], backend: Any = "eager", **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, **options)
+compiled = partial(torch.compile, backend="eager", dynamic=False)
 
 
 class Kept:
@@ -141,26 +134,38 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
+#: What some functions say of their surroundings: a context, and the answer outside of it and inside.
+INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+    "stance": (lambda: torch.compiler.set_stance("force_eager"), "default", "force_eager"),
+    "has_saved_tensor_hooks": (torch.autograd.graph.save_on_cpu, False, True),
+    "is_forward_mode_active": (torch.autograd.forward_ad.dual_level, False, True),
+    "has_dispatch_mode": (lambda: FlopCounterMode(display=False), False, True),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside(name: str) -> None:
+    function, (context, outside, inside) = getattr(internals, name), INSIDE[name]
+    assert function() == outside
+    with context():
+        assert function() == inside
+    assert function() == outside
+
+
 # Dynamo
-
-
-def test_dynamo_setting() -> None:
-    assert isinstance(internals.dynamo_setting("recompile_limit"), int)
-    assert internals.dynamo_setting("no_such_setting") is None
 
 
 def test_dynamo_settings() -> None:
     before = internals.dynamo_setting("recompile_limit")
+    assert isinstance(before, int)
+    assert internals.dynamo_setting("no_such_setting") is None
     with internals.dynamo_settings(recompile_limit=before + 1, no_such_setting=1):
         assert internals.dynamo_setting("recompile_limit") == before + 1
         assert internals.dynamo_setting("no_such_setting") is None
     assert internals.dynamo_setting("recompile_limit") == before
 
 
-def test_stance() -> None:
-    assert internals.stance() == "default"
-    with torch.compiler.set_stance("force_eager"):
-        assert internals.stance() == "force_eager"
+test_dynamo_setting = test_dynamo_settings
 
 
 def test_frame_hook() -> None:
@@ -202,7 +207,7 @@ def test_compiled_frame() -> None:
         torch._dynamo.graph_break()
         return x * 2
 
-    run = compiled(function, backend, dynamic=False)
+    run = compiled(function, backend=backend)
     run(torch.ones(2))
     assert len(set(backend.seen)) == 2, "two graphs around a break"
     run(torch.ones(3))
@@ -216,7 +221,7 @@ def test_retry_skipped_code() -> None:
         raise RuntimeError("this backend fails")
 
     backend = Kept(fail)
-    run = compiled(lambda x: x + 1, backend)
+    run = compiled(lambda x: x + 1, backend=backend)
     calls = []
     with internals.dynamo_settings(suppress_errors=True):
         for retry in (False, False, True):
@@ -232,7 +237,7 @@ def test_forget_code() -> None:
         return x + 1
 
     backend = Kept()
-    run = compiled(function, backend, dynamic=False)
+    run = compiled(function, backend=backend)
     run(torch.ones(1))
     run(torch.ones(2))
     assert function.__code__ in internals.guard_failures()
@@ -248,7 +253,7 @@ def test_is_full() -> None:
     def function(x: Tensor) -> Tensor:
         return x + 1
 
-    run = compiled(function, dynamic=False)
+    run = compiled(function)
     full = []
     with internals.dynamo_settings(recompile_limit=2):
         for size in (1, 2):
@@ -263,7 +268,7 @@ def test_guard_failures() -> None:
     def function(x: Tensor, n: int) -> Tensor:
         return x + n
 
-    run = compiled(function, dynamic=False)
+    run = compiled(function)
     for n in range(3):
         run(torch.ones(1), n)
     texts = internals.guard_failures()[function.__code__]
@@ -319,7 +324,7 @@ def test_unmark_static() -> None:
         return [*before, *marked()]
 
     backend = Kept(mark)
-    compiled(lambda: module.step + 1, backend)()
+    compiled(lambda: module.step + 1, backend=backend)()
     assert backend.seen == [[True, False]]
 
 
@@ -338,7 +343,7 @@ def test_compile_with_inductor() -> None:
         return internals.compile_with_inductor(gm, example_inputs, {"post_grad_custom_post_pass": None})
 
     x = torch.randn(8)
-    ran = compiled(lambda x: x.sin() + 1, backend)(x)
+    ran = compiled(lambda x: x.sin() + 1, backend=backend)(x)
     torch.testing.assert_close(ran, x.sin() + 1)
     with pytest.raises(Exception, match="no_such_option"):
         internals.compile_with_inductor(torch.fx.symbolic_trace(lambda x: (x,)), [x], {"no_such_option": 1})
@@ -389,7 +394,7 @@ def test_next_sequence_number() -> None:
 
 def test_compiled_backwards() -> None:
     x = torch.ones(2, requires_grad=True)
-    run = compiled(lambda x: (x.sin(), x.cos()), "aot_eager")
+    run = compiled(lambda x: (x.sin(), x.cos()), backend="aot_eager")
     earlier = run(x)[0]
     first = internals.next_sequence_number()
     y, z = run(x)
@@ -415,12 +420,6 @@ def test_saved_tensor_hooks_kept() -> None:
             fail(hooks._saved_tensors_hooks_enable)
         with pytest.raises(RuntimeError, match="by the user"):
             torch.autograd.graph.save_on_cpu().__enter__()
-
-
-def test_has_saved_tensor_hooks() -> None:
-    assert not internals.has_saved_tensor_hooks()
-    with torch.autograd.graph.save_on_cpu():
-        assert internals.has_saved_tensor_hooks()
 
 
 def test_checkpointed_region() -> None:
@@ -455,19 +454,6 @@ def test_is_functorch_active() -> None:
     torch.func.vmap(function)(torch.ones(2, 2))
     assert seen == [True, True]
     assert not internals.is_functorch_active()
-
-
-def test_is_forward_mode_active() -> None:
-    assert not internals.is_forward_mode_active()
-    with torch.autograd.forward_ad.dual_level():
-        assert internals.is_forward_mode_active()
-    assert not internals.is_forward_mode_active()
-
-
-def test_has_dispatch_mode() -> None:
-    assert not internals.has_dispatch_mode()
-    with FlopCounterMode(display=False):
-        assert internals.has_dispatch_mode()
 
 
 def test_without_dispatch_modes() -> None:

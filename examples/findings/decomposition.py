@@ -31,6 +31,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.observe import ObservedOperand
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique import parts_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
@@ -58,7 +59,9 @@ class OperandErrors:
 
     def __init__(self) -> None:
         self.programs = {
-            (recipe, operand): OperandProgram(spec, tuple(default_registry().techniques[name]() for name in names))
+            (recipe, operand): OperandProgram(
+                spec, tuple(part for name in names for part in parts_of(default_registry().techniques[name]()))
+            )
             for recipe, (spec, names) in RECIPES.items()
             for operand in Operand
         }

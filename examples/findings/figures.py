@@ -23,6 +23,7 @@ from fp4graph.lab.statistics.decomposition import RelativeError, decompose, reco
 from fp4graph.numerics.formats import E2M1, SCALES
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique import parts_of
 from fp4graph.technique.registry import default_registry
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
     errors: dict[str, dict[str, Any]] = {name: {} for name in data}
     for name, x in data.items():
         for recipe, techniques in recipes.items():
-            shares = decompose(x, OperandProgram(QuantSpec(), techniques)).shares(x)
+            shares = decompose(
+                x, OperandProgram(QuantSpec(), tuple(p for t in techniques for p in parts_of(t)))
+            ).shares(x)
             errors[name][recipe] = {part: 100 * share for part, share in shares.items()}
     table = pandas.concat({name: pandas.DataFrame(bars).T for name, bars in errors.items()})
     table["interaction"] = 2 * table["total"] - table.sum(axis=1)

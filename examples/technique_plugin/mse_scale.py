@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat
 import fp4graph
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
+from fp4graph.technique import BlockScale, Operands
 
 E1M2 = fp4graph.formats.ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, bias=0, max=3.5)  # 0, 0.5, 1, ..., 3.5
 
@@ -22,13 +23,20 @@ class MseScale(fp4graph.Technique):
     overhead: ClassVar[fp4graph.Overhead] = fp4graph.Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5  # a fusable O(n), by Table 2 of the design-space paper
     factors: tuple[PositiveFloat, ...] = Field((1.0, 0.875, 0.75, 2.0), min_length=1, description="Factors c to try.")
+    operands: Operands = Field(("forward",), description="Operands, or groups of them, whose blocks choose.")
 
-    def acts_on(self, site):
-        return frozenset({fp4graph.Operand.FPROP_INPUT, fp4graph.Operand.FPROP_WEIGHT})
+    def parts(self, site):
+        return (LeastError(options=self),)
+
+
+class LeastError(BlockScale):
+    """Chooses the scale of each block."""
+
+    mixes = "block"
 
     def scale(self, values, z, context):  # values [..., blocks, block], z [..., blocks, 1]
         spec, best, least = context.spec, None, torch.full_like(z, torch.inf)
-        for factor in self.factors:
+        for factor in self.options.factors:
             scale = block_scale(z * factor, spec.scale, spec.element)
             elements = round_nearest(ratio(values, scale, spec), spec.element, spec.ties)
             error = (dequantize(elements, scale, spec) - values).square().sum(context.axes, keepdim=True)

@@ -6,10 +6,12 @@ import contextlib
 import enum
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
+from inspect import get_annotations
 from typing import Any, Literal
 
 import annotated_types
@@ -21,7 +23,7 @@ from fp4graph.errors import Error
 from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
-from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
+from fp4graph.technique import STAGES, OperandSpecs, Part, Technique, plans
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
@@ -49,10 +51,21 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
         "options": {key: _option_data(field) for key, field in option_fields(technique).items()},
-        "stages": [stage for stage in STAGES if overrides(technique, stage)],
+        "stages": stages_of(technique),
         "conflicts": sorted(technique.conflicts),
         "requires": sorted(technique.requires),
     }
+
+
+def stages_of(technique: type[Technique]) -> list[str]:
+    """Return the stages at which a technique acts under some options: those of the parts in its module."""
+    members = vars(sys.modules[technique.__module__]).values()
+    classes = [each for each in members if isinstance(each, type) and issubclass(each, Part)]
+    whose = {each: get_annotations(each).get("options", technique) for each in classes}
+    parts = [each for each, options in whose.items() if options in (technique, technique.__name__)]
+    stages = [stage for stage in STAGES if any(stage in part.acted for part in parts)]
+    scales = ["loss_scaler"] if technique.loss_scaler is not Technique.loss_scaler else []
+    return [*(["plan"] if plans(technique) else []), *stages, *scales]
 
 
 def option_fields(technique: type[Technique]) -> dict[str, FieldInfo]:

@@ -24,7 +24,7 @@ from fp4graph import QuantSpec
 from fp4graph.commands import catalogue
 from fp4graph.commands.catalogue import COLUMNS, default_of, loadable_policies, one_line, option_fields, weight_of
 from fp4graph.policy import Policy
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import OPTIMIZER_STAGES, Technique, checked_plan, gemms_at, operands_at, parts_of
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
@@ -157,7 +157,7 @@ def _weight_doc(technique: type[Technique]) -> dict[str, str]:
     weight = inspect.getattr_static(technique, "complexity")
     if not isinstance(weight, property):
         return {}
-    doc = weight.__doc__ if overrides(technique, "complexity") else None
+    doc = weight.__doc__ if technique.complexity is not Technique.complexity else None
     return {"weight declared as": _markdown(one_line(doc or "")) or "not documented"}
 
 
@@ -181,10 +181,10 @@ def _acts_on(technique: type[Technique]) -> str:
     before = dict.fromkeys(Operand, QuantSpec())
     try:
         default = technique.model_validate({})
-        after = default.plan(site, before)
-        operands = {o for o in Operand if after[o] != before[o]} | set(default.acts_on(site))
-        operands |= {entry.operand for entry in default.state(site)}
-        gemms = default.pairs(site)
+        after = checked_plan(default, site, before)
+        operands = {o for o in Operand if after[o] != before[o]} | operands_at(default, site)
+        operands |= {entry.operand for part in parts_of(default, site) for entry in part.state}
+        gemms = gemms_at(default, site)
     except ValueError:  # an option has no default, or the technique refuses the site
         return "depends on options and site"
     words = []
@@ -194,7 +194,7 @@ def _acts_on(technique: type[Technique]) -> str:
     if gemms:
         words.append("both operands of " + ", ".join(f"`{gemm}`" for gemm in Gemm if gemm in gemms))
     if not words:
-        chooses = any(overrides(technique, method) for method in ("plan", "acts_on", "pairs", "state"))
+        chooses = {*catalogue.stages_of(technique)} - {*OPTIMIZER_STAGES, "loss_scaler"}
         return "depends on options and site" if chooses else "no operand"
     return "; ".join(words) + (" (default options)" if technique.model_fields else "")
 

@@ -175,9 +175,7 @@ def _scales(
     used = [weight for weight in runtime.weights if weight.is_captured]
     scales = input_scales(root, used, calibration)
     if missing := [name for name in scaled if name not in scales]:
-        raise Error(
-            f"no calibration batch reaches {missing[0]}; add batches that do, or export with activations=False"
-        )
+        raise Error(f"no calibration batch reaches {missing[0]}; add batches that do, or export with activations=False")
     return scales, True
 
 

@@ -23,7 +23,6 @@ from fp4graph.numerics.packing import element_codes, scale_codes
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.technique import overrides
 from fp4graph.technique.operands import Operand
 
 M = TypeVar("M", bound=nn.Module)
@@ -216,7 +215,7 @@ def _require_static(case: _Case, program: MatmulProgram) -> None:
         name = program.fprop.transforms[0].name
         raise case.refusal(f"{name} transforms it in fprop", "transform only the backward (scope: backward)")
     for stage in ("split", "around", "after"):
-        if names := [technique.name for technique in fprop.techniques if overrides(technique, stage)]:
+        if names := [part.name for part in fprop.at(stage)]:
             raise case.refusal(f"{names[0]} gives it values that are not FP4", "fine-tune under a policy without it")
     if fprop.draws:
         raise case.refusal("fprop rounds it stochastically at every forward", "round fprop.weight to nearest")
@@ -232,7 +231,7 @@ def _difference(
     """Return the error that the unpacked bytes give other operands than ``w``; None if they give the same."""
     fprop, dgrad = program.fprop.right, program.dgrad.right
     if not _same(fprop, w, unpacked, dtype):
-        names = ", ".join(technique.name for technique in fprop.techniques) or "its quantizer"
+        names = ", ".join(dict.fromkeys(part.name for part in fprop.parts)) or "its quantizer"
         what = f"{names} changes values that are already quantized"
         return case.refusal(what, "fine-tune under another policy")
     if dgrad.from_fprop or _same(dgrad, w.mT.contiguous(), unpacked.mT.contiguous(), dtype):

@@ -24,7 +24,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Part
 from fp4graph.technique.operands import Operand
 
 #: The two kinds of blocks that servers read: E2M1 in blocks of 32 with E8M0 scales, and of 16 with E4M3 scales.
@@ -180,7 +180,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     if not torch.equal(_dequantized(elements, scales, multiplier, block), total(program(x, draw, entries, segments))):
         raise refusal(
             weight,
-            f"{_named(program.techniques)} give values that are not products of elements and scales",
+            f"{_named(program.parts)} give values that are not products of elements and scales",
             "export under a policy without them",
         )
     again = partial(_of, weight, fprop, runtime, activations)
@@ -215,7 +215,7 @@ def _kind(weight: Weight, program: OperandProgram) -> Kind:
     spec = program.spec
     assert spec is not None
     for stage, what in _REFUSED.items():
-        if names := [t.name for t in program.techniques if overrides(t, stage)]:
+        if names := [part.name for part in program.at(stage)]:
             raise refusal(weight, f"{names[0]} {what}", "export under a policy without it on fprop.weight")
     if spec.needs_key:
         raise refusal(weight, "its rounding is stochastic in evaluation too", "round fprop.weight to nearest")
@@ -252,9 +252,9 @@ def _inputs(weight: Weight, fprop: GemmProgram, weight_kind: Kind) -> tuple[Kind
     if program.spec is None:
         return None, False
     stages = [*_REFUSED, "block_statistic", "group_statistic", "scale", "round", "rescale"]
-    changing = [t.name for t in program.techniques if any(overrides(t, stage) for stage in stages)]
-    scaling = [t for t in program.techniques if overrides(t, "group_scale")]
-    changing += [t.name for t in scaling if not (t.normalizes and t.group_granularity in ("tensor", "all"))]
+    changing = [part.name for part in program.parts if any(map(part.acts_at, stages))]
+    scaling = program.at("group_scale")
+    changing += [s.name for s in scaling if not (s.normalizes and s.group_granularity in ("tensor", "all"))]
     kind = _kind_of(program.spec)
     if kind != weight_kind or isinstance(program.spec.block, tuple) or changing or (scaling and kind == "mxfp4"):
         what = _described(program.spec) + (f" with {', '.join(changing)}" if changing else "")
@@ -271,8 +271,8 @@ def _described(spec: QuantSpec) -> str:
     return f"{spec.element_name}, block {block}, {spec.scale.convention} scale {spec.scale.format.name}"
 
 
-def _named(techniques: tuple[Technique, ...]) -> str:
-    return ", ".join(technique.name for technique in techniques) or "its quantizer"
+def _named(parts: tuple[Part, ...]) -> str:
+    return ", ".join(dict.fromkeys(part.name for part in parts)) or "its quantizer"
 
 
 def refusal(weight: Weight | Fp4Weight, why: str, remedy: str) -> ExportError:

@@ -98,8 +98,9 @@ def cacheable(gm: GraphModule) -> Iterator[None]:
 
 def _techniques_digest(program: MatmulProgram) -> str:
     gemms = (program.fprop, program.dgrad, program.wgrad)
-    techniques: set[type] = {type(t) for g in gemms for t in (*g.transforms, *g.left.techniques, *g.right.techniques)}
-    return _digest(_source(cls) for technique in {MatmulProgram, *techniques} for cls in technique.__mro__)
+    parts = [part for gemm in gemms for part in (*gemm.transforms, *gemm.left.parts, *gemm.right.parts)]
+    classes: set[type] = {type(each) for part in parts for each in (part, part.options)}
+    return _digest(_source(base) for cls in {MatmulProgram, *classes} for base in cls.__mro__)
 
 
 @functools.cache

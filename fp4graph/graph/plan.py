@@ -30,7 +30,17 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
-from fp4graph.technique import OperandSpecs, Partition, StateEntry, Technique, checked_plan, overrides
+from fp4graph.technique import (
+    ChannelSplit,
+    OperandSpecs,
+    PairTransform,
+    Part,
+    Partition,
+    Technique,
+    Wrapper,
+    checked_plan,
+    parts_of,
+)
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -79,36 +89,32 @@ class _Planning:
         """Return the plan; raise the errors of :func:`plan_site`."""
         site, rule = self.site, self.rule
         specs = plan_specs(rule.techniques, site, dict(rule.specs), self._specs)
-        techniques = rule.techniques
+        declared = parts = self._parts(site)
         if not self.training:
             specs = {operand: self._settled(spec, operand.gemm) for operand, spec in specs.items()}
-            techniques = tuple(
-                t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after"))
-            )
+            parts = tuple(part for part in parts if not _is_idle_in_evaluation(part))
+            names = {part.name for part in parts}
+            declared = tuple(part for part in declared if part.name in names)  # their parts share their state
         ordered = tuple((operand, specs.get(operand)) for operand in Operand)
         if site.op == "grouped":
-            refusals.require_experts_apart(site, rule, techniques)
+            refusals.require_experts_apart(site, rule, parts)
         if all(spec is None for _, spec in ordered):
             return Plan(ordered, None)
         if site.op == "conv":
-            linear = dataclasses.replace(self, site=dataclasses.replace(site, op="linear"))
-            keeping = (t for t in techniques if t.steps_weight or linear._members(t, "state", StateEntry))
-            refusals.require_no_weight_techniques(site, rule, (t for t in keeping if not t.per_model))
-        acting = {t: self._members(t, "acts_on", Operand) for t in techniques}
-        pairing = {t: self._members(t, "pairs", Gemm) for t in techniques}
-        slots = tuple(
-            StateSlot(t.name, entry)
-            for t in techniques
-            if site.multiplies_weight
-            for entry in self._members(t, "state", StateEntry)
-            if specs.get(entry.operand) is not None
-        )
+            of_linear = self._parts(dataclasses.replace(site, op="linear"))
+            steps = ("before_step", "after_step")
+            of_rule = (part for part in of_linear if not part.options.per_model)
+            keeping = (part for part in of_rule if part.state or any(map(part.acts_at, steps)))
+            refusals.require_no_weight_techniques(site, rule, keeping)
+        entries = ((part.name, entry) for part in declared if site.multiplies_weight for entry in part.state)
+        kept = (StateSlot(name, entry) for name, entry in entries if specs.get(entry.operand) is not None)
+        slots = tuple(dict.fromkeys(kept))
 
         def operand(which: Operand) -> OperandProgram:
             spec = specs.get(which)
             program = OperandProgram(
                 spec,
-                tuple(self._at(t, which) for t in techniques if spec is not None and which in acting[t]),
+                tuple(part for part in parts if spec is not None and which in (part.operands or ())),
                 tuple(slot for slot in slots if slot.entry.operand is which),
                 reuses=spec is None and which in rule.reuses,
             )
@@ -116,15 +122,17 @@ class _Planning:
 
         def gemm(which: Gemm) -> GemmProgram:
             quantized = any(specs.get(each) is not None for each in which.operands)
-            transforms = tuple(t for t in techniques if quantized and which in pairing[t])
+            pairs = (part for part in parts if isinstance(part, PairTransform))
+            transforms = tuple(part for part in pairs if quantized and which in part.gemms)
             left, right = map(operand, which.operands)
             return GemmProgram(which, left, right, transforms)
 
         program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
-        parting = {t: part for t in techniques if (part := self._partition(t, specs)) is not None}
-        if parting:
-            technique = refusals.require_alone(program, list(parting), site, rule)
-            program = self._with_partition(program, technique, parting[technique])
+        splits = (part for part in parts if isinstance(part, ChannelSplit))
+        chosen = {split: partition for split in splits if (partition := self._partition(split, specs)) is not None}
+        if chosen:
+            split = refusals.require_alone(program, list(chosen), site, rule)
+            program = self._with_partition(program, split, chosen[split])
         return Plan(ordered, program)
 
     def _specs(self, technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
@@ -139,21 +147,25 @@ class _Planning:
             scale = dataclasses.replace(scale, rounding="nearest_even")
         return dataclasses.replace(spec, rounding="nearest", scale=scale)
 
-    def _partition(self, technique: Technique, specs: OperandSpecs) -> Partition | None:
-        """Return the channels that ``technique`` has multiplied apart."""
+    def _parts(self, site: SiteView) -> tuple[Part, ...]:
+        """Return the parts of the rule's techniques at ``site``, in the policy's order."""
+        return tuple(part for t in self.rule.techniques for part in self._call(t, partial(parts_of, t, site)))
+
+    def _partition(self, split: ChannelSplit, specs: OperandSpecs) -> Partition | None:
+        """Return the channels that ``split`` has multiplied apart."""
 
         def checked() -> Partition | None:
-            part, channels = technique.partition(self.site, specs), self.site.in_features
-            if not isinstance(part, Partition | None):
-                raise TypeError(f"partition() must return a Partition or None; got {part!r}")
-            if part is not None and channels is not None and not 0 < part.count < channels:
-                raise ValueError(f"of {channels} input channels {part.count} cannot be multiplied apart")
-            return part
+            partition, channels = split.partition(specs), self.site.in_features
+            if not isinstance(partition, Partition | None):
+                raise TypeError(f"partition() must return a Partition or None; got {partition!r}")
+            if partition is not None and channels is not None and not 0 < partition.count < channels:
+                raise ValueError(f"of {channels} input channels {partition.count} cannot be multiplied apart")
+            return partition
 
-        return self._call(technique, checked)
+        return self._call(split, checked)
 
-    def _with_partition(self, program: MatmulProgram, technique: Technique, partition: Partition) -> MatmulProgram:
-        """Return ``program`` with the channels apart that ``technique`` has chosen."""
+    def _with_partition(self, program: MatmulProgram, split: ChannelSplit, partition: Partition) -> MatmulProgram:
+        """Return ``program`` with the channels apart that ``split`` has chosen."""
         specs = dict(partition.specs)
 
         def part(gemm: GemmProgram) -> GemmProgram:
@@ -163,7 +175,7 @@ class _Planning:
 
         labels = [(slot.technique, slot.label) for slot in program.state]
         chosen = MatmulProgram(part(program.fprop), program.dgrad, part(program.wgrad))
-        apart = Apart(labels.index((technique.name, partition.entry)), partition.count, chosen)
+        apart = Apart(labels.index((split.name, partition.entry)), partition.count, chosen)
         return dataclasses.replace(program, apart=apart)
 
     def _of_each_expert(self, program: OperandProgram, which: Operand) -> OperandProgram:
@@ -178,30 +190,7 @@ class _Planning:
             return program
         return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
 
-    def _members(self, technique: Technique, method: str, kind: type[T]) -> tuple[T, ...]:
-        """Return the members of ``kind`` that a technique's planning method lists."""
-
-        def listed() -> tuple[T, ...]:
-            members = tuple(getattr(technique, method)(self.site))
-            foreign = next((member for member in members if not isinstance(member, kind)), None)
-            if foreign is not None:
-                raise TypeError(f"{method}() must return {kind.__name__} members only; got {foreign!r}")
-            return members
-
-        return self._call(technique, listed)
-
-    def _at(self, technique: Technique, operand: Operand) -> Technique:
-        """Return ``technique`` as it acts at ``operand``."""
-
-        def checked() -> Technique:
-            acting = technique.for_operand(operand)
-            if type(acting) is not type(technique):
-                raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {acting!r}")
-            return acting
-
-        return self._call(technique, checked)
-
-    def _call(self, technique: Technique, method: Callable[[], T]) -> T:
+    def _call(self, technique: Technique | Part, method: Callable[[], T]) -> T:
         place = f"{self.rule.file}:{self.rule.line}: " if self.rule.file else ""
         try:
             return method()
@@ -213,6 +202,11 @@ class _Planning:
                 plugin=technique.plugin or technique.name,
                 site=str(self.site),
             ) from error
+
+
+def _is_idle_in_evaluation(part: Part) -> bool:
+    """Return whether a part adds noise after dequantization, which only training does."""
+    return isinstance(part, Wrapper) and part.draws and part.acts_at("after") and not part.draws_in_evaluation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp4graph.graph.blocks import pattern_of
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.policy import Rule
-from fp4graph.technique import Technique
+from fp4graph.technique import ChannelSplit, Part
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -27,14 +27,14 @@ def rule_that_keeps(name: str, module: str | None) -> str:
     )
 
 
-def require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+def require_experts_apart(site: SiteView, rule: Rule, parts: Iterable[Part]) -> None:
     """Raise CaptureError where a technique would mix data of different experts."""
-    for technique in techniques:
-        if technique.mixes == "tensor" and not technique.per_model:
+    for part in parts:
+        if part.mixes == "tensor":
             raise _refusal(
                 site,
                 rule,
-                f"technique {technique.name} does not tell the tokens and weights of experts apart (its mixes is "
+                f"technique {part.name} does not tell the tokens and weights of experts apart (its mixes is "
                 f"'tensor'). To keep the experts in high precision, {rule_that_keeps('experts', site.module)}",
             )
 
@@ -43,14 +43,14 @@ def require_each_expert(program: OperandProgram, which: Operand, site: SiteView,
     """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens, or where blocks are
     cut at the borders of experts and a technique sees blocks, or each short block would draw or choose by itself."""
     keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
-    counting = next((technique.name for technique in program.techniques if technique.counts), None)
+    counting = next((part.name for part in program.parts if part.counts), None)
     if counting is not None and which.gemm is Gemm.WGRAD:
         message = f"cannot act on {which} of experts, whose tokens are filled up with zeros"
         raise _refusal(site, rule, f"technique {counting} {message}; list other operands in its options, or {keep}")
     spec = program.spec
     if spec is None or not reaches_across(program, which):
         return
-    causes = [technique.name for technique in program.techniques if technique.sees_blocks]
+    causes = list(dict.fromkeys(part.name for part in program.parts if part.sees_blocks))
     causes += [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
     causes += ["a choice between elements"] if spec.others else []
     if causes:
@@ -64,29 +64,29 @@ def reaches_across(program: OperandProgram, which: Operand) -> bool:
     return block == "tensor" or (block == "row" and which.gemm is Gemm.WGRAD)
 
 
-def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[Technique]) -> None:
+def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[Part]) -> None:
     """Raise CaptureError where a technique acts on the weight of a convolution outside of its product.
 
     Args:
-        keeping: the techniques that keep state of the weight or act at the optimizer's step.
+        keeping: the parts that keep state of the weight or act at the optimizer's step.
     """
-    for technique in keeping:
+    for part in keeping:
         raise _refusal(
             site,
             rule,
-            f"technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is not done "
+            f"technique {part.name} keeps state of a weight or acts at the optimizer's step, which is not done "
             "for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
         )
 
 
-def require_alone(program: MatmulProgram, parting: list[Technique], site: SiteView, rule: Rule) -> Technique:
-    """Return the technique that multiplies channels apart.
+def require_alone(program: MatmulProgram, splits: list[ChannelSplit], site: SiteView, rule: Rule) -> ChannelSplit:
+    """Return the part that multiplies channels apart.
 
     Raises:
         CaptureError: several techniques choose channels, the site is not a linear layer, or another technique would
             need to be told which channels it sees.
     """
-    technique, *rivals = parting
+    split, *rivals = splits
     if rivals:
         cause = f"{rivals[0].name} chooses channels too; drop one of the two"
     elif site.op != "linear":
@@ -94,13 +94,13 @@ def require_alone(program: MatmulProgram, parting: list[Technique], site: SiteVi
     elif program.fprop.transforms:
         name = program.fprop.transforms[0].name
         cause = f"{name} transforms the operands of fprop, which changes their channels; transform the backward"
-    elif keeping := [slot.technique for slot in program.state if slot.technique != technique.name]:
+    elif keeping := [slot.technique for slot in program.state if slot.technique != split.name]:
         cause = f"{keeping[0]} keeps state of the whole weight; drop one of the two"
     elif any(operand.has_gradient_factor for operand in (program.fprop.left, program.fprop.right)):
         cause = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
     else:
-        return technique
-    raise _refusal(site, rule, f"technique {technique.name} multiplies input channels apart: {cause}")
+        return split
+    raise _refusal(site, rule, f"technique {split.name} multiplies input channels apart: {cause}")
 
 
 def _refusal(site: SiteView, rule: Rule, message: str) -> CaptureError:

@@ -52,9 +52,7 @@ def apply_with_accelerate(
             :func:`fp4graph.apply` and :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises ``Mismatch``.
     """
     if getattr(model, "_is_accelerate_prepared", False) or getattr(optimizer, "optimizer", None) is not None:
-        raise Error(
-            "apply_with_accelerate() got a prepared model or optimizer; call it before accelerator.prepare()"
-        )
+        raise Error("apply_with_accelerate() got a prepared model or optimizer; call it before accelerator.prepare()")
     compiled: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "mode": mode, "options": options}
     apply(model, policy, **compiled, seed=seed, total_forwards=total_forwards)
     prepare_optimizer(model, optimizer)

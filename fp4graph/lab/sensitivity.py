@@ -31,6 +31,7 @@ from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import detach, require_runtime
 from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, load_policy
 from fp4graph.policy.rule import DEFAULT
+from fp4graph.technique import draws
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
 from fp4graph.training import prepare_optimizer
 
@@ -248,7 +249,8 @@ class _Study:
             raise Error(f"policy {policy.name!r} quantizes nothing, so there is nothing to measure; leave it out")
         self._twin, self.policy = twin, policy
         rules = (*policy.rules, policy.default)
-        self._draws = any(technique.draws for rule in rules for technique in rule.techniques) or any(
+        techniques = {technique for rule in rules for technique in rule.techniques}
+        self._draws = any(map(draws, techniques)) or any(
             spec is not None and spec.needs_key for rule in rules for spec in rule.specs.values()
         )
         self._measured: dict[Any, list[list[float]]] = {}

@@ -15,7 +15,7 @@ import yaml
 from fp4graph.errors import Error, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique, acts_at, checked_plan, gemms_at, operands_at, plans
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -76,10 +76,10 @@ def _left(techniques: Collection[Technique], specs: Sequence[Specs]) -> tuple[Te
         if not all(still.values()):
             continue
         technique = technique.model_copy(update=still)
-        acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
-        changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
-        idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)
-        if overrides(technique, "partition"):  # the technique has no list of operands
+        operands, pairs = operands_at(technique, site), gemms_at(technique, site)
+        changes = any(dict(checked_plan(technique, site, each)) != dict(each) for each in specs)
+        idle = (operands or pairs or plans(technique)) and not (operands & quantized or pairs & gemms or changes)
+        if acts_at(technique, "partition"):  # the technique has no list of operands
             by_name = {each.name: each for each in techniques}
             idle = all(technique.inert(each, by_name) is not None for each in specs if any(each.values()))
         if technique.per_model or (quantized and not idle):

@@ -22,7 +22,7 @@ from fp4graph.policy import CLOSING, DEFAULT_INDEX, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS
 from fp4graph.policy.techniques import acts
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique, plans
 from fp4graph.technique.operands import Gemm
 
 #: A captured site, with the modules that it serves, its own first.
@@ -178,7 +178,7 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
         for technique in use.decision.rule.techniques:
             declared.setdefault(technique, []).append(use)
     for technique, its_uses in declared.items():
-        if overrides(technique, "plan") or any(use.decision.index in not_judged for use in its_uses):
+        if plans(technique) or any(use.decision.index in not_judged for use in its_uses):
             continue
         if any(acts(technique, use.site, use.decision.rule.specs) for use in its_uses):
             continue

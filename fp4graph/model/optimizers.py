@@ -13,7 +13,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import is_sharded
-from fp4graph.technique import OPTIMIZER_STAGES, overrides
+from fp4graph.technique import OPTIMIZER_STAGES, acts_at
 
 Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
@@ -47,7 +47,7 @@ class PreparedOptimizers:
         would choose channels of a frozen weight, which no step measures."""
         stages = ("before_step", "after_step")
         on_all = OPTIMIZER_STAGES - {*stages}
-        acting = sorted(t.name for t in plan.techniques() if any(overrides(t, stage) for stage in on_all))
+        acting = sorted(t.name for t in plan.techniques() if acts_at(t, *on_all))
         if acting and not self._prepared:
             raise CaptureError(
                 f"technique {', '.join(acting)} acts at the optimizer's step, but no optimizer was prepared: call "
@@ -61,7 +61,7 @@ class PreparedOptimizers:
                     f"optimizer's step, and {weight.name} is frozen, so that none would be measured: train it, or give "
                     "frozen layers a rule of their own, which keeps them or quantizes them without the technique"
                 )
-            needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
+            needs = sorted(t.name for t in weight.rule.techniques if acts_at(t, *stages))
             if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
                 raise CaptureError(
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
@@ -73,7 +73,7 @@ def _chooser(weight: Weight) -> str | None:
     """Return the technique that chooses input channels of ``weight`` by its state; None where none does."""
     program = weight.plan.program
     kept = {slot.technique for slot in program.state} if program is not None else set()
-    names = (t.name for t in weight.rule.techniques if overrides(t, "partition") and overrides(t, "after_step"))
+    names = (t.name for t in weight.rule.techniques if acts_at(t, "partition") and acts_at(t, "after_step"))
     return next((name for name in names if name in kept), None)
 
 

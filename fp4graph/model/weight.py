@@ -22,7 +22,7 @@ from fp4graph.ops.parted import is_apart, quantized_weight
 from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Rule
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique, acts_at
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -47,9 +47,7 @@ class PlannedWeight:
         program = self.plan.program
         keeping = {slot.technique for slot in program.state} if program is not None else set()
         stages = ("before_step", "after_step")
-        acting = tuple(
-            t for t in self.rule.techniques if t.name in keeping or any(overrides(t, stage) for stage in stages)
-        )
+        acting = tuple(t for t in self.rule.techniques if t.name in keeping or acts_at(t, *stages))
         return acting, program.fprop.right if acting and program is not None else None
 
 

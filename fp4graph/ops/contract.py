@@ -23,28 +23,29 @@ from fp4graph.numerics.blocking import Blocking, Groups, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.segments import Segments
-from fp4graph.technique import OPTIMIZER_STAGES, Context, StateEntry, Technique, overrides
+from fp4graph.technique import OPTIMIZER_STAGES, BlockScale, Context, Part, StateEntry, Technique
 
-#: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
-Acting = Sequence[tuple[Technique, Context]]
+#: Parts of techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's
+#: hash.
+Acting = Sequence[tuple[Part, Context]]
 
 
-def context(technique: Technique, draw: Draw | None, blocking: Blocking, device: torch.device, **rest: Any) -> Context:
-    """Return the context of ``technique``, which takes from ``draw`` only if it says that it draws.
+def context(part: Part, draw: Draw | None, blocking: Blocking, device: torch.device, **rest: Any) -> Context:
+    """Return the context of ``part``, which takes from ``draw`` only if it says that it draws.
 
     Args:
         rest: the attributes of the context that draw nothing.
     """
-    draw = draw if technique.draws else None
+    draw = draw if part.draws else None
     varying = Noise(None, blocking, device) if draw is None else draw.noise(blocking, device)
     constant = Noise(None if draw is None else draw.constant, blocking, device)
     count = None if draw is None else draw.count
     return Context(blocking, varying, constant, count, draw=draw, **rest)
 
 
-def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
-    """Yield the techniques that act at ``stage``, in order."""
-    return ((technique, context) for technique, context in acting if overrides(technique, stage))
+def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Any, Context]]:
+    """Yield the parts that act at ``stage``, in order."""
+    return ((part, context) for part, context in acting if part.acts_at(stage))
 
 
 class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,9 +54,9 @@ class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-cal
     Nothing compiled can run them. Without this a technique would train under ``eager`` and fail under Inductor.
     """
 
-    def __init__(self, technique: Technique, stage: str) -> None:
+    def __init__(self, part: Part, stage: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._broken = partial(broken, technique, stage)
+        self._broken = partial(broken, part, stage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         depends = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
@@ -67,9 +68,9 @@ class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-cal
 class _Lists(TorchFunctionMode):
     """Refuses what :class:`_Values` does not see, because it dispatches no operation."""
 
-    def __init__(self, technique: Technique, stage: str) -> None:
+    def __init__(self, part: Part, stage: str) -> None:
         super().__init__()
-        self._broken = partial(broken, technique, stage)
+        self._broken = partial(broken, part, stage)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):
@@ -91,83 +92,81 @@ def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 #: The stages that have run without depending on values, with the shapes they had: each is checked once.
-_checked: WeakKeyDictionary[Technique, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Part, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
-def run(technique: Technique, stage: str, *args: object) -> Any:
+def run(part: Part, stage: str, *args: object) -> Any:
     """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
     try:
         # Dynamo cannot trace a mode, and refuses such operations itself.
         if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES:
-            return getattr(technique, stage)(*args)
+            return getattr(part, stage)(*args)
         case = stage, *(str(x.shape) for x in args if isinstance(x, Tensor))
-        if case in _checked.get(technique, ()):
-            return getattr(technique, stage)(*args)
-        with _Values(technique, stage), _Lists(technique, stage):
-            result = getattr(technique, stage)(*args)
-        _checked.setdefault(technique, set()).add(case)
+        if case in _checked.get(part, ()):
+            return getattr(part, stage)(*args)
+        with _Values(part, stage), _Lists(part, stage):
+            result = getattr(part, stage)(*args)
+        _checked.setdefault(part, set()).add(case)
         return result
     except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
         raise
     except Exception as error:
-        raise broken(technique, stage, f"{type(error).__name__}: {error}") from error
+        raise broken(part, stage, f"{type(error).__name__}: {error}") from error
 
 
-def run_like(technique: Technique, stage: str, like: Tensor, *args: object) -> Tensor | None:
+def run_like(part: Part, stage: str, like: Tensor, *args: object) -> Tensor | None:
     """Return what a stage that may decline returns: None, or a tensor of the shape and dtype of ``like``."""
-    result = run(technique, stage, *args)
-    return None if result is None else same(technique, stage, result, like)
+    result = run(part, stage, *args)
+    return None if result is None else same(part, stage, result, like)
 
 
-def same(technique: Technique, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
+def same(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
     """Return ``result``, checked to be a tensor of the shape, device and dtype of ``like``; with ``any_float``, of any
     floating-point dtype."""
-    tensor = _float(technique, stage, result)
+    tensor = _float(part, stage, result)
     if tensor.shape != like.shape:
-        raise broken(technique, stage, f"returned shape {_shape(tensor)} where {_shape(like)} is due")
+        raise broken(part, stage, f"returned shape {_shape(tensor)} where {_shape(like)} is due")
     if tensor.device != like.device or not (any_float or tensor.dtype is like.dtype):
         raise broken(
-            technique, stage, f"returned {tensor.dtype} on {tensor.device} where {like.dtype} on {like.device} is due"
+            part, stage, f"returned {tensor.dtype} on {tensor.device} where {like.dtype} on {like.device} is due"
         )
     return tensor
 
 
-def broadcastable(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
+def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
     """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
-    tensor = _float(technique, stage, result)
+    tensor = _float(part, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
     if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
-        raise broken(technique, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
+        raise broken(part, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
     if tensor.dtype is not like.dtype:
-        raise broken(technique, stage, f"returned {tensor.dtype} where {like.dtype} is due")
+        raise broken(part, stage, f"returned {tensor.dtype} where {like.dtype} is due")
     return tensor
 
 
-def require_granularity(
-    technique: Technique, gamma: Tensor, asked: Sequence[Groups], segments: Segments | None
-) -> None:
+def require_granularity(part: BlockScale, gamma: Tensor, asked: Sequence[Groups], segments: Segments | None) -> None:
     """Raise PluginError where γ has another granularity than ``group_granularity`` declares, as far as that shows.
 
     Args:
         asked: the groups whose statistic the technique asked for.
         segments: of the operand; without them "tensor" and "all" are one number.
     """
-    declared = technique.group_granularity
+    declared = part.group_granularity
     if declared is None:
         return
     other = next((groups.granularity for groups in asked if groups.granularity != declared), None)
     if other is not None:
-        raise broken(technique, "group_scale", f"asked for groups of {other!r}; its group_granularity is {declared!r}")
+        raise broken(part, "group_scale", f"asked for groups of {other!r}; its group_granularity is {declared!r}")
     if (declared == "all" or (declared == "tensor" and segments is None)) and not is_scalar(gamma):
-        raise broken(technique, "group_scale", f"returned {_shape(gamma)}; its group_granularity is {declared!r}")
+        raise broken(part, "group_scale", f"returned {_shape(gamma)}; its group_granularity is {declared!r}")
 
 
-def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
+def along_last(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
     """Return ``result``, checked to be a tensor of the shape of ``like`` except for the length of the last axis."""
-    tensor = _float(technique, stage, result)
+    tensor = _float(part, stage, result)
     if tensor.dim() != like.dim() or tensor.shape[:-1] != like.shape[:-1]:
         due = ", ".join([*map(str, like.shape[:-1]), "..."])
-        raise broken(technique, stage, f"returned shape {_shape(tensor)} where ({due}) is due")
+        raise broken(part, stage, f"returned shape {_shape(tensor)} where ({due}) is due")
     return tensor
 
 
@@ -189,7 +188,7 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
     return init
 
 
-def broken(technique: Technique, stage: str, message: str) -> PluginError:
+def broken(technique: Technique | Part, stage: str, message: str) -> PluginError:
     """Return the error of one stage."""
     return PluginError(f"technique {technique.name!r}, {stage}: {message}", plugin=technique.plugin or technique.name)
 
@@ -204,11 +203,11 @@ def at(site: str | None) -> Iterator[None]:
         raise
 
 
-def _float(technique: Technique, stage: str, result: Any) -> Tensor:
+def _float(part: Part, stage: str, result: Any) -> Tensor:
     if not isinstance(result, Tensor):
-        raise broken(technique, stage, f"returned {type(result).__name__} where a tensor is due")
+        raise broken(part, stage, f"returned {type(result).__name__} where a tensor is due")
     if not result.is_floating_point():
-        raise broken(technique, stage, f"returned {result.dtype} where floating point is due")
+        raise broken(part, stage, f"returned {result.dtype} where floating point is due")
     return result
 
 

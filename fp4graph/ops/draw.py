@@ -10,10 +10,9 @@ from __future__ import annotations
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 
-_TRANSFORM = 2  # the i-th pair transform of a GEMM draws under salt 2 + i of the GEMM's left operand
-_TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
 _APART = 15  # channels that are multiplied apart draw under salt 15 of the site
 _CALL = 256  # the i-th further call of the quantizer, under a technique that wraps it, draws under salt 256 + i
+_KEYS = 1 << 30  # a part of a technique draws under a hash of its key, at least 2^30
 _SALTS = {operand: 1 + index for index, operand in enumerate(Operand)}  # an operand draws under its number
 
 
@@ -22,14 +21,12 @@ def operand_draw(draw: Draw | None, operand: Operand) -> Draw | None:
     return None if draw is None else draw.salted(_SALTS[operand])
 
 
-def transform_draw(draw: Draw | None, index: int) -> Draw | None:
-    """Return what the ``index``-th pair transform of a GEMM draws from."""
-    return None if draw is None else draw.salted(_TRANSFORM + index)
+def part_draw(draw: Draw | None, key: str) -> Draw | None:
+    """Return what the part of a technique with :attr:`~fp4graph.technique.Part.key` draws from at an operand.
 
-
-def technique_draw(draw: Draw | None, index: int) -> Draw | None:
-    """Return what the ``index``-th technique of an operand draws from."""
-    return None if draw is None else draw.salted(_TECHNIQUE + index)
+    Pair transforms draw from the left operand of their GEMM.
+    """
+    return None if draw is None else draw.salted(_salt(key))
 
 
 def call_draw(draw: Draw | None, index: int) -> Draw | None:
@@ -40,3 +37,11 @@ def call_draw(draw: Draw | None, index: int) -> Draw | None:
 def apart_draw(draw: Draw | None) -> Draw | None:
     """Return what the channels of a site that are multiplied apart draw from."""
     return None if draw is None else draw.salted(_APART)
+
+
+def _salt(key: str) -> int:
+    """Return the 32-bit FNV-1a hash of ``key`` without its top bit, above all other salts."""
+    value = 0x811C9DC5
+    for byte in key.encode():
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return value & 0x7FFFFFFF | _KEYS

@@ -16,12 +16,12 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops import contract
-from fp4graph.ops.draw import transform_draw
+from fp4graph.ops.draw import part_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
 from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Technique
+from fp4graph.technique import PairTransform
 from fp4graph.technique.operands import Gemm, Operand
 
 Side = Literal["left", "right"]
@@ -37,7 +37,7 @@ class GemmProgram:
     gemm: Gemm
     left: OperandProgram
     right: OperandProgram
-    transforms: tuple[Technique, ...] = ()
+    transforms: tuple[PairTransform, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.rotates  # raises an error of the technique here, before anything runs
@@ -65,7 +65,7 @@ class GemmProgram:
         lengths = [transform.period for transform in self.transforms]
         for program in (self.left, self.right):
             if program.spec is not None:
-                lengths += [block_length(program.spec.block), *(t.period for t in program.techniques)]
+                lengths += [block_length(program.spec.block), *(part.period for part in program.parts)]
         return lcm(*lengths)
 
     def is_exact(self, left: Terms | None = None, right: Terms | None = None) -> bool:
@@ -83,7 +83,7 @@ class GemmProgram:
     @cached_property
     def rotates(self) -> int | None:
         """The block of the rotation that the transforms are, which kernels know; None where they are another."""
-        if len(self.transforms) != 1 or not _says_block_rotation(type(self.transforms[0])):
+        if len(self.transforms) != 1:
             return None
         block: object = self.transforms[0].block_rotation
         if block is None or (isinstance(block, int) and block > 1 and not block & (block - 1)):
@@ -107,8 +107,8 @@ class GemmProgram:
             leaves: leave the right operand as it is, with the ``turn`` that a kernel does to it.
         """
         steps: list[PairStep] = []
-        for index, transform in enumerate(self.transforms):
-            step = self._step(index, transform, left, right, draw, segments)
+        for transform in self.transforms:
+            step = self._step(transform, left, right, draw, segments)
             steps.append(step)
             turn = step.turn() if leaves else None
             left = step.apply(left, "left")
@@ -122,41 +122,30 @@ class GemmProgram:
 
     def turn(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None) -> BlockRotation:
         """Return what :meth:`rotate` does to both operands, where it :attr:`rotates` them."""
-        return self._step(0, self.transforms[0], left, right, draw, segments).turn()
+        return self._step(self.transforms[0], left, right, draw, segments).turn()
 
     def _step(
         self,
-        index: int,
-        transform: Technique,
+        transform: PairTransform,
         left: Tensor,
         right: Tensor,
         draw: Draw | None,
         segments: Segments | None,
     ) -> PairStep:
         blocking = Blocking(tuple(left.shape), "tensor", segments=segments)
-        context = contract.context(transform, transform_draw(draw, index), blocking, left.device, gemm=self.gemm)
+        context = contract.context(transform, part_draw(draw, transform.key), blocking, left.device, gemm=self.gemm)
         shared = contract.run(transform, "pair_context", left, right, context)
+        shared = () if shared is None else shared
         if not (isinstance(shared, tuple) and all(isinstance(tensor, Tensor) for tensor in shared)):
-            raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
+            raise contract.broken(transform, "pair_context", "must return a tuple of tensors, or None")
         return PairStep(transform, shared, left.shape[-1])
-
-
-def _says_block_rotation(cls: type[Technique]) -> bool:
-    """Return whether ``block_rotation`` of ``cls`` is about its own ``transform``, and not about that of a base class
-    which ``cls`` overrides."""
-    owners = {
-        name: next(base for base in cls.__mro__ if name in vars(base))
-        for name in ("block_rotation", "transform", "inverse")
-    }
-    own = owners["block_rotation"]
-    return own is not Technique and all(issubclass(own, owners[name]) for name in ("transform", "inverse"))
 
 
 @dataclass(frozen=True, eq=False)
 class PairStep:
     """One pair transform at work; ``length`` is that of the contraction axis before the transform, which may pad it."""
 
-    transform: Technique
+    transform: PairTransform
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
 

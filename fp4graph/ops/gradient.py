@@ -29,16 +29,16 @@ from fp4graph.ops.contract import Acting
 from fp4graph.technique import Quantization
 
 
-def jacobian_diagonal(q: Quantization, techniques: Acting) -> Tensor:
+def jacobian_diagonal(q: Quantization, parts: Acting) -> Tensor:
     """Return h'(X) at the quantization ``q``: fp32, in its blocked layout."""
-    slope = _block_slope(q, techniques)
+    slope = _block_slope(q, parts)
     # From the innermost group scale outwards: each sees f as the quantizer inside it.
     inner = q.dequantized()
     u = q.values
     for part in reversed(q.group_scales):
         g, gamma = part.statistic, part.scale
         if g is not None and part.groups is not None:
-            gradient = _last(techniques, "group_gradient", part.values(), g, part.groups)
+            gradient = _last(parts, "group_gradient", part.values(), g, part.groups)
             if gradient is not None:
                 kappa = g / gamma
                 term = gradient / kappa * (inner - u * slope)
@@ -47,19 +47,19 @@ def jacobian_diagonal(q: Quantization, techniques: Acting) -> Tensor:
     return slope
 
 
-def _block_slope(q: Quantization, techniques: Acting) -> Tensor:
+def _block_slope(q: Quantization, parts: Acting) -> Tensor:
     """Return f'(U): Eq. 1, or its decode form."""
-    slope = _last(techniques, "element_surrogate", q.ratio)
+    slope = _last(parts, "element_surrogate", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
     # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
     x = q.group_scales[0].values() if q.group_scales else q.values
-    gradient = _last(techniques, "statistic_gradient", x, q.statistic)
+    gradient = _last(parts, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope
     qmax = constant(q.spec.element.max, q.z)
     encode = q.spec.scale.convention == "encode"
     ideal = qmax / q.z if encode else q.z / qmax
-    scale_surrogate = _last(techniques, "scale_surrogate", ideal)
+    scale_surrogate = _last(parts, "scale_surrogate", ideal)
     scale_surrogate = torch.ones_like(q.z) if scale_surrogate is None else scale_surrogate
     if encode:
         ds = -qmax / (q.z * q.z) * gradient
@@ -69,10 +69,10 @@ def _block_slope(q: Quantization, techniques: Acting) -> Tensor:
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 
-def _last(techniques: Acting, stage: str, at: Tensor, *args: object) -> Tensor | None:
+def _last(parts: Acting, stage: str, at: Tensor, *args: object) -> Tensor | None:
     """Return the answer at ``stage`` of the policy's last technique that has one, in the shape of ``at``."""
     answer: Tensor | None = None
-    for technique, context in contract.at_stage(stage, techniques):
-        own = contract.run_like(technique, stage, at, at, *args, context)
-        answer = answer if own is None else own
+    for part, context in contract.at_stage(stage, parts):
+        factor = contract.run_like(part, stage, at, at, *args, context)
+        answer = answer if factor is None else factor
     return answer

@@ -131,7 +131,7 @@ class _Lowering:
             return None, "high precision"
         transform = gemm.transforms[0].name if gemm.transforms else None
         about = {"source": self._given(gemm, side), "transform": transform, "rotation": gemm.rotates, **facts}
-        quantizing = program.quantizing(drawn=self.setting.drawn, experts=self.setting.experts)
+        quantizing = program.quantizing(drawn=self.setting.drawn)
         kernel, why = chosen(
             Request(asked, self.setting.machine, quantizing, dtype=self.setting.dtype, observed=observed, **about)
         )
@@ -153,7 +153,7 @@ class _Lowering:
             return None
         observed = seen or own.observes or another.observes
         transform = next((t.name for t in (*rows.transforms, *columns.transforms)), None)
-        quantizing = another.quantizing(drawn=self.setting.drawn, experts=self.setting.experts)
+        quantizing = another.quantizing(drawn=self.setting.drawn)
         facts = {"columns": quantizing, "keeps": keeps, "transform": transform}
         return self._asked(Asked.BOTH, rows, side, observed=observed, **facts)[0]
 
@@ -197,7 +197,7 @@ class _Lowering:
         if program.spec is None:
             return Step(None, source=source, keeps=keeps, why=_REUSES if program.reuses else "")
         about, setting = (self._given(gemm, side), self.setting.dtype), self.setting
-        code, refused = program.chosen(setting.machine, *about, drawn=setting.drawn, experts=setting.experts)
+        code, refused = program.chosen(setting.machine, *about, drawn=setting.drawn)
         return Step(code.first, Asked.VALUES, code, source, keeps, refused or why)
 
     def _multiply(self, gemm: GemmProgram) -> Multiply:

@@ -26,14 +26,14 @@ from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
-from fp4graph.ops.draw import call_draw, technique_draw
+from fp4graph.ops.draw import call_draw, part_draw
 from fp4graph.ops.facts import OperandFacts
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer, Scaled
 from fp4graph.ops.schedule import Code
 from fp4graph.ops.state import OperandState
-from fp4graph.technique import Context, Quantization, Technique
+from fp4graph.technique import BlockScale, Context, Part, Quantization, Wrapper
 from fp4graph.technique.context import product_of
 
 
@@ -57,8 +57,7 @@ class OperandProgram(OperandFacts):
         if self.spec is None:
             return (Term(x),)
         if code is None:
-            drawn, experts = draw is not None, segments is not None
-            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=drawn, experts=experts)
+            code, _ = self.chosen(Machine.of(x.device), x.dtype, dtype or x.dtype, drawn=draw is not None)
         if code.first.needs is Needs.NOTHING and not self.is_wrapped:
             return (Term(code.first.run(Job(x, Direction(self.spec, draw), dtype)).values),)
         kernels = code
@@ -84,11 +83,12 @@ class OperandProgram(OperandFacts):
             return quantizer.dequantized(part, scaled, factor, dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
-        for technique, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost
-            inner = _wrap(technique, inner, context)
+        for wrapper, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost
+            inner = _wrap(wrapper, inner, context)
         y = inner(part)
-        for technique, context in at_stage("after", acting):
-            y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
+        for wrapper, context in at_stage("after", acting):
+            changed = contract.run_like(wrapper, "after", y, y, context)
+            y = y if changed is None else changed
         return (Term(y, multiplier, segments), *residuals)
 
     def direction(
@@ -134,15 +134,22 @@ class OperandProgram(OperandFacts):
             return {}
         quantization = self.quantize(x, draw, state, segments)
         observed: dict[tuple[str, str], Tensor] = {}
-        for technique, context in at_stage("observe", self.acting(x, draw, state, segments)):
-            new = contract.run(technique, "observe", quantization, context)
-            due = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.written}
-            if not isinstance(new, Mapping) or set(new) != due:
+        due: dict[str, set[str]] = {}
+        for slot in self.state:
+            if slot.written:
+                due.setdefault(slot.technique, set()).add(slot.entry.name)
+        observers = list(at_stage("observe", self.acting(x, draw, state, segments)))
+        for part, context in observers:
+            new, names = contract.run(part, "observe", quantization, context), due.get(part.name, set())
+            if not isinstance(new, Mapping) or not set(new) <= names:
                 got = sorted(map(str, new)) if isinstance(new, Mapping) else type(new).__name__
-                raise contract.broken(technique, "observe", f"returned {got} where values of {sorted(due)} are due")
+                raise contract.broken(part, "observe", f"returned {got} where values of {sorted(names)} are due")
             for name, value in new.items():
-                like = state[technique.name][name]
-                observed[technique.name, name] = contract.same(technique, "observe", value, like)
+                like = state[part.name][name]
+                observed[part.name, name] = contract.same(part, "observe", value, like)
+        for part, _ in observers:
+            if missing := sorted(due.get(part.name, set()) - {name for of, name in observed if of == part.name}):
+                raise contract.broken(part, "observe", f"returned no values of {missing}, which are due")
         return observed
 
     def gradient_factor(
@@ -170,21 +177,23 @@ class OperandProgram(OperandFacts):
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
     ) -> Acting:
-        """Return the techniques with what each may read here."""
+        """Return the parts with what each may read here."""
         assert self.spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), self.spec.block, segments=segments)
-        normalized = next((t.group_granularity for t in self.techniques if t.normalizes), None)
-        acting: list[tuple[Technique, Context]] = []
-        for index, technique in enumerate(self.techniques):
-            mine = (slot.entry for slot in self.state if slot.technique == technique.name)
-            like = {entry.name for entry in mine if entry.weight_like}
-            entries = (state or {}).get(technique.name, {})
-            own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
-            drawn = technique_draw(draw, index)
+        scales = (part for part in self.parts if isinstance(part, BlockScale))
+        normalized = next((part.group_granularity for part in scales if part.normalizes), None)
+        acting: list[tuple[Part, Context]] = []
+        for part in self.parts:
+            slots = (slot.entry for slot in self.state if slot.technique == part.name)
+            like = {entry.name for entry in slots if entry.weight_like}
+            entries = (state or {}).get(part.name, {})
+            if not isinstance(part, Wrapper):  # a wrapper sees the operand before it is cut into blocks
+                entries = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
+            drawn = part_draw(draw, part.key)
             context = contract.context(
-                technique, drawn, blocking, x.device, state=own, spec=self.spec, normalized=normalized
+                part, drawn, blocking, x.device, state=entries, spec=self.spec, normalized=normalized
             )
-            acting.append((technique, context))
+            acting.append((part, context))
         return acting
 
 
@@ -223,23 +232,25 @@ def _table(x: Tensor, blocking: Blocking) -> Tensor:
 def _split(x: Tensor, acting: Acting) -> tuple[Tensor, list[Term]]:
     """Return the part of ``x`` to quantize, and the residuals that techniques split off."""
     residuals = []
-    for technique, context in at_stage("split", acting):
-        parts = contract.run(technique, "split", x, context)
-        if not (isinstance(parts, tuple) and len(parts) == 2):
-            raise contract.broken(technique, "split", "must return (part to quantize, residual or None)")
-        part, residual = parts
+    for wrapper, context in at_stage("split", acting):
+        pair = contract.run(wrapper, "split", x, context)
+        if pair is None:
+            continue
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise contract.broken(wrapper, "split", "must return (part to quantize, residual or None), or None")
+        remainder, residual = pair
         if residual is not None:
-            residuals.append(Term(contract.same(technique, "split", residual, x, any_float=True).to(x.dtype)))
-        x = contract.same(technique, "split", part, x)
+            residuals.append(Term(contract.same(wrapper, "split", residual, x, any_float=True).to(x.dtype)))
+        x = contract.same(wrapper, "split", remainder, x)
     return x, residuals
 
 
-def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
+def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
     def wrapped(x: Tensor) -> Tensor:
         def quantize(part: Tensor) -> Tensor:
-            return inner(contract.same(technique, "around (what it quantizes)", part, x, any_float=True))
+            return inner(contract.same(wrapper, "around (what it quantizes)", part, x, any_float=True))
 
-        result = contract.run(technique, "around", quantize, x, context)
-        return contract.same(technique, "around", result, x, any_float=True)
+        result = contract.run(wrapper, "around", quantize, x, context)
+        return inner(x) if result is None else contract.same(wrapper, "around", result, x, any_float=True)
 
     return wrapped

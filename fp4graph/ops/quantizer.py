@@ -28,7 +28,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Context, GroupScale, Quantization, Technique
+from fp4graph.technique import Context, GroupScale, Part, Quantization, Rounding
 from fp4graph.technique.context import product_of
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ class Quantizer:
 
     Attributes:
         spec: of the operand.
-        acting: the operand's techniques with their contexts.
+        acting: the parts that act on the operand, with their contexts.
         kernel: that rounds, by the blocks that :meth:`given` returns, or tensor code.
         slots: the state that the techniques have.
         draw: the source of the spec's own random bits.
@@ -96,32 +96,32 @@ class Quantizer:
         chosen = self.shares is not None
         if self.shares is not None:
             z = Groups(blocking, self.shares).reduce(z, "amax").expand(z.shape)
-        for technique, context in at_stage("block_statistic", self.acting):
-            answer = contract.run(technique, "block_statistic", values(), z, context)
-            z, chosen = contract.same(technique, "block_statistic", answer, z), True
+        for part, context in at_stage("block_statistic", self.acting):
+            answer = contract.run_like(part, "block_statistic", z, values(), z, context)
+            z, chosen = (z, chosen) if answer is None else (answer, True)
         statistic = z
         group_scales: list[GroupScale] = []
-        for technique, context in at_stage("group_scale", self.acting):
+        for part, context in at_stage("group_scale", self.acting):
             asked: list[tuple[Tensor, Groups]] = []
             plain = not (chosen or group_scales) and isinstance(spec.block, int)  # else z is read anyway
             group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None)
-            answer = contract.run(technique, "group_scale", z, group, context)
+            answer = contract.run(part, "group_scale", z, group, context)
             if answer is None:
                 continue
             if isinstance(answer, tuple) and len(answer) != 2:
-                raise contract.broken(technique, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
+                raise contract.broken(part, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
             gamma, own = answer if isinstance(answer, tuple) else (answer, None)
-            gamma = contract.broadcastable(technique, "group_scale", gamma, z)
-            contract.require_granularity(technique, gamma, [groups for _, groups in asked], self.segments)
+            gamma = contract.broadcastable(part, "group_scale", gamma, z)
+            contract.require_granularity(part, gamma, [groups for _, groups in asked], self.segments)
             # Division rounds monotonically, so the largest quotient is the quotient of the largest.
-            z = z / gamma if own is None else contract.same(technique, "group_scale", own, z)
+            z = z / gamma if own is None else contract.same(part, "group_scale", own, z)
             chosen = chosen or own is not None
             g, groups = asked[-1] if asked else (None, None)
-            group_scales.append(GroupScale(technique.name, gamma, g, groups, values))
+            group_scales.append(GroupScale(part.name, gamma, g, groups, values))
             values = Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
-        for technique, context in at_stage("scale", self.acting):
-            answer = contract.run_like(technique, "scale", z, values(), z, context)
+        for part, context in at_stage("scale", self.acting):
+            answer = contract.run_like(part, "scale", z, values(), z, context)
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
@@ -179,9 +179,9 @@ class Quantizer:
             g = largest().reshape([1] * z.dim())
         else:
             g = operators.group_amax(z, groups)
-        for technique, context in at_stage("group_statistic", self.acting):
-            chosen = contract.run(technique, "group_statistic", values(), g, groups, context)
-            g = contract.same(technique, "group_statistic", chosen, g)
+        for part, context in at_stage("group_statistic", self.acting):
+            chosen = contract.run_like(part, "group_statistic", g, values(), g, groups, context)
+            g = g if chosen is None else chosen
         asked.append((g, groups))
         return g
 
@@ -191,8 +191,8 @@ class Quantizer:
         rounding = Once(partial(self._elements, scaled, values, scale))
         groups = scaled.statistic, scaled.group_scales
         rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *groups)
-        for technique, context in at_stage("rescale", self.acting):
-            other = contract.run_like(technique, "rescale", scale, rounded, context)
+        for part, context in at_stage("rescale", self.acting):
+            other = contract.run_like(part, "rescale", scale, rounded, context)
             rounded = rounded if other is None else replace(rounded, scale=other)
         return rounded
 
@@ -200,16 +200,16 @@ class Quantizer:
         """Return the ratios of ``values`` to ``scale``, and the elements that they are rounded to."""
         ratio = scaling.ratio(values, scale, self.spec)
         elements: Tensor | None = None
-        for technique, context in self._rounding():
-            divided = self._divided(technique, context, scaled.group_scales)
-            answer = contract.run_like(technique, "round", ratio, ratio, scale, divided)
+        for part, context in self._rounding():
+            divided = self._divided(part, context, scaled.group_scales)
+            answer = contract.run_like(part, "round", ratio, ratio, scale, divided)
             elements = elements if answer is None else answer
         if elements is None:
             elements = round_elements(ratio, self.spec, self._noise(scaled.blocking, ratio.device))
         return ratio, elements
 
-    def _rounding(self) -> list[tuple[Technique, Context]]:
-        """Return the techniques that round elements."""
+    def _rounding(self) -> list[tuple[Rounding, Context]]:
+        """Return the parts that round elements."""
         return [one for one in at_stage("round", self.acting) if not (self.remainder and one[1].state)]
 
     def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
@@ -225,13 +225,13 @@ class Quantizer:
             return Noise(None, blocking, device)
         return self.draw.noise(blocking, device)
 
-    def _divided(self, technique: Technique, context: Context, by: Sequence[GroupScale]) -> Context:
+    def _divided(self, part: Part, context: Context, by: Sequence[GroupScale]) -> Context:
         """Return ``context`` with weight-like state divided by γ, as the values that it is compared with are."""
         entries = dict(context.state)
         for slot in self.slots:
-            if slot.technique == technique.name and slot.entry.weight_like:
-                for part in by:
-                    entries[slot.entry.name] = entries[slot.entry.name] / part.scale
+            if slot.technique == part.name and slot.entry.weight_like:
+                for group_scale in by:
+                    entries[slot.entry.name] = entries[slot.entry.name] / group_scale.scale
         return replace(context, state=entries)
 
 

@@ -17,7 +17,7 @@ from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.policy.words import dotted
-from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
+from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at, parts_of
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
@@ -188,8 +188,8 @@ class TechniqueResolver:
         for declared in techniques:
             self._call(declared, "check", partial(declared.technique.check, planned, by_name))
         for declared in techniques:
-            self._call(declared, "acts_on", partial(_require_one_element, declared.technique, site, planned))
-            if self._call(declared, "acts_on", partial(acts, declared.technique, site, planned)):
+            self._call(declared, "parts", partial(_require_one_element, declared.technique, site, planned))
+            if self._call(declared, "parts", partial(acts, declared.technique, site, planned)):
                 acting.add(declared.name)
         return planned
 
@@ -238,9 +238,9 @@ def _probed(match: Match) -> tuple[str, ...]:
 
 def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
     """Raise ValueError if a technique rounds to, or differentiates, an element format that blocks choose."""
-    if not any(overrides(technique, stage) for stage in ("round", "element_surrogate")):
-        return
-    for operand in sorted(technique.acts_on(site)):
+    stages = ("round", "element_surrogate")
+    rounding = (part for part in parts_of(technique, site) if any(map(part.acts_at, stages)))
+    for operand in sorted({operand for part in rounding for operand in part.operands or ()}):
         spec = planned[operand]
         if spec is not None and spec.others:
             raise ValueError(
@@ -252,9 +252,9 @@ def _require_one_element(technique: Technique, site: SiteView, planned: OperandS
 def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
-    operands = technique.acts_on(site)
+    operands = operands_at(technique, site)
     # A technique that names no operands and has hooks around the optimizer acts on weights. A product of activations
     # has none.
-    steps_weight = technique.steps_weight and not operands and site.multiplies_weight
+    steps_weight = acts_at(technique, "before_step", "after_step") and not operands and site.multiplies_weight
     gemms = {operand.gemm for operand in quantized}
-    return bool(operands & quantized or technique.pairs(site) & gemms) or steps_weight or technique.per_model
+    return bool(operands & quantized or gemms_at(technique, site) & gemms) or steps_weight or technique.per_model

@@ -1,10 +1,10 @@
-"""Everything that a technique is written with: the base class, what its stages are handed, the operands, the hook.
+"""Everything that a technique is written with: the base class, the parts, what they are handed, operands, the hook.
 
 A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
 """
 
 from fp4graph.technique.context import Context, GroupScale, Quantization
-from fp4graph.technique.facts import OperandSpecs, Overhead, Partition, StateEntry
+from fp4graph.technique.facts import Mixes, OperandSpecs, Overhead, Partition, StateEntry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import (
@@ -16,24 +16,40 @@ from fp4graph.technique.options import (
     Share,
     check_kind,
 )
-from fp4graph.technique.product import Factors, ProductOperation
-from fp4graph.technique.site import BlockPosition, SiteView
-from fp4graph.technique.technique import (
+from fp4graph.technique.parts import (
     GRADIENT_STAGES,
     OPTIMIZER_STAGES,
     QUANTIZER_STAGES,
     STAGES,
     TENSOR_STAGES,
+    BlockScale,
+    ChannelSplit,
+    Gradient,
+    OptimizerHook,
+    PairTransform,
+    Part,
+    Rounding,
+    Wrapper,
+)
+from fp4graph.technique.product import Factors, ProductOperation
+from fp4graph.technique.site import BlockPosition, SiteView
+from fp4graph.technique.technique import (
     Technique,
+    acts_at,
     checked_plan,
-    overrides,
+    draws,
+    gemms_at,
+    hooks_of,
+    operands_at,
+    parts_of,
+    plans,
 )
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: The modules of fp4graph that a plugin may import. Everything else may change without notice.
 IMPORTABLE = (
     "fp4graph",  # the public names, and all of a simple technique
-    "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, products, the hook
+    "fp4graph.technique",  # the base class, the parts, what they are handed, sites, operands, products, the hook
     "fp4graph.errors",  # errors to raise
     "fp4graph.kernels.measures",  # sums over blocks: rounding errors, moments
     "fp4graph.kernels.rotation",  # block Hadamard rotations
@@ -52,8 +68,9 @@ IMPORTABLE = (
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
-    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale",
-    "Operand", "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Partition", "Positive",
-    "ProductOperation", "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind",
-    "checked_plan", "hookimpl", "overrides",
+    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "BlockScale", "ChannelSplit", "Context", "Factors",
+    "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs", "Operands",
+    "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive", "ProductOperation",
+    "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "Wrapper", "acts_at",
+    "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at", "parts_of", "plans",
 ]  # fmt: skip

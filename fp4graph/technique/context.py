@@ -28,7 +28,8 @@ class Context:
         constant: random bits of this technique at this operand, the same at every forward.
         count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
         draw: the source of the random bits; None where the technique does not say that it ``draws``.
-        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
+        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout, for a
+            ``Wrapper`` in the operand's.
         spec: the operand's spec; None for pair transforms, which serve two operands.
         gemm: the product whose operands a pair transform is given; None for other stages.
         normalized: the granularity of the statistic g by which a technique that ``normalizes`` divides this operand,

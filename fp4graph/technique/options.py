@@ -22,7 +22,7 @@ class OperandList:
     """Marks an option of a technique as a list of addresses of operands, and checks the list.
 
     The engine recognises such options by this mark and not by their names: a policy that lists an operand which stays
-    in high precision is an error, and :meth:`Technique.acts_on` returns the listed operands by default.
+    in high precision is an error, and parts act on the listed operands by default.
 
     Attributes:
         among: the operands that the technique can act on.

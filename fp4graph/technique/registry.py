@@ -17,7 +17,7 @@ from fp4graph.errors import PluginError
 from fp4graph.numerics import formats
 from fp4graph.technique import hookspecs
 from fp4graph.technique.product import ProductOperation
-from fp4graph.technique.technique import Technique, wrong_fact
+from fp4graph.technique.technique import Technique, old_style
 
 GROUP = "fp4graph"
 
@@ -128,8 +128,8 @@ class Registry:
                     f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin
                 )
                 raise self.contested[technique.name]
-            if (wrong := wrong_fact(technique)) is not None:
-                raise PluginError(f"{technique.__name__} {wrong}", plugin=plugin)
+            if (reason := old_style(technique)) is not None:
+                raise PluginError(f"{technique.__name__} {reason}", plugin=plugin)
             technique.model_rebuild()  # raises where the type of an option cannot be found
             offered.add(technique.name)
         for number_format in number_formats:

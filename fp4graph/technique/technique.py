@@ -1,51 +1,62 @@
-"""The base class of techniques: fields are options, methods are the stages at which a technique acts.
+"""The base class of techniques: fields are options, and ``parts`` says where the technique acts.
 
-A technique is frozen data (a pydantic model), so that equal options mean equal compiled code. Planning methods see
-the site. Tensor methods see tensors only and must be pure functions of them, because one compiled operand program
-serves every site of the same plan. A class overrides the stages it needs and inherits the identity for the rest.
-docs/techniques.md lists the stages with their signatures, the techniques that use them, and the order of the stages.
+A technique is frozen data (a pydantic model), so that equal options mean equal compiled code. Its own methods plan:
+they see the site and never a tensor. What it does to tensors is in its parts (:mod:`fp4graph.technique.parts`).
+docs/techniques.md is the whole contract.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from inspect import getattr_static
-from types import FunctionType
-from typing import Literal, Self, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
+from typing import Any, ClassVar
 
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict
 
-from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique.context import Context, Quantization
-from fp4graph.technique.facts import Facts, Mixes, OperandSpecs, Partition, StateEntry
+from fp4graph.technique.facts import OperandSpecs, Overhead, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.options import OperandList
+from fp4graph.technique.parts import STAGES, OptimizerHook, PairTransform, Part
 from fp4graph.technique.site import SiteView
-from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 
-class Technique(Facts):
-    """The base of every technique: a subclass sets ``name`` and ``overhead`` and declares its options as fields.
+class Technique(BaseModel):
+    """The base of every technique: a subclass sets ``name``, ``overhead`` and ``complexity``, declares its options as
+    fields, and returns its parts."""
 
-    Tensor stages work in the *blocked layout* (:class:`~fp4graph.numerics.blocking.Blocking`): values have the axes
-    inside a block as axes of their own, and statistics and scales have these axes with size 1. Everything is fp32
-    unless a method says otherwise.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
-    # ------------------------------------------------------------------ facts that follow from the stages
+    name: ClassVar[str]
+    #: Row of the paper's Table 2, shown by ``fp4graph techniques``.
+    overhead: ClassVar[Overhead]
+    #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = frozenset()
+    #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
+    #: It is then declared for the policy, and acts also if nothing is quantized.
+    per_model: ClassVar[bool] = False
+    #: True if the technique acts on the weight of a linear layer or of experts, and not on an activation in its place.
+    on_weight: ClassVar[bool] = False
+    #: The plugin that offers the technique, for errors; set by the registry.
+    plugin: ClassVar[str | None] = None
 
     @property
-    def sees_blocks(self) -> bool:
-        """True if the result depends on how an operand is cut into blocks; ``split`` and ``after`` see it uncut."""
-        inside = any(overrides(self, stage) for stage in TENSOR_STAGES if stage not in ("split", "after"))
-        return self.group_granularity is not None or (inside and self.mixes != "none")
+    def complexity(self) -> float:
+        """The weight that the technique adds to a policy's Ω (paper Table 9).
 
-    @property
-    def steps_weight(self) -> bool:
-        """True if the technique acts on each weight at the optimizer's step."""
-        return overrides(self, "before_step") or overrides(self, "after_step")
+        A class declares it as a constant, or as a property if it depends on the options.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no complexity")
 
-    # ------------------------------------------------------------------ planning
+    # ------------------------------------------------------------------ what an author overrides
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        """Return where the technique acts on the products of ``site``. It must return the same parts at every call."""
+        return ()
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
@@ -67,180 +78,160 @@ class Technique(Facts):
         """Return the reason why this technique changes nothing beside the others, or None; the author is warned."""
         return None
 
-    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Return the specs of a site's operands, changed or not; raise ValueError if options do not fit it."""
-        return specs
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the operands at whose tensor stages (split ... group_gradient, observe) this technique takes part.
-
-        By default these are the forward weight of a linear layer for a technique ``on_weight``, and else the operands
-        that its options of type :data:`~fp4graph.technique.Operands` list, if it has tensor stages at all.
-        """
-        if self.on_weight:
-            return frozenset({Operand.FPROP_WEIGHT}) if site.multiplies_weight else frozenset()
-        return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
-
-    def for_operand(self, operand: Operand) -> Self:
-        """Return the technique as it acts at the tensor stages of ``operand``, which do not learn the operand's name.
-
-        Override it where an option has another value for some operands: return an equal technique for operands that
-        are treated alike, because equal techniques share compiled code.
-        """
-        return self
-
-    def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """Return the GEMMs whose two operands this technique transforms together."""
-        return frozenset()
-
-    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """Return the tensors to keep for the weight of ``site``."""
-        return ()
-
-    def partition(self, site: SiteView, specs: OperandSpecs) -> Partition | None:
-        """Return the input channels of a linear layer that are multiplied apart, under other specs; None for none.
-
-        ``specs`` are those of the site after every technique's :meth:`plan`. Raise ValueError if options do not fit.
-        """
+    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs | None:
+        """Return new specs of a site's operands; None leaves them. Raise ValueError if options do not fit the site."""
         return None
-
-    # ------------------------------------------------------------------ pair transform
-
-    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return tensors that both operands ``[..., K]`` of a GEMM share, such as random signs or channel scales."""
-        return ()
-
-    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
-        """Return an operand in the new basis, contraction axis last: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``."""
-        return x
-
-    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
-        """Return an operand in the old basis, contraction axis last: the inverse of :meth:`transform`."""
-        return x
-
-    # ------------------------------------------------------------------ one operand
-
-    def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return ``x [..., K]`` as (part to quantize, residual or None), both of its dtype.
-
-        The residual is multiplied apart, in high precision, and added to the product.
-        """
-        return x, None
-
-    def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
-        """Return the operand quantized, by calls of ``quantize`` on tensors of the shape of ``x``.
-
-        Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
-        weight and not a residual of it.
-        """
-        return quantize(x)
-
-    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
-        """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
-        return z
-
-    def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
-        """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before."""
-        return g
-
-    def group_scale(
-        self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
-    ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
-
-        Args:
-            group: returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
-                proportional to the g asked for (EL Eq. 3).
-
-        Returns:
-            γ, broadcastable to ``z``; or γ and the block statistic of x/γ, if the latter is not ``z / γ``.
-        """
-        return None
-
-    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec."""
-        return None
-
-    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
-        """Return ``ratio = x/S`` rounded to values of the element format; None leaves rounding to the spec.
-
-        ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which were
-        divided by the group scales γ as the values were.
-        """
-        return None
-
-    def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
-        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
-        elements were rounded under; None leaves them."""
-        return None
-
-    def after(self, x: Tensor, context: Context) -> Tensor:
-        """Return the dequantized operand ``[..., K]``, changed, in the shape and dtype of ``x``."""
-        return x
-
-    def observe(self, quantization: Quantization, context: Context) -> Mapping[str, Tensor]:
-        """Return new values of entries whose ``writer`` is the graph, after a forward with gradients or a backward."""
-        return {}
-
-    # ------------------------------------------------------------------ gradient of the fprop quantizers
-    # The engine composes what these return as EL Eq. 1 and 3 do; see fp4graph.ops.gradient.
-
-    def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
-        """Return the surrogate Q'(u) at ``ratio = u``; None is the straight-through 1."""
-        return None
-
-    def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
-        """Return the surrogate q'(s) at the unrounded scale of the convention; None is the straight-through 1."""
-        return None
-
-    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
-        group scales."""
-        return None
-
-    def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
-        """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""
-        return None
-
-    # ------------------------------------------------------------------ optimizer
-
-    def before_step(self, update: WeightUpdate) -> None:
-        """Act before ``optimizer.step()``, once for each quantized weight of the technique's rules with a gradient."""
-
-    def after_step(self, update: WeightUpdate) -> None:
-        """Act after ``optimizer.step()``, once for each of the same weights."""
-
-    def before_optimizer(self, step: OptimizerStep) -> None:
-        """Act before ``optimizer.step()``, once for all parameters, after :meth:`before_step` of the weights."""
-
-    def after_optimizer(self, step: OptimizerStep) -> None:
-        """Act after ``optimizer.step()``, once for all parameters, after :meth:`after_step` of the weights."""
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
         """The arguments of torch's ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None asks for none."""
         return None
 
+    # ------------------------------------------------------------------ options that list operands
 
-#: Stages whose presence changes the result of an operand's quantizer.
-QUANTIZER_STAGES = (
-    "split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "rescale", "after",
-)  # fmt: skip
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse ``on_weight`` beside an option that lists operands: the two would contradict each other."""
+        if cls.on_weight and (lists := ", ".join(cls.operand_lists())):
+            raise TypeError(
+                f"{cls.__name__} acts on_weight, and its option {lists} lists operands; declare one of the two"
+            )
 
-#: Stages whose presence replaces the straight-through estimator.
-GRADIENT_STAGES = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
+    @classmethod
+    def operand_lists(cls) -> dict[str, OperandList]:
+        """Return the options that list operands, by name: those of type :data:`~fp4graph.technique.Operands`."""
+        marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
+        return {name: mark for name, mark in marks if isinstance(mark, OperandList)}
 
-#: Stages of one operand, which take part in the operand programs of :meth:`Technique.acts_on`.
-TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
+    @property
+    def operands_listed(self) -> frozenset[Operand]:
+        """The operands that the options list, by default or as a policy says; empty without such an option."""
+        lists = self.operand_lists().items()
+        return frozenset().union(*(mark.select(getattr(self, name)) for name, mark in lists))
 
-#: Stages around the optimizer's step.
-OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "after_optimizer"})
+    @property
+    def addresses_given(self) -> dict[str, tuple[str, ...]]:
+        """The lists of operands that the policy's author wrote, by option; defaults and scopes are left out."""
+        given = {name: getattr(self, name) for name in self.operand_lists() if name in self.model_fields_set}
+        return {name: value for name, value in given.items() if isinstance(value, tuple)}
 
-#: The methods that are stages, in the order in which they act.
-STAGES = (
-    "plan", "state", "partition", "pair_context", "transform", "inverse", *TENSOR_STAGES,
-    "before_step", "before_optimizer", "after_step", "after_optimizer", "loss_scaler",
-)  # fmt: skip
+    def specs_listed(self, specs: OperandSpecs) -> dict[Operand, QuantSpec]:
+        """Return the specs of the listed operands that are quantized, in TetraJet's order."""
+        listed = self.operands_listed
+        return {o: spec for o in Operand if o in listed and (spec := specs.get(o)) is not None}
+
+
+#: A site at which every technique has its parts, except for those that only experts have.
+_LINEAR = SiteView(None, "linear", None, None, None, producer="swiglu")
+_ANYWHERE = (_LINEAR, replace(_LINEAR, op="grouped"))
+
+
+@lru_cache(maxsize=4096)
+def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]:
+    """Return the parts of a technique at ``site``, by default an ordinary linear layer: checked, with their operands.
+
+    Raises:
+        TypeError: ``parts`` does not return parts of this technique with operands, GEMMs and state entries; or parts of
+            one kind would draw the same bits, or two entries of state have one name; or hooks differ between sites.
+        ValueError: the technique refuses the site.
+    """
+    parts = technique.parts(site)
+    if not isinstance(parts, tuple) or not all(isinstance(part, Part) for part in parts):
+        raise TypeError(f"parts() must return a tuple of parts; got {parts!r}")
+    resolved = tuple(_resolved(part, technique, site) for part in parts)
+    for one, another in combinations((part for part in resolved if part.draws), 2):
+        if one.key == another.key and (shared := _places(one) & _places(another)):
+            raise TypeError(
+                f"{type(one).__name__} and {type(another).__name__} are of one kind and would draw the same bits at "
+                f"{min(shared)}; make them one part"
+            )
+    entries: dict[tuple[Operand, str], StateEntry] = {}
+    for entry in (entry for part in resolved for entry in part.state):
+        if entries.setdefault((entry.operand, entry.name), entry) != entry:
+            raise TypeError(f"two different entries of state are called {entry.name!r} at {entry.operand}")
+    if site.multiplies_weight and site not in _ANYWHERE and _hooks(resolved) != (hooks := _hooks(hooks_of(technique))):
+        raise TypeError(f"hooks must not depend on the site: {_hooks(resolved)} here, {hooks} at a linear layer")
+    return resolved
+
+
+def _hooks(parts: Iterable[Part]) -> list[str]:
+    return sorted(type(part).__name__ for part in parts if isinstance(part, OptimizerHook))
+
+
+def _places(part: Part) -> frozenset[str]:
+    """Return the operands at which a part draws, or the GEMMs of a pair transform."""
+    return frozenset(map(str, part.gemms if isinstance(part, PairTransform) else part.operands or ()))
+
+
+def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
+    """Return ``part`` with its operands, checked."""
+    name = type(part).__name__
+    if not isinstance(part.options, type(technique)):
+        raise TypeError(f"the options of {name} must be the technique itself; got {part.options!r}")
+    operands: Iterable[Operand] | None = part.operands
+    if operands is None and technique.on_weight:
+        operands = {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()
+    elif operands is None:
+        operands = () if isinstance(part, OptimizerHook) else technique.operands_listed
+    fields: dict[str, tuple[type, Any]] = {"operands": (Operand, operands), "state": (StateEntry, part.state)}
+    fields |= {"gemms": (Gemm, part.gemms)} if isinstance(part, PairTransform) else {}
+    for field, (kind, values) in fields.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(f"{field} of {name} must be a set or tuple of {kind.__name__}; got {values!r}")
+        if (foreign := next((value for value in values if not isinstance(value, kind)), None)) is not None:
+            raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
+    if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
+        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare one")
+    part = replace(part, operands=frozenset(operands), state=tuple(part.state))
+    if isinstance(part, PairTransform):
+        part = replace(part, gemms=frozenset(part.gemms))
+    try:
+        hash(part)
+    except TypeError as error:
+        raise TypeError(f"fields of {name} must be hashable, as tuples are: {error}") from None
+    return part
+
+
+def _parts_anywhere(technique: Technique) -> Iterator[Part]:
+    """Yield the parts that a technique has at ordinary linear layers and at experts, where it takes them."""
+    for site in _ANYWHERE:
+        with suppress(ValueError):
+            yield from parts_of(technique, site)
+
+
+def operands_at(technique: Technique, site: SiteView = _LINEAR) -> frozenset[Operand]:
+    """Return the operands on which the parts of a technique act at ``site``, by default an ordinary linear layer."""
+    return frozenset().union(*(part.operands or () for part in parts_of(technique, site)))
+
+
+def gemms_at(technique: Technique, site: SiteView = _LINEAR) -> frozenset[Gemm]:
+    """Return the GEMMs whose two operands a technique transforms at ``site``, by default an ordinary linear layer."""
+    transforms = (part for part in parts_of(technique, site) if isinstance(part, PairTransform))
+    return frozenset().union(*(part.gemms for part in transforms))
+
+
+def acts_at(technique: Technique, *stages: str) -> bool:
+    """Return whether some part of ``technique`` acts at one of ``stages`` somewhere."""
+    return any(part.acts_at(stage) for part in _parts_anywhere(technique) for stage in stages)
+
+
+def draws(technique: Technique) -> bool:
+    """Return whether some part of ``technique`` draws somewhere."""
+    return any(part.draws for part in _parts_anywhere(technique))
+
+
+def hooks_of(technique: Technique) -> tuple[OptimizerHook, ...]:
+    """Return the parts of ``technique`` that act around the optimizer's step, whatever the site."""
+    for site in _ANYWHERE:
+        with suppress(ValueError):
+            return tuple(part for part in parts_of(technique, site) if isinstance(part, OptimizerHook))
+    return ()
+
+
+def plans(technique: Technique | type[Technique]) -> bool:
+    """Return whether a technique has a method ``plan`` of its own."""
+    cls = technique if isinstance(technique, type) else type(technique)
+    return cls.plan is not Technique.plan
 
 
 def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
@@ -250,6 +241,8 @@ def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> O
         TypeError: the result does not map all six operands to specs or None.
     """
     result = technique.plan(site, specs)
+    if result is None:
+        return specs
     if not isinstance(result, Mapping):
         raise TypeError(f"plan() must return a mapping of operands to specs; got {result!r}")
     if set(result) != set(Operand):
@@ -261,41 +254,15 @@ def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> O
     return result
 
 
-def overrides(technique: Technique | type[Technique], stage: str) -> bool:
-    """Return whether ``technique`` acts at ``stage``, that is, overrides the method of that name."""
-    cls = technique if isinstance(technique, type) else type(technique)
-    return getattr(cls, stage) is not getattr(Technique, stage)
+#: What classes of an earlier version had, which parts have today.
+_FORMER = (
+    *STAGES, "state", "acts_on", "pairs", "for_operand", "mixes", "counts", "draws", "draws_in_evaluation",
+    "group_granularity", "normalizes", "block_rotation", "on_experts", "by_block", "by_expert", "divides_by",
+)  # fmt: skip
 
 
-#: Stages that are given what the elements of a block share.
-_OF_BLOCKS = tuple(s for s in TENSOR_STAGES if s not in ("split", "round", "after", "element_surrogate"))
-_PAGE = "docs/techniques.md, 'Facts that a technique declares'"
-#: What says today what a class said by an attribute of an earlier version.
-_FORMER = {
-    "by_block": "mixes = 'block', or 'none' if other elements of a block change nothing, but only if split, around, "
-    "after and transform mix no values of different blocks and results do not depend on a block's place",
-    "by_expert": "mixes = 'expert', or 'block' or 'none' if the technique mixes no more",
-    "divides_by": "group_granularity, and normalizes = True",
-}
-
-
-def wrong_fact(cls: type[Technique]) -> str | None:
-    """Return what a class declares that cannot be, or declared in an earlier version; None if all is well."""
-    for former, today in _FORMER.items():
-        if hasattr(cls, former):
-            return f"declares {former}, which says nothing any more; declare {today}; see {_PAGE}"
-    if isinstance(getattr_static(cls, "block_rotation"), FunctionType):
-        return "has a method block_rotation; make it a property that is g, and return the signs from pair_context"
-    if isinstance(getattr_static(cls, "mixes"), property):
-        return f"has a property mixes; declare the most that it mixes with any options, as mixes = 'block'; see {_PAGE}"
-    if cls.mixes not in get_args(Mixes):
-        return f"declares mixes = {cls.mixes!r}; choose from {', '.join(get_args(Mixes))}"
-    declared: object = cls.on_experts
-    if not isinstance(declared, frozenset | set):
-        return f"declares on_experts = {declared!r}; write the stages as a set, {{'round'}}"
-    if idle := [stage for stage in declared if stage not in QUANTIZER_STAGES or not overrides(cls, stage)]:
-        return f"declares on_experts with {min(idle)!r}, at which it does not act; name stages of its quantizer"
-    shared = [stage for stage in _OF_BLOCKS if overrides(cls, stage)]
-    if cls.mixes == "none" and shared and not overrides(cls, "group_granularity"):
-        return f"declares mixes = 'none' and acts on whole blocks at {shared[0]}; declare 'block', or how much it mixes"
-    return None
+def old_style(cls: type[Technique]) -> str | None:
+    """Return why a class is one of an earlier version, which acted by methods of its own; None if it is not."""
+    former = next((name for name in _FORMER if hasattr(cls, name)), None)
+    moved = "itself, as in an earlier version; move it to a part that parts() returns; see docs/techniques.md"
+    return None if former is None else f"has {former} {moved}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from fp4graph.errors import Error
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.weight import PlannedWeight, Weight
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique, acts_at, operands_at
 from fp4graph.technique.operands import Operand
 
 #: Stages around the step: for each weight, then once for all parameters.
@@ -22,14 +22,9 @@ def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str,
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def acts_at(technique: Technique, stages: Iterable[str]) -> bool:
-    """Return whether ``technique`` acts at any of ``stages``."""
-    return any(overrides(technique, stage) for stage in stages)
-
-
 def techniques(plan: PhasePlan) -> list[Technique]:
     """Return the techniques of a model that act around the step, in the policy's order."""
-    return [technique for technique in plan.techniques() if acts_at(technique, (*BEFORE, *AFTER))]
+    return [technique for technique in plan.techniques() if acts_at(technique, *BEFORE, *AFTER)]
 
 
 def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +53,7 @@ def check_options(plans: Sequence[PhasePlan]) -> None:
     for plan in plans:
         for technique in techniques(plan):
             first = firsts.setdefault(technique.name, technique)
-            if first != technique and acts_at(technique, (BEFORE[1], AFTER[1])):
+            if first != technique and acts_at(technique, BEFORE[1], AFTER[1]):
                 raise Error(
                     f"technique {technique.name} acts on the whole optimizer, and rules or models give it different "
                     f"options: {first!r} and {technique!r}; give it the same options everywhere"
@@ -97,7 +92,7 @@ def _difference(first: Weight, a: PlannedWeight, second: Weight, b: PlannedWeigh
 def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
     """Return the techniques that act on a weight at a step, by name."""
     stages = (BEFORE[0], AFTER[0])
-    return {t.name: t for t in planned.rule.techniques if acts_at(t, stages) and _acts(t, planned)}
+    return {t.name: t for t in planned.rule.techniques if acts_at(t, *stages) and _acts(t, planned)}
 
 
 def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
@@ -137,5 +132,5 @@ def concerns(technique: Technique, weight: Weight) -> bool:
 
 
 def _acts(technique: Technique, planned: PlannedWeight) -> bool:
-    operands, specs = technique.acts_on(planned.view), dict(planned.plan.specs)
+    operands, specs = operands_at(technique, planned.view), dict(planned.plan.specs)
     return not operands or any(specs[operand] is not None for operand in operands)

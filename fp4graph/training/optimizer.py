@@ -21,7 +21,7 @@ from fp4graph.model.listening import listener
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.ops import contract
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique, acts_at, hooks_of
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 from fp4graph.training import acting
 from fp4graph.training.acting import AFTER, BEFORE
@@ -146,7 +146,7 @@ class _Hooks:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._scratch = {}
-        names = ", ".join(t.name for t in self._live() if acting.acts_at(t, BEFORE))
+        names = ", ".join(t.name for t in self._live() if acts_at(t, *BEFORE))
         closures = (*args[1:], kwargs.get("closure"))  # after the optimizer itself
         acts = f"technique {names} acts on gradients before the step, and"
         if names and any(closure is not None for closure in closures):
@@ -197,8 +197,8 @@ class _Hooks:
                     continue
                 if id(weight.parameter) in groups and weight.parameter.grad is not None:
                     uses.setdefault(id(weight.parameter), []).append((weight, runtime))
-        for technique in self._live():
-            if overrides(technique, per_weight):
+        for technique, hook in ((t, hook) for t in self._live() for hook in hooks_of(t)):
+            if hook.acts_at(per_weight):
                 for identity, of_parameter in uses.items():
                     concerned = [use for use in of_parameter if acting.concerns(technique, use[0])]
                     if concerned:
@@ -206,13 +206,13 @@ class _Hooks:
                         weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
                         with contract.at(weight.name):
-                            contract.run(technique, per_weight, update)
+                            contract.run(hook, per_weight, update)
                         for follower, _ in followers:
                             _follow(technique, weight, follower)
-            if overrides(technique, on_all):
+            if hook.acts_at(on_all):
                 memory = partial(self.memory.of, technique=technique.name)
                 step = OptimizerStep(self.optimizer, self._kept(technique, None), memory)
-                contract.run(technique, on_all, step)
+                contract.run(hook, on_all, step)
             if stages is BEFORE:
                 self.memory.mirror(stepping=True)  # for techniques that act on the optimizer's state
 

@@ -6,7 +6,7 @@ import re
 import shutil
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import yaml
@@ -23,23 +23,20 @@ DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = catalogue.shipped_registry()
 
 
-def test_committed_pages_are_what_the_code_generates() -> None:
+def test_committed_pages_are_what_the_code_generates():
     assert not SHIPPED.failures
     assert not reference.differences(DOCS, reference.pages(SHIPPED)), "run: make docs"
 
 
-def test_every_shipped_policy_has_a_page() -> None:
+def test_every_shipped_policy_has_a_page():
     assert {f"policies/{name}.md" for name in SHIPPED.policies} <= reference.pages(SHIPPED).keys()
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
-def test_a_shipped_technique_is_described_in_full(name: str) -> None:
+def test_a_shipped_technique_is_described_in_full(name):
     technique = SHIPPED.techniques[name]
-    undescribed = [option for option, field in technique.model_fields.items() if not field.description]
-    assert not undescribed, "every option has a description"
-    parts = reference.docstring_parts(technique)
-    assert {"Summary", "Definition", "Source", "Stage", "Cost", "When to use it"} <= parts.keys()
-    order = [heading for heading in parts if heading != "Complexity weight"]
+    assert [option for option, field in technique.model_fields.items() if not field.description] == []
+    order = [heading for heading in reference.docstring_parts(technique) if heading != "Complexity weight"]
     assert order == ["Summary", "Definition", "Source", "Stage", "Cost", "When to use it"]
     if isinstance(technique.complexity, property):
         assert technique.complexity.__doc__
@@ -50,7 +47,7 @@ def test_a_shipped_technique_is_described_in_full(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
-def test_the_example_of_a_page_is_accepted(name: str) -> None:
+def test_the_example_of_a_page_is_accepted(name):
     page = reference.technique_page(SHIPPED.techniques[name], SHIPPED)
     example = page.partition("```yaml\n")[2].partition("```")[0]
     entry = yaml.safe_load(example)["techniques"][-1]
@@ -60,14 +57,11 @@ def test_the_example_of_a_page_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted(reference.pages(SHIPPED)))
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     pages = reference.pages(SHIPPED)
     for target in re.findall(r"\]\(([^)]+\.md)\)", pages[page]):
         path = (Path("/") / page).parent.joinpath(target)
         assert str(Path(*path.resolve().parts[1:])) in pages, target
-
-
-# ------------------------------------------------------------------ any technique
 
 
 class Bare(Technique):
@@ -76,7 +70,7 @@ class Bare(Technique):
     strength: float
 
     @property
-    def complexity(self) -> float:
+    def complexity(self):
         return self.strength
 
 
@@ -115,21 +109,25 @@ class Rich(Technique):
     on: bool = Field(False, alias="is_on", description="Whether.")
 
     @property
-    def complexity(self) -> float:
+    def complexity(self):
         """1.5, but nothing when free."""
         return 0.0 if self.kind == "free" else 1.5
 
 
 class Plugin:
     @hookimpl
-    def fp4graph_techniques(self) -> list[type[Technique]]:
+    def fp4graph_techniques(self):
         return [Bare, Rich]
 
 
-REGISTRY = Registry([("stranger", Plugin())], entry_point_group=None)
+def stranger():
+    return Registry([("stranger", Plugin())], entry_point_group=None)
 
 
-def test_a_technique_that_says_nothing_has_a_page() -> None:
+REGISTRY = stranger()
+
+
+def test_a_technique_that_says_nothing_has_a_page():
     assert reference.technique_page(Bare, REGISTRY) == (
         "# bare\n\n"
         "|  |  |\n| --- | --- |\n"
@@ -146,7 +144,7 @@ def test_a_technique_that_says_nothing_has_a_page() -> None:
     )
 
 
-def test_what_a_docstring_says_is_laid_out() -> None:
+def test_what_a_docstring_says_is_laid_out():
     page = reference.technique_page(Rich, REGISTRY)
     assert page.startswith("# rich\n\nOne sentence on two lines with x\\*y and `code*`.\n\n")
     assert "| complexity weight | 1.5; 0 with `kind: free` |\n" in page
@@ -179,26 +177,17 @@ def test_what_a_docstring_says_is_laid_out() -> None:
         (tuple[tuple[float, float], ...], "list of pairs of numbers"),
         (tuple[str, ...], "list of names"),
         (dict[str, int], "dict"),
+        (Operands, "list of operands"),
+        (Annotated[Literal["backward"] | tuple[str, ...], OperandList()], "backward, or list of operands"),
     ],
 )
-def test_types_in_words(annotation: Any, words: str) -> None:
+def test_types_in_words(annotation, words):
     assert catalogue.option_words(annotation) == words
 
 
-def test_a_list_of_operands_is_called_one() -> None:
-    assert catalogue.option_words(Operands) == "list of operands"
-    assert catalogue.option_words(Annotated[Literal["backward"] | tuple[str, ...], OperandList()]) == (
-        "backward, or list of operands"
-    )
-
-
-# ------------------------------------------------------------------ policies
-
-
-def test_a_policy_without_a_file_shows_what_it_resolves_to() -> None:
-    policy = load_policy(
-        {"version": 1, "name": "p", "description": "A | B.", "default": {"operands": {"wgrad": "keep"}}}, REGISTRY
-    )
+def test_a_policy_without_a_file_shows_what_it_resolves_to():
+    kept = {"operands": {"wgrad": "keep"}}
+    policy = load_policy({"version": 1, "name": "p", "description": "A | B.", "default": kept}, REGISTRY)
     page = reference.policy_page(policy)
     assert page.startswith("# p\n\nA | B.\n\nΩ = 0, no technique.\n\n## Rules\n\n### default: every other site\n")
     assert "| Q1 | fprop.input | e2m1 | 32 | e8m0 floor | nearest, ties even | original |\n" in page
@@ -206,7 +195,7 @@ def test_a_policy_without_a_file_shows_what_it_resolves_to() -> None:
     assert page.endswith(f"## YAML\n\n```yaml\n{policy.to_yaml()}```\n")
 
 
-def test_a_policy_files_comment_becomes_prose(tmp_path: Path) -> None:
+def test_a_policy_files_comment_becomes_prose(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("# First.\n#\n# Then:\n#   a   1\n#   b   2\n# Last.\nversion: 1\nextends: bf16\n# not prose\n")
     page = reference.policy_page(load_policy(path, REGISTRY))
@@ -216,51 +205,40 @@ def test_a_policy_files_comment_becomes_prose(tmp_path: Path) -> None:
     assert str(tmp_path) not in page
 
 
-# ------------------------------------------------------------------ the command
-
-
 @pytest.mark.slow
-def test_pages_are_the_same_every_time() -> None:
+def test_pages_are_the_same_every_time():
     again = catalogue.shipped_registry()
     assert again is not SHIPPED
     assert reference.pages(again) == reference.pages(SHIPPED)
 
 
-def test_the_command_writes_checks_and_cleans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    found = Registry([("stranger", Plugin())], entry_point_group=None)
+    found = stranger()
     monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     target = tmp_path / "reference"
-    assert reference.main([str(target)]) == 0
-    assert reference.main([str(target), "--check"]) == 0
+    write, check = [str(target)], [str(target), "--check"]
+    assert (reference.main(write), reference.main(check)) == (0, 0)
     (target / "techniques/bare.md").unlink()
     (target / "techniques/rich.md").write_text("old")
     (target / "policies").mkdir()
     (target / "policies/gone.md").write_text("gone")
     capsys.readouterr()
-    assert reference.main([str(target), "--check"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "missing: techniques/bare.md",
-        "stale: techniques/rich.md",
-        "superfluous: policies/gone.md",
-        "run: make docs",
-    ]
+    assert reference.main(check) == 1
+    faults = "missing: techniques/bare.md", "stale: techniques/rich.md", "superfluous: policies/gone.md"
+    assert capsys.readouterr().out.splitlines() == [*faults, "run: make docs"]
     assert (target / "policies/gone.md").exists()
-    assert reference.main([str(target)]) == 0
+    assert reference.main(write) == 0
     assert not (target / "policies/gone.md").exists()
-    assert reference.main([str(target), "--check"]) == 0
+    assert reference.main(check) == 0
     shutil.rmtree(target)
-    assert reference.main([str(target), "--check"]) == 1
+    assert reference.main(check) == 1
 
 
-def test_what_is_left_out_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):
     class Broken:
         @hookimpl
-        def fp4graph_techniques(self) -> list[type[Technique]]:
+        def fp4graph_techniques(self):
             raise RuntimeError("out of order")
 
     found = Registry([("broken", Broken())], entry_point_group=None)

@@ -21,13 +21,14 @@ if not torch.cuda._is_compiled():
 from torch import Tensor
 
 from benchmarks import absent_gpu as absent
+from fp4graph.commands.catalogue import stages_of
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.noise import derive, mix
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.numerics.target import traced_for
-from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES
 from fp4graph.technique.registry import default_registry
 from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
 from tests.gpu.interpreted import run_generated
@@ -151,8 +152,8 @@ def test_rotations(name: str, compiler: ProcessPoolExecutor, interpreter: Proces
 def test_no_technique_is_left_out() -> None:
     """Every shipped technique that acts on tensors is part of a quantizer or a rotation above."""
     shipped = {t for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
-    in_graphs = {t.name for t in shipped if any(overrides(t, s) for s in (*QUANTIZER_STAGES, *GRADIENT_STAGES))}
-    used = {t.name for one in quantizers().values() for t in one.program.techniques}
+    in_graphs = {t.name for t in shipped if {*stages_of(t)} & {*QUANTIZER_STAGES, *GRADIENT_STAGES}}
+    used = {part.name for one in quantizers().values() for part in one.program.parts}
     assert in_graphs <= used
     assert {"hadamard"} == {t.name for one in rotations().values() for t in one.gemm.transforms}
 

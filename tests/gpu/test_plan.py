@@ -69,7 +69,7 @@ def test_kernels(compiler: ProcessPoolExecutor) -> None:
     assert own["saved_bytes"] < baseline["saved_bytes"] - saved * (1 - 1 / 3.76) / 2
 
 
-#: Of ViT-B's block, as docs/performance.md states: bytes to those of the unquantized program, what they must stay
+#: Of ViT-B's block, as docs/figures.md states: bytes to those of the unquantized program, what they must stay
 #: below, launches, and distinct kernels to those of the unquantized program.
 FIGURES = {
     "tetrajet": (1.331, 1.40, 50, 1.0),

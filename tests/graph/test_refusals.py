@@ -16,20 +16,20 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import pytest
-from torch import Tensor
 
 import fp4graph
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.policy import Policy
-from fp4graph.technique import Context, Operand, Overhead, Technique
+from fp4graph.technique import Operand, parts_of
 from fp4graph.technique.facts import Mixes
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.techniques import technique
 
 TABLE = Path(__file__).with_name("refusals.csv")
 OPS = ("linear", "grouped", "conv", "matmul")
@@ -131,24 +131,11 @@ def test_every_policy_and_technique_is_taken_or_refused_as_the_table_says() -> N
     assert recorded == written()
 
 
-class Halving(Technique):
-    """A plugin's technique that declares nothing: half of each block's maximum is its statistic."""
-
-    name: ClassVar[str] = "halving"
-    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
-    complexity: ClassVar[float] = 0.0
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        return frozenset(Operand)
-
-    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
-        return z / 2
-
-
 @pytest.mark.parametrize("mixes", get_args(Mixes))
 @pytest.mark.parametrize("block", [16, "tensor"])
 def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) -> None:
-    cls = Halving if mixes == "tensor" else type("Mixing", (Halving,), {"__module__": __name__, "mixes": mixes})
+    """The technique rounds elements by itself."""
+    cls = technique("halving", frozenset(Operand), mixes=mixes, round=lambda self, ratio, scale, context: ratio / 2)
     rule = dataclasses.replace(fp4graph.load_policy(one_rule(quantize=quantizer(block))).rules[0], techniques=(cls(),))
     messages = {"tensor": "does not tell the tokens and weights of experts apart (its mixes is 'tensor')"}
     if block == "tensor":
@@ -164,11 +151,16 @@ def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) 
 
 
 def test_the_elements_that_are_treated_together_follow_from_the_facts() -> None:
-    made = shipped_registry().techniques
-    assert made["hadamard"](block=16).period == 16
-    assert made["macro_block_scaling"](block=64).period == 64
-    assert made["tensor_scaling"](granularity=48).period == 48
-    assert made["tensor_scaling"]().period == made["outlier_clamp"]().period == 1
+    made, site = shipped_registry().techniques, SiteView("m", "linear", 512, 256, 256 * 512)
+
+    def period(name: str, **options: Any) -> int:
+        (part,) = parts_of(made[name](**options), site)
+        return part.period
+
+    assert period("hadamard", block=16) == 16
+    assert period("macro_block_scaling", block=64) == 64
+    assert period("tensor_scaling", granularity=48) == 48
+    assert period("tensor_scaling") == period("outlier_clamp") == 1
 
 
 def written() -> list[list[str]]:

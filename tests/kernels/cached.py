@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import fp4graph
 from fp4graph.policy import Policy
 from fp4graph.technique.registry import Registry
+from tests.helpers.policies import one_rule, quantizer
 from tests.kernels.models import train
 
 
@@ -23,12 +24,8 @@ def policy(case: str) -> Policy:
     """``up`` and ``even``: MXFP4 with ties so, drawing no noise. ``louder``: the former with a stranger's technique,
     imported from wherever the test has put it, whose options follow as JSON."""
     name, _, options = case.partition(" ")
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    rule = {
-        "match": {"op": "linear", "block": True},
-        "quantize": {**quantize, "ties": "even" if name == "even" else "up"},
-    }
-    data: dict[str, Any] = {"version": 1, "name": "case", "default": "keep", "rules": [rule]}
+    match = {"op": "linear", "block": True}
+    data = one_rule(quantize=quantizer(ties="even" if name == "even" else "up"), match=match)
     plugins = []
     if name == "louder":
         plugins = [(name, importlib.import_module(name))]

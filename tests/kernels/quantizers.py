@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4graph.kernels.operators import tensor_code
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, SCALES, ElementFormat
 from fp4graph.numerics.noise import derive, make_key, make_step, mix
@@ -147,3 +148,10 @@ LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
     "no batch": lambda fill: fill((0, 5, 40)),
     "empty vector": lambda fill: fill((0,)),
 }
+
+
+def by_both(call: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what kernels and what tensor code give."""
+    with tensor_code():
+        expected = call()
+    return call(), expected

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import operators
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.technique.site import BlockPosition, SiteView
-from tests.helpers.processes import IMPORTS
+from tests.helpers.processes import IMPORTS, python, run
 
 pytestmark = pytest.mark.compiler  # caches of Inductor
 
@@ -29,6 +27,7 @@ TECHNIQUE = '''
 from typing import ClassVar
 
 import fp4graph
+from fp4graph.technique import Wrapper
 
 
 class Louder(fp4graph.Technique):
@@ -42,11 +41,15 @@ class Louder(fp4graph.Technique):
     def complexity(self):
         return 0.5
 
-    def acts_on(self, site):
-        return frozenset({fp4graph.Operand.FPROP_WEIGHT})
+    def parts(self, site):
+        return (LouderWeight(options=self, operands=frozenset({fp4graph.Operand.FPROP_WEIGHT})),)
+
+
+class LouderWeight(Wrapper):
+    mixes = "none"
 
     def after(self, y, context):
-        return y * self.by * FACTOR
+        return y * self.options.by * FACTOR
 
 
 @fp4graph.hookimpl
@@ -62,7 +65,6 @@ class Process:
         self.technique = folder / "louder.py"
         self.write(1.5)
         self.environment = {
-            **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # workers take longer to start than there is to compile
             "PYTHONPATH": os.pathsep.join([str(folder), IMPORTS["PYTHONPATH"]]),
@@ -74,14 +76,8 @@ class Process:
 
     def train(self, *cases: str) -> dict[str, Any]:
         """What came of each case."""
-        done = subprocess.run(
-            [sys.executable, str(CACHED), *cases],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        said = run(python(CACHED, *cases), env=self.environment)
+        result: dict[str, Any] = json.loads(said.splitlines()[-1])
         return result
 
 
@@ -154,7 +150,4 @@ def test_names_are_the_same_in_every_process() -> None:
         "import json\nfrom tests.kernels.test_cache import name_of, programs\n"
         "print(json.dumps({case: name_of(program) for case, program in programs().items()}))"
     )
-    environment = {**os.environ, **IMPORTS}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {case: name_of(program) for case, program in programs().items()}
+    assert json.loads(run(python("-c", code))) == {case: name_of(program) for case, program in programs().items()}

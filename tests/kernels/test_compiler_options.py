@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from fp4graph.kernels.inductor import APART, EXACT, compiler_options
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.runs.train import train
 from tests.helpers.models import Mlp
+from tests.helpers.policies import one_rule
 
 GRAPHS = {"triton.cudagraphs": True}
 
@@ -37,16 +39,16 @@ def one_forward(**options):
     return patches_of(lambda: fp4graph.apply(Mlp(8, 16, 8), "microscaling", **options)(torch.ones(4, 8)))
 
 
+AUTOTUNE = {**GRAPHS, **APART, "max_autotune": True, "coordinate_descent_tuning": True}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({}, None),
         ({"mode": "default"}, None),
         ({"mode": "reduce-overhead"}, {**GRAPHS, **APART}),
-        (
-            {"mode": "max-autotune"},
-            {**GRAPHS, **APART, "max_autotune": True, "coordinate_descent_tuning": True},
-        ),
+        ({"mode": "max-autotune"}, AUTOTUNE),
         ({"options": {"max_autotune": True, "epilogue-fusion": False}}, {**APART, "max_autotune": True}),
     ],
 )
@@ -114,16 +116,9 @@ def test_a_run_has_a_mode():
 
 
 def test_they_outlive_a_phase_and_a_copy():
-    policy = {
-        "version": 1,
-        "name": "p",
-        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}],
-        "phases": [{"at": 1, "operands": {"gradients": "keep"}}],
-    }
+    policy = one_rule(phases=[{"at": 1, "operands": {"gradients": "keep"}}])
 
     def run():
-        import copy
-
         model = fp4graph.apply(Mlp(8, 16, 8), policy, mode="reduce-overhead")
         for _ in range(2):
             model(torch.ones(4, 8))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators, switches
+from fp4graph.kernels import operators
 from fp4graph.kernels.devices import CPU, by_runs
-from fp4graph.kernels.direction import Blocks, PackedOperand
+from fp4graph.kernels.direction import Blocks
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
@@ -25,6 +25,7 @@ from fp4graph.numerics.quantize import fake_quantize, round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers import oracle
 from tests.helpers.floats import any_floats, assert_same_bits
+from tests.helpers.operators import check_declaration
 from tests.kernels.quantizers import (
     CHOICES,
     DERIVED,
@@ -41,7 +42,7 @@ from tests.kernels.quantizers import (
     ties,
 )
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 ROWS = list(covering())
 #: Every rounding of E2M1, and one of every other element; the rest are `long`.
@@ -49,13 +50,6 @@ FEW = [row for index, row in enumerate(ROWS) if row["element"] == "e2m1" or inde
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    """Without them everything here would hold the tensor code against itself."""
-    assert cpu.available()
-    assert switches.current().quantizers
 
 
 def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -74,6 +68,28 @@ def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
 def across(x: Tensor) -> Tensor:
     """The same numbers, contiguous along the next to last axis."""
     return x.mT.contiguous().mT
+
+
+def check(
+    x: Tensor, spec: QuantSpec, expected: Tensor, given: Blocks | None = None, draw: Draw | None = SOURCE
+) -> None:
+    """Compare what the operator makes of ``x``, in both layouts, with ``expected``."""
+    for source in (x, across(x)):
+        assert_same_bits(operators.quantize(source, spec, draw, given), expected)
+
+
+def check_packing(x: Tensor, spec: QuantSpec, expected: Tensor) -> Tensor:
+    """Compare values and bytes, where the spec has any; return the values."""
+    values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
+    assert_same_bits(values, expected)
+    by_tensor_code = pack(x, spec, -1, DERIVED)
+    assert torch.equal(packed.codes, by_tensor_code.codes)
+    if by_tensor_code.scales.is_floating_point():
+        assert_same_bits(packed.scales, by_tensor_code.scales)
+    else:
+        assert torch.equal(packed.scales, by_tensor_code.scales)
+    assert_same_bits(packed.unpack(), expected)
+    return values
 
 
 # ------------------------------------------------------------------ values
@@ -97,27 +113,12 @@ def test_values_and_bytes(row: Row) -> None:
     """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
     spec, dtype, block = spec_of(row), row["dtype"], row["block"]
     for x in (ties(spec.element, block).to(dtype), hostile((8, 2 * block + 3), block, dtype, seed=1)):
-        expected = by_oracle(x, spec)
-        assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
-        assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
+        check(x, spec, by_oracle(x, spec))
     x = hostile((131, 2 * block + block // 2), block, dtype)
     expected = fake_quantize(x, spec, -1, DERIVED)
-    assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
-    assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
+    check(x, spec, expected)
     if CPU.unpacked(spec) is None:
-        values, packed = operators.quantize_and_pack(x, spec, SOURCE, dtype)
-        assert_same_bits(values, expected)
-        assert_same_bytes(packed, x, spec)
-        assert_same_bits(packed.unpack(), expected)
-
-
-def assert_same_bytes(packed: PackedOperand, x: Tensor, spec: QuantSpec) -> None:
-    expected = pack(x, spec, -1, DERIVED)
-    assert torch.equal(packed.codes, expected.codes)
-    if expected.scales.is_floating_point():
-        assert_same_bits(packed.scales, expected.scales)
-    else:
-        assert torch.equal(packed.scales, expected.scales)
+        check_packing(x, spec, expected)
 
 
 @pytest.mark.parametrize("spec", [MXFP4, STOCHASTIC, UNEVEN], ids=["mxfp4", "stochastic", "uneven"])
@@ -132,11 +133,7 @@ def test_layouts(layout: str, spec: QuantSpec) -> None:
     largest = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
     assert_same_bits(operators.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
     if CPU.unpacked(spec) is None:
-        values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
-        assert_same_bits(values, expected)
-        assert values.is_contiguous()
-        assert_same_bytes(packed, x, spec)
-        assert_same_bits(packed.unpack(), expected)
+        assert check_packing(x, spec, expected).is_contiguous()
     assert_same_bits(x, before)
 
 
@@ -165,13 +162,11 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
     scale = torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 0.5
     each = torch.tensor([0.75, 3.0])  # of each matrix
     parts = scale.view(blocking.scale_shape), each.view(2, 1, 1, 1, 1), each.log().view(2, 1, 1, 1, 1)
-    given = [operators.by_run(part, blocking) for part in parts]
-    for source in (x, across(x)):
-        y = operators.quantize(source, runs, SOURCE, Blocks(scale=given[0], divisor=given[1], factor=given[2]))
-        rows = scale.repeat_interleave(r, 1)[:, :70]
-        whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
-        expected = expected_with(x, runs, dict(zip(("scale", "divisor", "factor"), whole, strict=True)))
-        assert_same_bits(y, expected)
+    given = dict(zip(("scale", "divisor", "factor"), (operators.by_run(part, blocking) for part in parts), strict=True))
+    rows = scale.repeat_interleave(r, 1)[:, :70]
+    whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
+    expected = expected_with(x, runs, dict(zip(given, whole, strict=True)))
+    check(x, runs, expected, Blocks(**given))
 
 
 @pytest.mark.parametrize("scale", [1.0 + 2**-20, 0.3, 2.0**-130, 2.0**-12, 448.0, 3e38])
@@ -180,30 +175,26 @@ def test_given_scales_of_no_format(scale: float) -> None:
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
     x = hostile((70, 45), 16, torch.bfloat16)
     given = torch.full((70, 3), scale)
-    for source in (x, across(x)):
-        y = operators.quantize(source, spec, None, Blocks(scale=given, factor=torch.ones(1)))
-        assert_same_bits(y, expected_with(x, spec, {"scale": given}))
-        y = operators.quantize(source, spec, None, Blocks(scale=given))
-        assert_same_bits(y, expected_with(x, spec, {"scale": given}))
+    expected = expected_with(x, spec, {"scale": given})
+    check(x, spec, expected, Blocks(scale=given, factor=torch.ones(1)), None)
+    check(x, spec, expected, Blocks(scale=given), None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
-def test_factors(factors: list[float]) -> None:
+def test_factors(factors: list[float], dtype: torch.dtype) -> None:
     """Powers of two go into the scale, others multiply what was dequantized: the bits do not tell."""
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
-    for dtype in (torch.float32, torch.bfloat16):
-        x = hostile((70, 48), 16, dtype)
-        factor = torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
-        for source in (x, across(x)):
-            y = operators.quantize(source, spec, None, Blocks(factor=factor))
-            assert_same_bits(y, expected_with(x, spec, {"factor": factor}))
+    x = hostile((70, 48), 16, dtype)
+    factor = torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
+    check(x, spec, expected_with(x, spec, {"factor": factor}), Blocks(factor=factor), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = hostile((70, 75), 16).to(dtype)
-    for source in (x, across(x), x[:, 3:].view(5, 14, 72)):
-        assert_same_bits(operators.quantize(source, STOCHASTIC, SOURCE), fake_quantize(source, STOCHASTIC, -1, DERIVED))
+    for source in (x, x[:, 3:].view(5, 14, 72)):
+        check(source, STOCHASTIC, fake_quantize(source, STOCHASTIC, -1, DERIVED))
     blocking = Blocking(tuple(x.shape), 16)
     expected = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
     assert_same_bits(operators.maxima(x, 16), expected)
@@ -212,8 +203,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_floats(dtype: torch.dtype) -> None:
     x = any_floats((200, 96)).to(dtype)
-    for source in (x, across(x)):
-        assert_same_bits(operators.quantize(source, MXFP4, SOURCE), fake_quantize(source, MXFP4))
+    check(x, MXFP4, fake_quantize(x, MXFP4))
 
 
 @pytest.mark.slow
@@ -261,31 +251,32 @@ def test_formats_of_strangers(stranger: str) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.cat([hostile((60, 40), 16), torch.randn(20, 40, generator=generator)])
     expected = by_oracle(x, spec)
-    assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
-    assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
-    values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
-    assert_same_bits(values, expected)
-    assert_same_bytes(packed, x, spec)
-    assert_same_bits(packed.unpack(), expected)
+    check(x, spec, expected)
+    check_packing(x, spec, expected)
 
 
 # ------------------------------------------------------------------ noise
 
 
-def test_sources_of_noise() -> None:
-    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
-    step = make_step(3, 1, 2**31 + 5)
-    mixed = mix(KEY, step[:2])
-    for source, key in (
+LATER = make_step(3, 1, 2**31 + 5)
+MIXED = mix(KEY, LATER[:2])
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
         (Draw(KEY), KEY),
         (Draw(KEY).salted(7), derive(KEY, 7)),
-        (Draw(KEY, step), mixed),
-        (Draw(KEY, step, (3, 1 << 20, 5)), derive(derive(derive(mixed, 3), 1 << 20), 5)),
-    ):
-        expected = fake_quantize(x, STOCHASTIC, -1, key)
-        assert_same_bits(operators.quantize(x, STOCHASTIC, source), expected)
-        assert_same_bits(operators.quantize(across(x), STOCHASTIC, source), expected)
-        assert_same_bits(operators.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
+        (Draw(KEY, LATER), MIXED),
+        (Draw(KEY, LATER, (3, 1 << 20, 5)), derive(derive(derive(MIXED, 3), 1 << 20), 5)),
+    ],
+    ids=["key", "salt", "step", "step and salts"],
+)
+def test_sources_of_noise(source: Draw, key: Tensor) -> None:
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+    expected = fake_quantize(x, STOCHASTIC, -1, key)
+    check(x, STOCHASTIC, expected, draw=source)
+    assert_same_bits(operators.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
 
 
 @pytest.mark.parametrize("source", [SOURCE, SOURCE.fixed, Draw(KEY), Draw(KEY, None, (7,))])
@@ -356,10 +347,9 @@ def test_nothing_from_no_bytes(shape: tuple[int, ...]) -> None:
 # ------------------------------------------------------------------ what techniques make of blocks
 
 PARTS = ("divisor", "statistic", "scale", "factor", "stored")
-GIVEN = [
-    *((part,) for part in PARTS), ("divisor", "statistic", "factor"), ("divisor", "scale", "factor"),
-    ("divisor", "scale", "stored"), PARTS,
-]  # fmt: skip
+SEVERAL = (("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), ("divisor", "scale", "stored"), PARTS)
+GIVEN: list[tuple[str, ...]] = [*((part,) for part in PARTS), *SEVERAL]
+ENCODE = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
 
 
 def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Tensor = DERIVED) -> Tensor:
@@ -377,23 +367,18 @@ def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Ten
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec", [STOCHASTIC, UNEVEN, ENCODE], ids=["stochastic", "uneven", "encode"])
 @pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
 @pytest.mark.parametrize("names", GIVEN, ids="-".join)
-def test_given_blocks(names: tuple[str, ...], one: bool) -> None:
-    encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
+def test_given_blocks(names: tuple[str, ...], one: bool, spec: QuantSpec) -> None:
     generator = torch.Generator().manual_seed(3)
-    for spec, dtype in ((STOCHASTIC, torch.float32), (UNEVEN, torch.float32), (encode, torch.bfloat16)):
-        x = hostile((2, 70, 45), int(spec.block), dtype)  # type: ignore[arg-type]
-        grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
-        given = {name: torch.randn(grid, generator=generator).exp() for name in names}
-        if not one:
-            for part in given.values():
-                part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = torch.tensor(
-                    [torch.nan, torch.inf, 0.0, 1e-40]
-                )
-        expected = expected_with(x, spec, given)
-        assert_same_bits(operators.quantize(x, spec, SOURCE, Blocks(**given)), expected)
-        assert_same_bits(operators.quantize(across(x), spec, SOURCE, Blocks(**given)), expected)
+    x = hostile((2, 70, 45), int(spec.block), torch.bfloat16 if spec is ENCODE else torch.float32)  # type: ignore[arg-type]
+    grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
+    given = {name: torch.randn(grid, generator=generator).exp() for name in names}
+    odd = torch.tensor([torch.nan, torch.inf, 0.0, 1e-40])
+    for part in () if one else given.values():
+        part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = odd
+    check(x, spec, expected_with(x, spec, given), Blocks(**given))
 
 
 # ------------------------------------------------------------------ threads
@@ -469,72 +454,44 @@ def test_the_largest_are_the_first_of_equals() -> None:
 
 # ------------------------------------------------------------------ operators
 
-_x = torch.randn(6, 70)
+_x, _long = torch.randn(6, 70), torch.randn(6, 70).view(2, 3, 70)
+_mxfp4, _again = MXFP4.to_text(), STOCHASTIC.to_text()
 _packed = pack(_x, MXFP4)
-_again = STOCHASTIC.to_text()
+_bytes = (_packed.codes, _packed.scales, _mxfp4, 70)
+NEAREST, NOISE = (None, None, []), (KEY, STEP, list(SALTS))
 NO_BLOCKS = (None,) * len(Blocks._fields)
-OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "quantize": ("quantize", (_x, MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
-    "quantize, transposed": ("quantize", (_x.mT, _again, KEY, STEP, list(SALTS), *NO_BLOCKS)),
-    "quantize, not dense": ("quantize", (_x[:, ::2], _again, KEY, None, [], *NO_BLOCKS)),
-    "quantize, given blocks": (
-        "quantize",
-        (_x, _again, KEY, STEP, [1], *(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1), torch.rand(6, 5)),
-    ),
-    "quantize, nothing": ("quantize", (_x[:0], MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
-    "gaussian": ("gaussian", (KEY, STEP, list(SALTS), 70)),
-    "gaussian, fixed": ("gaussian", (KEY, STEP[2:4], [], 1)),
-    "maxima": ("maxima", (_x.view(2, 3, 70), 16)),
-    "maxima, of two axes": ("maxima", (_x.view(2, 3, 70), 16, 2)),
-    "absorb": ("absorb", (KEY, STEP, list(SALTS))),
-    "absorb, a chain of salts": ("absorb", (KEY, None, [1, 1 << 20])),
-    "first_bits": ("first_bits", (KEY, STEP, list(SALTS), 70)),
-    "first_bits, none": ("first_bits", (KEY, None, [], 0)),
-    "mantissa": ("mantissa", (_x.abs(), 6.0, 3)),
-    "mantissa, transposed": ("mantissa", (_x.abs().mT, 6.0, 1)),
-    "group_maxima": ("group_maxima", (_x.abs().view(2, 3, 70), 4)),
-    "group_maxima, transposed": ("group_maxima", (_x.abs().mT, 100)),
-    "group_maxima, nothing": ("group_maxima", (_x.abs()[:0], 4)),
-    "largest": ("largest", (_x.abs().view(2, 3, 70, 1), 41)),
-    "maxima, transposed": ("maxima", (_x.mT.bfloat16(), 4)),
-    "quantize_and_pack": ("quantize_and_pack", (_x, MXFP4.to_text(), None, None, [])),
-    "quantize_and_pack, transposed": ("quantize_and_pack", (_x.mT, _again, KEY, STEP, [2])),
-    "quantize_and_pack, bytes": (
-        "quantize_and_pack",
-        (_x, QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even")).to_text(), None, None, []),
-    ),
-    "requantize": (
-        "requantize",
-        (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.bfloat16, _again, KEY, STEP, list(SALTS)),
-    ),
-    "unpack": ("unpack", (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32, None)),
-    "unpack, a factor": (
-        "unpack",
-        (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32, torch.tensor([0.5])),
-    ),
+_given = (*(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1), torch.rand(6, 5))
+#: Arguments of operators, by their names and a remark.
+OPERATORS: dict[str, tuple[Any, ...]] = {
+    "quantize": (_x, _mxfp4, *NEAREST, *NO_BLOCKS),
+    "quantize, transposed": (_x.mT, _again, *NOISE, *NO_BLOCKS),
+    "quantize, not dense": (_x[:, ::2], _again, KEY, None, [], *NO_BLOCKS),
+    "quantize, given blocks": (_x, _again, KEY, STEP, [1], *_given),
+    "quantize, nothing": (_x[:0], _mxfp4, *NEAREST, *NO_BLOCKS),
+    "gaussian": (*NOISE, 70),
+    "gaussian, fixed": (KEY, STEP[2:4], [], 1),
+    "maxima": (_long, 16),
+    "maxima, of two axes": (_long, 16, 2),
+    "maxima, transposed": (_x.mT.bfloat16(), 4),
+    "absorb": NOISE,
+    "absorb, a chain of salts": (KEY, None, [1, 1 << 20]),
+    "first_bits": (*NOISE, 70),
+    "first_bits, none": (KEY, None, [], 0),
+    "mantissa": (_x.abs(), 6.0, 3),
+    "mantissa, transposed": (_x.abs().mT, 6.0, 1),
+    "group_maxima": (_long.abs(), 4),
+    "group_maxima, transposed": (_x.abs().mT, 100),
+    "group_maxima, nothing": (_x.abs()[:0], 4),
+    "largest": (_long.abs().unsqueeze(-1), 41),
+    "quantize_and_pack": (_x, _mxfp4, *NEAREST),
+    "quantize_and_pack, transposed": (_x.mT, _again, KEY, STEP, [2]),
+    "quantize_and_pack, bytes": (_x, QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even")).to_text(), *NEAREST),
+    "requantize": (*_bytes, torch.bfloat16, _again, *NOISE),
+    "unpack": (*_bytes, torch.float32, None),
+    "unpack, a factor": (*_bytes, torch.float32, torch.tensor([0.5])),
 }
 
 
 @pytest.mark.parametrize("case", OPERATORS)
 def test_operators_keep_their_promises(case: str) -> None:
-    name, arguments = OPERATORS[case]
-    torch.library.opcheck(getattr(torch.ops.fp4graph, name).default, arguments)
-
-
-@pytest.mark.parametrize("name", ["quantize", "quantize_and_pack", "requantize", "unpack", "maxima", "group_maxima"])
-def test_fake_results_are_laid_out_as_real_ones(name: str) -> None:
-    """Strides too, which opcheck compares for dense results alone."""
-    operator = getattr(torch.ops.fp4graph, name).default
-    for made, arguments in OPERATORS.values():
-        if made != name:
-            continue
-        real = operator(*arguments)
-        with torch._subclasses.FakeTensorMode() as mode:
-            inputs = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-            fake = operator(*inputs)
-        for one, other in zip(_tuple(real), _tuple(fake), strict=True):
-            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-def _tuple(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    check_declaration(case.partition(",")[0], OPERATORS[case])

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, experts, operators, switches
+from fp4graph.kernels import experts, operators
 from fp4graph.kernels.direction import Blocks, Direction, PackedOperand
 from fp4graph.kernels.experts import Groups
 from fp4graph.numerics.hadamard import BlockRotation
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.operators import check_declaration
 from tests.kernels.quantizers import DERIVED, KEY, SALTS, SOURCE, STEP
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 SPECS = {
@@ -32,13 +33,6 @@ STARTS, SIZES, TOKENS = (
     torch.tensor([0, 5, 0, 33], dtype=torch.int32),
     45,
 )
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    """Without them everything here would hold the tensor code against itself."""
-    assert cpu.available()
-    assert switches.current().quantizers
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -225,13 +219,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_keep_their_promises(name: str) -> None:
-    operator = getattr(torch.ops.fp4graph, name).default
-    torch.library.opcheck(operator, OPERATORS[name])
-    real = operator(*OPERATORS[name])
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in OPERATORS[name]))
-    for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (real, fake)), strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    check_declaration(name, OPERATORS[name])
 
 
 @pytest.mark.parametrize(("start", "size"), [(-1, 3), (0, -1), (40, 6)])

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fp4graph
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.technique.site import BlockPosition, SiteView
+from tests.helpers.sites import program_of
 
 pytestmark = pytest.mark.compiler
 
@@ -23,8 +21,7 @@ VIEWS = {"view", "t", "transpose", "squeeze", "unsqueeze", "detach", "expand", "
 
 def operations(policy: str) -> Counter[str]:
     """Count the operations in a step of one linear layer of 256 × 128, without views and operators of ours."""
-    site = SiteView("blocks.5.fc", "linear", 256, 128, 256 * 128, BlockPosition("blocks", 5, 12))
-    f = site_function(plan_site(site, fp4graph.load_policy(policy).rules[0]).program, "linear", 1.0, 1.0)
+    f = site_function(program_of(policy, inputs=256, outputs=128), "linear", 1.0, 1.0)
     key, step = noise.make_key("site"), noise.make_step(0, 0, 0)
 
     def run(x: Tensor, w: Tensor, dy: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:

@@ -6,21 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, measures, operators, switches
+from fp4graph.kernels import measures
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec, Selector
 from tests.helpers.floats import any_floats, assert_same_bits
+from tests.helpers.operators import check_declaration
+from tests.kernels.quantizers import by_both
 
-pytestmark = pytest.mark.compiler
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> None:
-    """Without them everything here would hold the tensor code against itself."""
-    assert cpu.available()
-    assert switches.current().quantizers
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 
 def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> tuple[Blocking, Tensor, Tensor, Tensor]:
@@ -59,9 +54,7 @@ def test_errors_of_blocks(
         pytest.skip("a vector has no other layout")
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
     blocking, values, z, scale = parts(shape, spec, transposed)
-    found = measures.block_errors(values, scale, z, spec, measure, blocking)
-    with operators.tensor_code():
-        expected = measures.block_errors(values, scale, z, spec, measure, blocking)
+    found, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
     assert_same_bits(found, expected)
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
 
@@ -71,9 +64,7 @@ def test_moments_of_blocks(transposed: bool) -> None:
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)
     assert values.is_contiguous() != transposed
-    found = measures.block_moments(values, scale, spec, blocking, 128.0, 128)
-    with operators.tensor_code():
-        expected = measures.block_moments(values, scale, spec, blocking, 128.0, 128)
+    found, expected = by_both(lambda: measures.block_moments(values, scale, spec, blocking, 128.0, 128))
     for sums, due in zip(found, expected, strict=True):
         assert_same_bits(sums, due)
 
@@ -90,19 +81,21 @@ def test_elements_that_blocks_choose(elements: list[str], block: Block, selector
     spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector)
     blocking, values, _, scale = parts(shape, spec)
     ratios, noise = scaling.ratio(values, scale, spec), Noise(None, blocking, values.device)
-    found = measures.round_elements(ratios, spec, noise)
-    with operators.tensor_code():
-        expected = measures.round_elements(ratios, spec, noise)
+    found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
     assert_same_bits(found, expected)
     alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale), noise) for e in elements]
     assert all((found != other).any() for other in alone)
 
 
-def test_the_operators_are_declared_right() -> None:
-    values, scale = torch.randn(8, 16), torch.rand(8, 1) + 0.5
-    text = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")).to_text()
-    other = QuantSpec("int4", 16, ScaleSpec("e4m3", "nearest_even")).to_text()
-    ours = torch.ops.fp4graph
-    torch.library.opcheck(ours.block_errors.default, (values, scale, torch.ones(8, 1), 1, text, "mse", 2.0**49))
-    torch.library.opcheck(ours.block_moments.default, (values, scale, 1, text, 128.0, 2.0**49))
-    torch.library.opcheck(ours.choose_elements.default, (values, 1, text, other, "mse", 2.0**49))
+TEXT, OTHER = (QuantSpec(e, 16, ScaleSpec("e4m3", "nearest_even")).to_text() for e in ("e2m1", "int4"))
+VALUES, SCALE = torch.randn(8, 16), torch.rand(8, 1) + 0.5
+OPERATORS = {
+    "block_errors": (VALUES, SCALE, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
+    "block_moments": (VALUES, SCALE, 1, TEXT, 128.0, 2.0**49),
+    "choose_elements": (VALUES, 1, TEXT, OTHER, "mse", 2.0**49),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_keep_their_promises(name: str) -> None:
+    check_declaration(name, OPERATORS[name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import rotation
-from fp4graph.kernels.operators import tensor_code
+from tests.helpers.floats import assert_same_bits
+from tests.kernels.quantizers import by_both
 
 BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
@@ -29,11 +32,6 @@ def signs_of(block: int, signed: bool) -> Tensor | None:
     return torch.randint(0, 2, (block,), generator=generator) * 2.0 - 1 if signed else None
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bits, but for those of NaN."""
-    return torch.equal(torch.nan_to_num(a, nan=7.0).view(torch.int32), torch.nan_to_num(b, nan=7.0).view(torch.int32))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("signed", [False, True], ids=["no signs", "signs"])
 @pytest.mark.parametrize("block", BLOCKS)
@@ -43,15 +41,10 @@ def test_is_tensor_code_bit_for_bit(block: int, signed: bool, dtype: torch.dtype
         x = values(shape, dtype)
         layouts = [x] if len(shape) == 1 else [x, x.mT.contiguous().mT, x[..., ::2], x.mT[..., ::2, :].contiguous().mT]
         for given in layouts:
-            found = rotation.rotate(given, block, signs)
-            with tensor_code():
-                due = rotation.rotate(given, block, signs)
+            found, expected = by_both(partial(rotation.rotate, given, block, signs))
             assert found.dtype is torch.float32
-            assert same(found, due), (shape, given.stride())
-            back = rotation.unrotate(found, block, signs)
-            with tensor_code():
-                due = rotation.unrotate(found, block, signs)
-            assert same(back, due)
+            assert_same_bits(found, expected)
+            assert_same_bits(*by_both(partial(rotation.unrotate, found, block, signs)))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -82,18 +75,21 @@ def test_layouts_are_kept() -> None:
     assert torch.equal(compiled(x.mT), rotation.unrotate(rotation.rotate(x.mT, 16), 16))
 
 
-@pytest.mark.parametrize("block", [0, 3, 24])
-def test_only_powers_of_two(block: int) -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        rotation.rotate(torch.ones(4), block)
+@pytest.mark.parametrize(
+    ("block", "signs", "message"),
+    [
+        *((block, None, "power of two") for block in (0, 3, 24)),
+        (16, torch.ones(4), r"one for each element of a block, \[16\]; got \[4\]"),
+    ],
+)
+def test_refused(block: int, signs: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotation.rotate(torch.ones(16), block, signs)
 
 
-def test_signs_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one for each element of a block, \[16\]; got \[4\]"):
-        rotation.rotate(torch.ones(16), 16, torch.ones(4))
-    signs = signs_of(16, True)
+def test_signs_may_be_of_16_bits() -> None:
+    signs, x = signs_of(16, True), torch.randn(3, 32)
     assert signs is not None
-    x = torch.randn(3, 32)
     assert torch.equal(rotation.rotate(x, 16, signs.bfloat16()), rotation.rotate(x, 16, signs))
 
 

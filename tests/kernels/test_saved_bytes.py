@@ -13,6 +13,7 @@ import fp4graph
 from fp4graph.kernels import operators
 from fp4graph.kernels.direction import PackedOperand
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.policies import TIES_UP, one_rule
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
 
@@ -20,6 +21,7 @@ M, K, N = 96, 128, 64  # tokens, in, out
 PACKED, BF16 = 1 / 2 + 1 / 32, 2  # bytes per element, of MXFP4 (two codes to a byte, a scale to 32) and of bf16
 INPUT, WEIGHT = M * K, N * K
 KEYS = 2 * 4 + 5 * 4  # the site's and the forward's
+FROM_FPROP = {"dgrad.weight": {"source": "fprop"}, "wgrad.input": {"source": "fprop"}}
 
 
 def kept(run: Callable[[], Tensor]) -> list[Tensor]:
@@ -51,21 +53,10 @@ def of_linear(
     return kept(lambda: linear(x))
 
 
-def policy_of(operands: dict[str, Any] | None = None, techniques: tuple[Any, ...] = (), **quantize: Any) -> Any:
+def policy_of(operands: dict[str, Any] = FROM_FPROP, techniques: tuple[Any, ...] = (), **quantize: Any) -> Any:
     """TetraJet for linears wherever they are, with changes."""
-    source = {"dgrad.weight": {"source": "fprop"}, "wgrad.input": {"source": "fprop"}}
-    rule = {
-        "match": {"op": "linear"},
-        "quantize": {
-            "element": "e2m1",
-            "block": 32,
-            "scale": {"format": "e8m0", "rounding": "ceil"},
-            "ties": "up",
-            **quantize,
-        },
-        "operands": {"backward": {"rounding": "stochastic"}, **(source if operands is None else operands)},
-    }
-    return {"version": 1, "name": "linears", "default": "keep", "rules": [rule], "techniques": list(techniques)}
+    exceptions = {"backward": {"rounding": "stochastic"}, **operands}
+    return one_rule(quantize={**TIES_UP, **quantize}, operands=exceptions, techniques=list(techniques))
 
 
 def test_an_unquantized_linear_keeps_its_input_and_its_weight() -> None:
@@ -93,18 +84,15 @@ def test_what_no_gradient_reads_is_not_kept() -> None:
     assert size(of_linear(policy_of(), needs_grad=False)) == PACKED * INPUT + KEYS
 
 
+INPUT_ALONE, WEIGHT_ALONE = ({key: FROM_FPROP[key]} for key in ("wgrad.input", "dgrad.weight"))
 #: What else a policy may ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
 #: a dequantized operand that no bytes stand for.
 OTHERS: dict[str, tuple[Any, float, float]] = {
     "originals requantized": (policy_of({}), BF16, BF16),
-    "the original weight requantized": (policy_of({"wgrad.input": {"source": "fprop"}}), PACKED, BF16),
-    "the original input requantized": (policy_of({"dgrad.weight": {"source": "fprop"}}), BF16, PACKED),
+    "the original weight requantized": (policy_of(INPUT_ALONE), PACKED, BF16),
+    "the original input requantized": (policy_of(WEIGHT_ALONE), BF16, PACKED),
     "eight-bit codes": (policy_of(element="e4m3"), 1 + 1 / 32, 1 + 1 / 32),
-    "blocks of 16 under fp32": (
-        policy_of(block=16, scale={"format": "fp32", "rounding": "nearest_even"}),
-        1 / 2 + 4 / 16,
-        1 / 2 + 4 / 16,
-    ),
+    "blocks of 16 under fp32": (policy_of(block=16, scale={"format": "fp32"}), 1 / 2 + 4 / 16, 1 / 2 + 4 / 16),
     "blocks that do not fill lanes": (policy_of(block=48), BF16, BF16),
     "blocks of two axes": (policy_of(block=[32, 32]), BF16, BF16),
     "a technique on the weight": (policy_of(techniques=({"q_ema": {"beta": 0.9}},)), PACKED, BF16),

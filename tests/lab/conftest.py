@@ -1,22 +1,38 @@
 """A PostgreSQL server for the tests that sweep on one."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE
 
+#: Fixtures whose tests are marked ``slow``.
+SLOW = {"url", "compare", "result", "run", "page"}
 
-def _programs() -> Path | None:
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == Path(__file__).parent and SLOW.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Run ``fp4graph`` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return run
+
+
+def _programs():
     """The folder of PostgreSQL's programs; Debian's is on no PATH."""
     found = shutil.which("postgres")
     if found:
@@ -27,7 +43,7 @@ def _programs() -> Path | None:
 class Postgres:
     """A server in a folder of its own, reached by a socket there; root starts it as nobody, for it refuses root."""
 
-    def __init__(self, programs: Path, folder: Path) -> None:
+    def __init__(self, programs, folder):
         self.programs, self.folder = programs, folder
         self.url = f"postgresql://sweep:secret@/postgres?host={folder}"
         self._user = "nobody" if os.geteuid() == 0 else None
@@ -36,12 +52,12 @@ class Postgres:
             os.chown(folder, pwd.getpwnam(self._user).pw_uid, -1)
         self._run("initdb", "-D", str(folder / "data"), "-U", "sweep", "--auth=trust", "--no-sync").check_returncode()
 
-    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    def _run(self, program, *arguments):
         return subprocess.run(
             [self.programs / program, *arguments], user=self._user, cwd=self.folder, capture_output=True, check=False
         )
 
-    def start(self) -> None:
+    def start(self):
         command = ["postgres", "-D", "data", "-k", str(self.folder), "-c", "listen_addresses=", "-F"]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -54,7 +70,7 @@ class Postgres:
             time.sleep(0.1)
         raise AssertionError(f"PostgreSQL did not start:\n{(self.folder / 'log').read_text()}")
 
-    def stop(self) -> None:
+    def stop(self):
         if self._process:
             self._process.send_signal(2)  # a fast shutdown: connections are closed
             self._process.wait(PATIENCE)
@@ -62,7 +78,7 @@ class Postgres:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres():
     programs = _programs()
     if programs is None:
         pytest.skip("PostgreSQL is not installed: neither on the PATH nor in /usr/lib/postgresql")

@@ -1,8 +1,7 @@
 """Statistics collected while training: true, and without a trace in the training."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,21 +12,26 @@ from torch import nn
 import fp4graph
 from fp4graph.lab import METRICS, Statistics, read
 from fp4graph.model.runtime import runtime_of
+from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
+from tests.model import test_experts as experts
+
+pytestmark = pytest.mark.slow
 
 
-def policy(backward="stochastic", techniques=(), **operands):
-    return one_rule(
-        *techniques,
-        quantize=quantizer(16, rounding="floor"),
-        operands={"backward": {"rounding": backward}, **operands},
-    )
+def policy(backward="stochastic", techniques=(), phases=(), **operands):
+    operands = {"backward": {"rounding": backward}, **operands}
+    return one_rule(*techniques, quantize=quantizer(16, rounding="floor"), operands=operands, phases=list(phases))
+
+
+def phase(at, *techniques):
+    return {"at": at, "rules": policy(techniques=techniques)["rules"]}
 
 
 class Net(nn.Module):
     """Two linears; the second is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 48)
@@ -36,8 +40,8 @@ class Net(nn.Module):
         return self.second(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-def make(policy_, model=None, backend="eager"):
-    model = fp4graph.apply(model or Net(), policy_, backend=backend)
+def make(policy_, model=None):
+    model = fp4graph.apply(model or Net(), policy_, backend="eager")
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
@@ -50,56 +54,74 @@ def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32)):
         optimizer.zero_grad()
 
 
+def recorded(folder, count, recipe=None, model=None, shape=(8, 32), every=2, **options):
+    """Train ``count`` steps, and return what was recorded."""
+    model, optimizer = make(recipe or policy(), model)
+    with Statistics(model, optimizer, every=every, directory=folder, **options):
+        steps(model, optimizer, count, shape=shape)
+    return read(folder)
+
+
 def only(recorded, **wanted):
     (row,) = [r for r in recorded.rows if all(r[key] == value for key, value in wanted.items())]
     return row
 
 
-@pytest.mark.slow
+def tensors(recorded, step):
+    return {row["tensor"] for row in recorded.rows if row["step"] == step}
+
+
+def recorded_without_a_trace(recipe, make_model, count, folder, shape=(8, 32), **options):
+    """Train with and without statistics, to the same weights and random numbers; return what was recorded."""
+    trained = []
+    for watched in (False, True):
+        model, optimizer = make(recipe, make_model())
+        torch.manual_seed(1)
+        statistics = Statistics(model, optimizer, every=2, directory=folder, window=2, **options) if watched else None
+        steps(model, optimizer, count, shape=shape)
+        if watched:
+            statistics.close()
+        trained.append({**model.state_dict(), "random numbers afterwards": torch.rand(3)})
+    for key, value in trained[0].items():
+        assert not torch.is_tensor(value) or torch.equal(value, trained[1][key]), key
+    return read(folder)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "tetrajet-qema",
-        pytest.param("mxfp4-rl", marks=pytest.mark.long),
-        pytest.param("nvfp4-te", marks=pytest.mark.long),
-    ],
+    "name", ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("mxfp4-rl", "nvfp4-te"))]
 )
 def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
     """Dropout, stochastic rounding, state of techniques and the model's own random numbers included."""
-    trained = []
-    for watched in (False, True):
-        model, optimizer = make(name, vit(drop_rate=0.2, depth=3 if name == "nvfp4-te" else 2))
-        torch.manual_seed(1)
-        statistics = None
-        if watched:
-            probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
-            statistics = Statistics(
-                model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe
-            )
-        steps(model, optimizer, 4, shape=(4, 3, 32, 32))
-        if statistics is not None:
-            statistics.close()
-        trained.append((model.state_dict(), torch.rand(3)))
-    (plain, after), (with_statistics, after_too) = trained
-    assert torch.equal(after, after_too)
-    for key, value in plain.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, with_statistics[key]), key
-    recorded = read(tmp_path)
-    assert recorded.steps == [2, 4]
-    assert {r["tensor"] for r in recorded.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
+    probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
+    model = partial(vit, drop_rate=0.2, depth=3 if name == "nvfp4-te" else 2)
+    rows = recorded_without_a_trace(name, model, 4, tmp_path, (4, 3, 32, 32), window_every=4, probe=probe)
+    assert rows.steps == [2, 4]
+    assert {r["tensor"] for r in rows.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
 
 
-@pytest.mark.slow
+def test_phases_of_techniques_that_act_at_the_step(tmp_path):
+    """A phase hooks its techniques anew while torch goes through the hooks of a step."""
+    recipe = policy(techniques=["q_ema"], phases=[phase(3, {"q_ema": {"beta": 0.5}})])
+    rows = recorded_without_a_trace(recipe, Net, 6, tmp_path, window_every=2)
+    assert rows.steps == [2, 6]  # the fourth is the first of its phase
+
+
+def test_channels_that_are_multiplied_apart(tmp_path):
+    """The sites are observed once each."""
+    wait, measure, split = ({"out_control": {"mode": mode}} for mode in ("wait", "measure", "split"))
+    recipe = policy(techniques=[wait], phases=[phase(1, measure), phase(2, split)])
+    rows = recorded_without_a_trace(recipe, Net, 4, tmp_path, window_every=2)
+    only(rows, site="first", tensor="fprop.input", step=4)
+    assert {"dgrad", "wgrad"} <= {r["tensor"] for r in rows.rows if (r["site"], r["step"]) == ("second", 4)}
+
+
 def test_operands_by_hand(tmp_path):
     """Every operand of a linear by itself, to nearest, with what reaches it."""
-    model = nn.Linear(32, 48)
-    model, optimizer = make(policy("nearest"), model)
+    model, optimizer = make(policy("nearest"), nn.Linear(32, 48))
     seen = {}
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None, window=2):
         steps(model, optimizer, 1)
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(8, 32, generator=generator).requires_grad_()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
         w = model.weight.detach().clone()
         y = model(x)
         y.register_hook(lambda g: seen.update(dy=g))
@@ -108,22 +130,17 @@ def test_operands_by_hand(tmp_path):
     dy = seen["dy"]
     spec = fp4graph.QuantSpec("e2m1", 16, fp4graph.ScaleSpec("e8m0", "floor"))
     operands = {
-        "fprop.input": x,
-        "fprop.weight": w,
-        "dgrad.grad_output": dy,
-        "dgrad.weight": w.T,
-        "wgrad.grad_output": dy.T,
+        "fprop.input": x, "fprop.weight": w, "dgrad.grad_output": dy, "dgrad.weight": w.T, "wgrad.grad_output": dy.T,
         "wgrad.input": x.T,
-    }
-    recorded = read(tmp_path)
+    }  # fmt: skip
+    rows = read(tmp_path)
     quantized = {}
     for name, operand in operands.items():
         a = operand.detach().double().numpy()
         q = quantized[name] = fp4graph.fake_quantize(operand.detach(), spec).double().numpy()
-        row = only(recorded, step=2, tensor=name)
-        assert row["site"] == "(root)"
+        row = only(rows, step=2, tensor=name)
+        assert (row["site"], row["elements"]) == ("(root)", a.size)
         error = ((q - a) ** 2).sum()
-        assert row["elements"] == a.size
         assert row["snr_db"] == pytest.approx(10 * math.log10((a**2).sum() / error), rel=1e-5)
         assert row["underflowed"] == pytest.approx(((q == 0) & (a != 0)).mean(), abs=1e-6)
         # A block's maximum m·2^e with m in (1.5, 2) is scaled to m·4 > 6 and clipped.
@@ -131,18 +148,15 @@ def test_operands_by_hand(tmp_path):
         exponent = np.floor(np.log2(np.abs(padded).max(-1, keepdims=True)))
         clipped = np.abs(padded) / 2.0 ** (exponent - 2) > 6
         assert row["saturated"] == pytest.approx(clipped.sum() / a.size, abs=1e-6)
-        assert row["scale_bias"] + row["dead_zone"] + row["grid_noise"] + row["interaction"] == pytest.approx(
-            row["relative_error"], rel=1e-4
-        )
+        parts = sum(row[part] for part in ("scale_bias", "dead_zone", "grid_noise", "interaction"))
+        assert parts == pytest.approx(row["relative_error"], rel=1e-4)
         low = row["scales"]["lowest"]
         counts = {low + i: n for i, n in enumerate(row["scales"]["counts"]) if n}
         values, numbers = np.unique(exponent - 2, return_counts=True)
         assert counts == dict(zip(values.astype(int).tolist(), numbers.tolist(), strict=True))
-    for gemm, left, right in (
-        ("dgrad", "dgrad.grad_output", "dgrad.weight"),
-        ("wgrad", "wgrad.grad_output", "wgrad.input"),
-    ):
-        row = only(recorded, step=2, tensor=gemm)
+    for gemm, other in (("dgrad", "weight"), ("wgrad", "input")):
+        left, right = f"{gemm}.grad_output", f"{gemm}.{other}"
+        row = only(rows, step=2, tensor=gemm)
         g = (operands[left].double() @ operands[right].double().mT).detach().numpy()
         got = quantized[left] @ quantized[right].T
         assert row["bias"] == pytest.approx(np.linalg.norm(got - g) / np.linalg.norm(g), rel=1e-5)
@@ -150,7 +164,6 @@ def test_operands_by_hand(tmp_path):
         assert row["deviation"] == 0
 
 
-@pytest.mark.slow
 def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
     """Bias and deviation of dW over the noise, against the exact product: the closed form and 400 backwards."""
     recipe = policy(**{"wgrad.input": {"source": "fprop", "rounding": "stochastic"}})
@@ -176,7 +189,6 @@ def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
     assert row["gain"] == pytest.approx(((draws.mean(0) * exact).sum() / exact.square().sum()).item(), rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements"])
 def test_oscillation_in_loops(case, tmp_path):
     """The way of w and of Q(w) over the window, element by element, beside the training itself."""
@@ -185,19 +197,13 @@ def test_oscillation_in_loops(case, tmp_path):
     techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []
     model, optimizer = make(policy(techniques=techniques, **operands), nn.Linear(32, 24))
     w, q = [], []
-
-    def look():
-        runtime = runtime_of(model)
-        w.append(model.weight.detach().clone())
-        q.append(runtime.weights[0].quantize(w[-1], runtime.step).clone())
-
-    metrics = ["oscillation", "flips", "rate_of_change"]
-    with Statistics(
-        model, optimizer, every=5, directory=tmp_path, window=6, window_every=25, sample=None, metrics=metrics
-    ):
+    options = {"window": 6, "window_every": 25, "metrics": ["oscillation", "flips", "rate_of_change"]}
+    with Statistics(model, optimizer, every=5, directory=tmp_path, sample=None, **options):
         for step in range(25):
             steps(model, optimizer, 1, start=step)
-            look()
+            runtime = runtime_of(model)
+            w.append(model.weight.detach().clone())
+            q.append(runtime.weights[0].quantize(w[-1], runtime.step).clone())
     w, q = torch.stack(w[18:25]).double().numpy(), torch.stack(q[18:25]).double().numpy()
     moved, moved_q = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
     ratio = np.divide(moved_q, moved, out=np.where(moved_q > 0, np.inf, 0.0), where=moved > 0)
@@ -222,7 +228,6 @@ def test_oscillation_in_loops(case, tmp_path):
         assert any(np.allclose(w[:, i, j], example["weight"], rtol=1e-5) for i in range(24) for j in range(32))
 
 
-@pytest.mark.slow
 def test_the_rate_of_change_of_outputs(tmp_path):
     """Of the same inputs from step to step, in evaluation mode, over the last five steps of each window."""
     probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
@@ -241,17 +246,12 @@ def test_the_rate_of_change_of_outputs(tmp_path):
         assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
-    model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=5, directory=tmp_path, window=3, window_every=25):
-        steps(model, optimizer, 25)
-    recorded = read(tmp_path)
-    assert set(recorded.sites) == {"first", "second", "second#1"}
-    assert {r["site"] for r in recorded.rows if r["tensor"] == "weight"} == {"first", "second"}
+    rows = recorded(tmp_path, 25, every=5, window=3, window_every=25)
+    assert set(rows.sites) == {"first", "second", "second#1"}
+    assert {r["site"] for r in rows.rows if r["tensor"] == "weight"} == {"first", "second"}
 
 
-@pytest.mark.slow
 def test_evaluations_and_accumulated_batches(tmp_path):
     """What a step consists of is looked at together; an evaluation in between is not."""
     model, optimizer = make(policy())
@@ -264,21 +264,16 @@ def test_evaluations_and_accumulated_batches(tmp_path):
     assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
 
 
-@pytest.mark.slow
 def test_a_site_without_a_single_token(tmp_path):
     """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path):
         steps(model, optimizer, 2)
-        for _ in range(2):
-            model(torch.zeros(0, 32)).sum().backward()
-            optimizer.step()
-    recorded = [{row["tensor"] for row in read(tmp_path).rows if row["step"] == step} for step in (2, 4)]
-    assert len(recorded[0]) == 9  # six operands, two GEMMs, the gradient
-    assert recorded[1] == {"fprop.weight", "dgrad.weight", "weight.grad"}
+        steps(model, optimizer, 2, shape=(0, 32))
+    assert len(tensors(read(tmp_path), 2)) == 9  # six operands, two GEMMs, the gradient
+    assert tensors(read(tmp_path), 4) == {"fprop.weight", "dgrad.weight", "weight.grad"}
 
 
-@pytest.mark.slow
 def test_a_weight_without_elements(tmp_path):
     model, optimizer = make(policy(), nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 0)))
     with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4):
@@ -288,19 +283,14 @@ def test_a_weight_without_elements(tmp_path):
     assert {row["site"] for row in read(tmp_path).rows if row["tensor"] == "weight"} == {"0"}
 
 
-@pytest.mark.slow
 def test_only_what_was_asked_for(tmp_path):
-    model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path, metrics=["snr", "confidence"], sites="sec*"):
-        steps(model, optimizer, 30)
-    recorded = read(tmp_path)
-    assert set(recorded.sites) == {"second", "second#1"}
-    assert {key for row in recorded.rows for key in row} == {
+    rows = recorded(tmp_path, 30, metrics=["snr", "confidence"], sites="sec*")
+    assert set(rows.sites) == {"second", "second#1"}
+    assert {key for row in rows.rows for key in row} == {
         "step", "site", "tensor", "elements", "nonfinite", "snr_db", "gain", "confidence", "confidence_histogram",
     }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_weights_that_are_alike_with_inputs(tmp_path):
     """Same shape, same quantizer, looked at together: confidence and latent weights are those of weights alone."""
     model, optimizer = make(policy("nearest"), nn.Linear(32, 8))
@@ -308,9 +298,9 @@ def test_weights_that_are_alike_with_inputs(tmp_path):
         steps(model, optimizer, 1)
         w = model.weight.detach().clone()
         steps(model, optimizer, 1, start=1)
-    recorded = read(tmp_path)
-    assert [r["tensor"] for r in recorded.rows if "confidence" in r or "latent" in r] == ["fprop.weight"]
-    row = only(recorded, step=2, tensor="fprop.weight")
+    rows = read(tmp_path)
+    assert [r["tensor"] for r in rows.rows if "confidence" in r or "latent" in r] == ["fprop.weight"]
+    row = only(rows, step=2, tensor="fprop.weight")
     blocks = w.double().numpy().reshape(-1, 16)
     u = np.abs(blocks) / 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
     thresholds, half = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]), [0.25, 0.25, 0.25, 0.25, 0.375, 0.5, 0.75, 1]
@@ -320,14 +310,10 @@ def test_weights_that_are_alike_with_inputs(tmp_path):
     assert sum(row["confidence_histogram"]) == sum(row["latent"]["counts"]) == w.numel()
 
 
-@pytest.mark.slow
 def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
     """Its thresholds are those of one format; everything else is measured."""
     chosen = {"element": ["e2m1", "int4"]}
-    model, optimizer = make(policy(forward=chosen, gradients=chosen))
-    with Statistics(model, optimizer, every=2, directory=tmp_path):
-        steps(model, optimizer, 2)
-    rows = read(tmp_path).rows
+    rows = recorded(tmp_path, 2, policy(forward=chosen, gradients=chosen)).rows
     weight = [r for r in rows if r["tensor"] == "fprop.weight"]
     assert weight
     assert not any("confidence" in r for r in weight)
@@ -337,97 +323,47 @@ def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
     assert all(r["relative_error"] < 0.1 for r in weight)
 
 
-def recorded_without_a_trace(recipe, count, directory):
-    """Train with and without statistics, to the same weights; return what was recorded."""
-    (model, optimizer), (alone, own) = make(recipe), make(recipe)
-    with Statistics(model, optimizer, every=2, directory=directory, window=2, window_every=2):
-        steps(model, optimizer, count)
-    steps(alone, own, count)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
-    return read(directory)
-
-
-@pytest.mark.slow
-def test_phases_of_techniques_that_act_at_the_step(tmp_path):
-    """A phase hooks its techniques anew while torch goes through the hooks of a step; nothing of the training moves."""
-    recipe = policy(techniques=["q_ema"])
-    recipe["phases"] = [{"at": 3, "rules": policy(techniques=[{"q_ema": {"beta": 0.5}}])["rules"]}]
-    recorded = recorded_without_a_trace(recipe, 6, tmp_path)
-    assert recorded.steps == [2, 6]  # the fourth is the first of its phase
-
-
-@pytest.mark.slow
-def test_channels_that_are_multiplied_apart(tmp_path):
-    """The sites are observed once each, and the training is what it is without an observer."""
-    rules = {mode: policy(techniques=[{"out_control": {"mode": mode}}]) for mode in ("wait", "measure", "split")}
-    phases = [{"at": n, "rules": rules[mode]["rules"]} for n, mode in ((1, "measure"), (2, "split"))]
-    recorded = recorded_without_a_trace({**rules["wait"], "phases": phases}, 4, tmp_path)
-    only(recorded, site="first", tensor="fprop.input", step=4)
-    assert {"dgrad", "wgrad"} <= {r["tensor"] for r in recorded.rows if (r["site"], r["step"]) == ("second", 4)}
-
-
-@pytest.mark.slow
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
-    recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}
-    model, optimizer = make(recipe)
-    probe = (torch.zeros(2, 32),)
-    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe):
-        for _ in range(8):
-            with torch.autocast("cpu", torch.bfloat16):
-                model(torch.randn(8, 32)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    recorded = read(tmp_path)
-    tensors = {step: {r["tensor"] for r in recorded.rows if r["step"] == step} for step in recorded.steps}
-    assert tensors.keys() == {2, 4, 8}  # the sixth step is the first of its phase
-    assert {"wgrad.input", "dgrad", "output"} <= tensors[4]
-    assert {"fprop.input", "output"} <= tensors[8]
-    assert not {"wgrad.input", "dgrad.weight"} & tensors[8]
+    model, optimizer = make(policy(phases=[{"at": 5, "operands": {"backward": "keep"}}]))
+    options = {"window": 2, "window_every": 4, "probe": (torch.zeros(2, 32),)}
+    with Statistics(model, optimizer, every=2, directory=tmp_path, **options), torch.autocast("cpu", torch.bfloat16):
+        steps(model, optimizer, 8)
+    rows = read(tmp_path)
+    assert rows.steps == [2, 4, 8]  # the sixth step is the first of its phase
+    assert {"wgrad.input", "dgrad", "output"} <= tensors(rows, 4)
+    assert {"fprop.input", "output"} <= tensors(rows, 8)
+    assert not {"wgrad.input", "dgrad.weight"} & tensors(rows, 8)
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_where_gradients_are_checkpointed(vit, tmp_path):
     """The forward runs twice; shares and ratios are those of once."""
-    rows = []
-    for name, checkpointed in (("plain", False), ("twice", True)):
-        model = vit()
+    measured = []
+    for checkpointed in (False, True):
+        model, folder = vit(), tmp_path / str(checkpointed)
         model.set_grad_checkpointing(checkpointed)
-        model, optimizer = make("microscaling", model)
-        with Statistics(model, optimizer, every=2, directory=tmp_path / name, window=2):
-            steps(model, optimizer, 2, shape=(2, 3, 32, 32))
-        measured = [row for row in read(tmp_path / name).rows if row["tensor"] != "weight.grad"]
-        rows.append({(r["site"], r["tensor"]): r.get("snr_db", r.get("bias")) for r in measured})
-    assert rows[0].keys() == rows[1].keys()
-    for key, value in rows[0].items():
-        assert rows[1][key] == pytest.approx(value, rel=1e-3), key
+        rows = recorded(folder, 2, "microscaling", model, shape=(2, 3, 32, 32), window=2).rows
+        measured.append(
+            {(r["site"], r["tensor"]): r.get("snr_db", r.get("bias")) for r in rows if r["tensor"] != "weight.grad"}
+        )
+    assert measured[1] == pytest.approx(measured[0], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_model_of_nothing_quantized(tmp_path):
-    model, optimizer = make("bf16")
-    with Statistics(model, optimizer, every=2, directory=tmp_path):
-        steps(model, optimizer, 4)
-    recorded = read(tmp_path)
-    assert recorded.rows == ()
-    assert recorded.header["policy"] == "bf16"
+    rows = recorded(tmp_path, 4, "bf16")
+    assert (rows.rows, rows.header["policy"]) == ((), "bf16")
 
 
-@pytest.mark.slow
 def test_a_resumed_training_goes_on_counting(tmp_path):
-    model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=5, directory=tmp_path):
-        steps(model, optimizer, 12)
-    with Statistics(model, optimizer, every=5, directory=tmp_path):  # the optimizer knows that 12 are done
-        steps(model, optimizer, 4)
-    assert read(tmp_path).steps == [5, 10, 15]
-    with Statistics(model, optimizer, every=5, directory=tmp_path, step=8):  # from an earlier checkpoint
-        steps(model, optimizer, 4)
-    assert read(tmp_path).steps == [5, 10]
+    """The optimizer knows how many steps are done; from an earlier checkpoint ``step`` says so."""
+    trained = make(policy())
+    for count, options, expected in ((12, {}, [5, 10]), (4, {}, [5, 10, 15]), (4, {"step": 8}, [5, 10])):
+        with Statistics(*trained, every=5, directory=tmp_path, **options):
+            steps(*trained, count)
+        assert read(tmp_path).steps == expected
 
 
-@pytest.mark.slow
 def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     """StableSPAM's moments, and their count of steps, are reset every so often."""
     model = fp4graph.apply(Net(), policy(), backend="eager")
@@ -439,7 +375,6 @@ def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     assert read(tmp_path).steps == [5, 10, 15, 20]
 
 
-@pytest.mark.slow
 def test_after_it_is_closed_nothing_is_left(tmp_path):
     model, optimizer = make(policy())
     Statistics(model, optimizer, every=1, directory=tmp_path).close()
@@ -449,6 +384,10 @@ def test_after_it_is_closed_nothing_is_left(tmp_path):
     assert not optimizer._optimizer_step_post_hooks
 
 
+class Own(torch.optim.Optimizer):
+    step = None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -456,50 +395,31 @@ def test_after_it_is_closed_nothing_is_left(tmp_path):
         ({"metrics": []}, "metrics is empty; choose from snr"),
         ({"sites": "frist"}, "no quantized site matches 'frist'; did you mean 'first'"),
         ({"sites": ["second", "sceond"]}, "no quantized site matches 'sceond'; did you mean 'second'"),
+        ({"model": Net()}, r"takes a model that fp4graph\.apply has prepared"),
+        ({"optimizer": Own.__new__(Own)}, "Own runs no hooks around its step"),
+        ({"every": 0}, "every must be a whole number of at least 1"),
     ],
 )
-def test_what_there_is_not(options, message, tmp_path):
+def test_what_statistics_cannot_take(options, message, tmp_path):
     model, optimizer = make(policy())
-    with pytest.raises(fp4graph.Error, match=message):
-        Statistics(model, optimizer, every=2, directory=tmp_path, **options)
+    with pytest.raises((fp4graph.Error, ValueError), match=message):
+        Statistics(**{"model": model, "optimizer": optimizer, "every": 2, "directory": tmp_path, **options})
 
 
-@pytest.mark.slow
 def test_a_further_site_that_there_is_not(tmp_path):
     """Known only once the model has run."""
-    model, optimizer = make(policy())
-    with (
-        Statistics(model, optimizer, every=2, directory=tmp_path, sites="second#2"),
-        pytest.raises(fp4graph.Error, match=r"no quantized site matches 'second#2'; did you mean 'second#1'"),
-    ):
-        steps(model, optimizer, 2)
+    with pytest.raises(fp4graph.Error, match=r"no quantized site matches 'second#2'; did you mean 'second#1'"):
+        recorded(tmp_path, 2, sites="second#2")
 
 
-def test_models_and_optimizers_that_will_not_do(tmp_path):
-    plain = Net()
-    with pytest.raises(fp4graph.Error, match=r"takes a model that fp4graph\.apply has prepared"):
-        Statistics(plain, torch.optim.SGD(plain.parameters(), 0.1), directory=tmp_path)
-
-    class Own(torch.optim.Optimizer):
-        step = None
-
-    model, _ = make(policy())
-    with pytest.raises(fp4graph.Error, match="Own runs no hooks around its step"):
-        Statistics(model, Own.__new__(Own), directory=tmp_path)
-    with pytest.raises(ValueError, match="every must be a whole number of at least 1"):
-        Statistics(model, torch.optim.SGD(model.parameters(), 0.1), directory=tmp_path, every=0)
-
-
-@pytest.mark.slow
 def test_inside_ddp(tmp_path):
     """The model inside is what is looked at and probed."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         model, optimizer = make(policy())
         wrapped = nn.parallel.DistributedDataParallel(model)
-        with Statistics(
-            wrapped, optimizer, every=2, directory=tmp_path, window=1, window_every=2, probe=(torch.ones(2, 32),)
-        ):
+        options = {"window": 1, "window_every": 2, "probe": (torch.ones(2, 32),)}
+        with Statistics(wrapped, optimizer, every=2, directory=tmp_path, **options):
             steps(wrapped, optimizer, 2)
     finally:
         torch.distributed.destroy_process_group()
@@ -507,13 +427,11 @@ def test_inside_ddp(tmp_path):
 
 
 def test_sharded_models_are_refused(tmp_path, monkeypatch):
-    model, optimizer = make(policy())
     monkeypatch.setattr("fp4graph.lab.statistics.collect.fsdp_modules", lambda model: [model])
     with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
-        Statistics(model, optimizer, every=1, directory=tmp_path)
+        Statistics(*make(policy()), every=1, directory=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])
 def test_the_model_was_removed(techniques, tmp_path):
     model, optimizer = make(policy(techniques=techniques))
@@ -524,18 +442,14 @@ def test_the_model_was_removed(techniques, tmp_path):
             steps(model, optimizer, 1)
 
 
-@pytest.mark.slow
 def test_in_tensorboard(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path / "s", stream=tmp_path / "events"):
-        steps(model, optimizer, 4)
+    rows = recorded(tmp_path / "s", 4, stream=tmp_path / "events").rows
     events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     got = [(e.step, e.value) for e in events.Scalars("snr_db/first/fprop.input")]
-    rows = [r for r in read(tmp_path / "s").rows if (r["site"], r["tensor"]) == ("first", "fprop.input")]
-    assert [step for step, _ in got] == [2, 4]
-    assert [value for _, value in got] == pytest.approx([r["snr_db"] for r in rows], rel=1e-4)
+    values = [r["snr_db"] for r in rows if (r["site"], r["tensor"]) == ("first", "fprop.input")]
+    assert got == [(2, pytest.approx(values[0], rel=1e-4)), (4, pytest.approx(values[1], rel=1e-4))]
 
 
 def test_every_metric_is_described():
@@ -545,14 +459,27 @@ def test_every_metric_is_described():
 def test_gradient_norms(tmp_path):
     """The norm that the optimizer gets, of each weight."""
     model, optimizer = make(policy())
-    seen = []
+    seen = {}
 
     def look(*args):
-        seen.append({name: p.grad.norm().item() for name, p in model.named_parameters() if name.endswith("weight")})
+        step = 1 + len(seen) // 2
+        seen.update({(step, n): p.grad.norm().item() for n, p in model.named_parameters() if n.endswith("weight")})
 
     optimizer.register_step_pre_hook(look)
     with Statistics(model, optimizer, every=2, directory=tmp_path, metrics="gradient_norm"):
         steps(model, optimizer, 4)
     rows = [row for row in read(tmp_path).rows if row["tensor"] == "weight.grad"]
     got = {(row["step"], f"{row['site']}.weight"): row["gradient_norm"] for row in rows}
-    assert got == pytest.approx({(n, name): seen[n - 1][name] for n in (2, 4) for name in seen[0]}, rel=1e-5)
+    assert got == pytest.approx({key: norm for key, norm in seen.items() if key[0] in (2, 4)}, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "tetrajet-qema"])
+def test_experts_are_recorded(name, tmp_path):
+    model = experts.applied(name)
+    optimizer = experts.prepared(model)
+    with Statistics(model, optimizer, directory=tmp_path, every=1, window=2, window_every=2):
+        experts.train(model, optimizer, range(4))
+    rows = read(tmp_path).rows
+    for site in ("layers.1.experts", "layers.1.experts#1"):
+        assert {str(operand) for operand in Operand} <= {row["tensor"] for row in rows if row["site"] == site}
+    assert {row["tensor"] for row in rows if row["site"] == "layers.1.experts" and "window" in row} == {"w1", "w2"}

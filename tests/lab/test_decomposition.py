@@ -1,7 +1,5 @@
 """The three parts of the error add up to it, exactly, and are what their definitions say."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -18,6 +16,7 @@ from fp4graph.lab import decompose
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique import parts_of
 from fp4graph.technique.registry import default_registry
 
 PAIRS = [(element, scale) for element in ELEMENTS for scale in SCALES]
@@ -52,10 +51,9 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     assert parts.total.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
     # Not only in floating point: as fractions.
-    for i in itertools.product(*map(range, x.shape)):
-        bias, dead, grid, total = (
-            Fraction(part[i].item()) for part in (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
-        )
+    terms = (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
+    for values in zip(*(part.flatten().tolist() for part in terms), strict=True):
+        bias, dead, grid, total = map(Fraction, values)
         assert bias + dead + grid == total
 
 
@@ -75,11 +73,11 @@ def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale
             assert ((parts.total - error).abs() <= 2.0**-50 * torch.maximum(x.double().abs(), error.abs())).all()
 
 
-def by_hand(x: np.ndarray, block: int) -> np.ndarray:
+def by_hand(x, block):
     """(scale bias, dead zone, grid noise) of MXFP4 with scales 2^floor(log2 amax) / 4, in plain loops: [3, R, C]."""
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
-    def nearest(u: float) -> float:
+    def nearest(u):
         best = min(values, key=lambda v: (abs(abs(u) - v), values.index(v) % 2))  # ties to the even code
         return math.copysign(best, u)
 
@@ -135,7 +133,7 @@ def test_of_a_whole_program(name):
     spec = QuantSpec("e2m1", 16, scale)
     technique = default_registry().techniques[name]()
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * 3
-    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, (technique,)))
+    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, parts_of(technique)))
     assert torch.equal(helped.scale_bias + helped.grid_noise + helped.dead_zone, helped.total)
     assert helped.total.square().sum() != plain.total.square().sum()
 
@@ -145,7 +143,7 @@ def test_macro_blocks_of_one_block_leave_little_scale_bias():
     spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even"))
     macro = default_registry().techniques["macro_block_scaling"](block=32, mantissa_bits=10)
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
-    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, (macro,)))
+    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, parts_of(macro)))
     assert helped.scale_bias.square().sum() < 0.05 * plain.scale_bias.square().sum()
 
 
@@ -189,9 +187,9 @@ def test_the_papers_own_formula(convention, rounding):
 def test_the_papers_formula_has_one_scale():
     x = torch.randn(4, 64)
     macro, fallback = (default_registry().techniques[n]() for n in ("macro_block_scaling", "outlier_fallback"))
-    parts = decompose(x, OperandProgram(QuantSpec("e2m1", 32), (macro,)), definition="printed")
+    parts = decompose(x, OperandProgram(QuantSpec("e2m1", 32), parts_of(macro)), definition="printed")
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
     with pytest.raises(fp4graph.Error, match="unlike outlier_fallback"):
-        decompose(x, OperandProgram(QuantSpec("e2m1", 32), (fallback,)), definition="printed")
+        decompose(x, OperandProgram(QuantSpec("e2m1", 32), parts_of(fallback)), definition="printed")
     with pytest.raises(fp4graph.Error, match="ideal or printed"):
         decompose(x, QuantSpec("e2m1", 32), definition="theirs")

@@ -1,7 +1,5 @@
 """A diagnosis names what went wrong first, and nothing where a training is healthy."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -9,16 +7,15 @@ import random
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import fp4graph
-from fp4graph.cli import app
 from fp4graph.lab import Statistics, diagnose
 from fp4graph.lab.checks import OF_ERROR, QUANTITIES, SCALES
 from fp4graph.lab.diagnose import loss_findings
 from fp4graph.lab.statistics.storage import FILE, Log
 from fp4graph.technique.registry import default_registry
 from tests.docs.blocks import ROOT
+from tests.helpers.commands import run
 
 
 class Block(nn.Module):
@@ -56,14 +53,11 @@ def test_a_diverging_learning_rate(tmp_path):
     losses = train(tmp_path / "run", "int4-per-tensor", lr=3.0, optimizer=torch.optim.SGD)
     same = train(tmp_path / "same", "bf16", lr=3.0, optimizer=torch.optim.SGD)
     good = train(tmp_path / "good", "bf16")
-    alone = diagnose(tmp_path / "run", losses=losses)
-    assert (alone.findings[0].quantity, alone.findings[0].site, alone.baseline) == ("loss", "", None)
+    alone, both, one = (diagnose(tmp_path / "run", other, losses=losses) for other in (None, same, good))
+    assert (alone.findings[0].quantity, alone.findings[0].site) == ("loss", "")
+    assert (alone.baseline, both.baseline, one.baseline) == (None, True, False)
     assert "learning rate" in alone.headline
-    both = diagnose(tmp_path / "run", same, losses=losses)
-    assert both.baseline is True
     assert "what both runs share" in both.headline
-    one = diagnose(tmp_path / "run", good, losses=losses)
-    assert one.baseline is False
     assert "quantization is part of the cause" in one.headline
     assert {each.range for each in one.findings if each.quantity == "loss"} == {"early", "baseline"}
     assert diagnose(tmp_path / "good", same, losses=good).findings == ()
@@ -72,23 +66,19 @@ def test_a_diverging_learning_rate(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["int4-per-tensor", "mxfp4"])
 def test_a_planted_outlier_channel(tmp_path, policy):
-    losses = train(tmp_path, policy, planted=100.0, steps=30)
-    found = diagnose(tmp_path, losses=losses)
-    first = found.findings[0]
-    assert (first.site, first.operand, first.quantity) == ("2.up", "fprop.input", "underflowed")
-    assert first.step == 5
+    diagnosis = diagnose(tmp_path, losses=train(tmp_path, policy, planted=100.0, steps=30))
+    first = diagnosis.findings[0]
+    assert (first.site, first.operand, first.quantity, first.step) == ("2.up", "fprop.input", "underflowed", 5)
     for name in ("outlier_clamp", "hadamard", "2.up", "fprop.input"):
-        assert name in found.headline
+        assert name in diagnosis.headline
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "seed"), [("int4-per-tensor", 1), ("mxfp4", 2), ("tetrajet", 3), ("nvfp4", 4)])
 def test_a_healthy_run(tmp_path, policy, seed):
-    losses = train(tmp_path, policy, seed=seed)
-    found = diagnose(tmp_path, losses=losses)
-    assert found.findings == ()
-    assert found.headline == "Nothing left its normal range in 50 losses and 10 records of operands."
-    assert found.missing == ()
+    diagnosis = diagnose(tmp_path, losses=train(tmp_path, policy, seed=seed))
+    assert (diagnosis.findings, diagnosis.missing) == ((), ())
+    assert diagnosis.headline == "Nothing left its normal range in 50 losses and 10 records of operands."
 
 
 def noisy(step, level):
@@ -163,12 +153,10 @@ def test_the_command(tmp_path):
     record(tmp_path / "statistics", {"0.a": [20.0] * 6, "1.a": [19.0] * 6, "2.a": [5.0] * 6})
     lines = [{"step": n, "train_loss": 2.3 - n / 50, "gradient_norm": 1.0 if n < 45 else 100.0} for n in range(1, 61)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"])
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.output)
-    assert [(each["quantity"], each["step"]) for each in shown["findings"]] == [("snr_db", 10), ("gradient_norm", 45)]
-    assert shown["findings"][0]["remedy"]["evidence"]
-    text = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output
+    findings = json.loads(run("diagnose", tmp_path, "--json").out)["findings"]
+    assert [(each["quantity"], each["step"]) for each in findings] == [("snr_db", 10), ("gradient_norm", 45)]
+    assert findings[0]["remedy"]["evidence"]
+    text = run("diagnose", tmp_path).out
     for word in ("2.a", "fprop.input", "peers", "the model", "100"):
         assert word in text
 
@@ -177,9 +165,9 @@ def test_mistakes(tmp_path):
     with pytest.raises(fp4graph.Error, match="neither losses nor statistics"):
         diagnose(tmp_path)
     (tmp_path / FILE).write_text('{"format": "fp4graph.statistics", "version": 1, "metrics": ["snr"]}\n')
-    found = diagnose(tmp_path)
-    assert any(each.startswith("losses") for each in found.missing)
-    assert any(each.startswith("underflow:") for each in found.missing)
+    missing = diagnose(tmp_path).missing
+    assert any(each.startswith("losses") for each in missing)
+    assert any(each.startswith("underflow:") for each in missing)
     with pytest.raises(fp4graph.Error, match="no losses of a baseline"):
         diagnose(tmp_path, tmp_path / "nowhere")
 

@@ -1,7 +1,5 @@
 """The statistics against their definitions, written out in NumPy or plain loops."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,62 +1,37 @@
 """What a sweep came to: scores, the best of each family, the frontier, the figure and the exports."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
-from fp4graph.cli import app
 from fp4graph.commands.score import score as score_command
 from fp4graph.commands.sweep_tables import Progress, effects_table
 from fp4graph.errors import Error
 from fp4graph.files import replacing, write
 from fp4graph.lab.sweeps.pareto import figure, png
-from fp4graph.lab.sweeps.results import (
-    Effect,
-    Results,
-    Trial,
-    best,
-    effects,
-    frontier,
-    reference_loss,
-    to_csv,
-    to_json,
-)
+from fp4graph.lab.sweeps.results import Effect, Results, Trial, best, effects, frontier, reference_loss, to_csv, to_json
+from tests.helpers.commands import run
 
 RULES = ("text", "table")
 
 
-def trial(number: int, loss: float | None, complexity: float, family: str = "e8m0", **more: Any) -> Trial:
-    state = more.pop("state", "complete")
-    summary = more.pop("summary", f"{family.upper()}, recipe {number}")
-    result = {
-        "outcome": state,
-        "loss": loss,
-        "seconds": 1.5,
-        "metrics": {"accuracy": 0.5},
-        "reason": more.pop("reason", None),
-    }
+def trial(number, loss, complexity, family="e8m0", state="complete", kind="trial", summary=None, reason=None, **chosen):
+    result = {"outcome": state, "loss": loss, "seconds": 1.5, "metrics": {"accuracy": 0.5}, "reason": reason}
     return Trial(
-        number=number, state=state, kind=more.pop("kind", "trial"), family=family, summary=summary, key=str(number),
-        complexity=complexity, policy="version: 1\n", assignment={"scale format": family}, run=more.pop("run", {}),
-        worker="w", result=result,
+        number=number, state=state, kind=kind, family=family, summary=summary or f"{family.upper()}, recipe {number}",
+        key=str(number), complexity=complexity, policy="version: 1\n", run={}, worker="w", result=result,
+        assignment={"scale format": family, **chosen},
     )  # fmt: skip
 
 
-def made(trials: Sequence[Trial], name: str = "digits") -> Results:
+def made(trials, name="digits"):
     return Results.of(name, "digits", trials)
 
 
@@ -80,18 +55,14 @@ SWEEP = made(
 )
 
 
-# ------------------------------------------------------------------ scores
-
-
-def test_the_reference_is_the_better_baseline_that_came_through() -> None:
+def test_the_reference_is_the_better_baseline_that_came_through():
     assert SWEEP.reference == 2.0
-    diverged = trial(0, None, 0, kind="baseline", state="diverged")
+    diverged, zero = trial(0, None, 0, kind="baseline", state="diverged"), trial(0, 0.0, 0, kind="baseline")
     assert reference_loss([diverged, BASELINES[1], trial(2, 0.5, 0)]) == 2.5
-    assert reference_loss([diverged, trial(2, 0.5, 0)]) is None
-    assert reference_loss([trial(0, 0.0, 0, kind="baseline")]) is None
+    assert reference_loss([diverged, trial(2, 0.5, 0)]) is reference_loss([zero]) is None
 
 
-def test_scores_by_both_rules() -> None:
+def test_scores_by_both_rules():
     found = {s.trial.number: s.scores for s in SWEEP.trials}
     expected = {
         2: (-0.5, -0.5), 3: (0.025, 0.05), 4: (0.02, 0.025), 5: (-0.1 / 3, -0.2), 7: (-0.2, -0.2),
@@ -105,7 +76,7 @@ def test_scores_by_both_rules() -> None:
     assert {score for s in without.trials for score in s.scores.values()} == {None}
 
 
-def test_the_best_of_each_family() -> None:
+def test_the_best_of_each_family():
     assert [(family, what, s.trial.number) for family, what, s in best(SWEEP, "table")] == [
         ("Adam", "baseline", 0),
         ("StableSPAM", "baseline", 1),
@@ -121,8 +92,6 @@ def test_the_best_of_each_family() -> None:
     assert [(what, s.trial.number) for _, what, s in best(unscored, "table")] == [("pure FP4", 2), ("best loss", 3)]
 
 
-# ------------------------------------------------------------------ the frontier
-
 _POINTS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 4.0]), st.sampled_from([0.5, 1.5, 1.9, 2.0, 2.1, 3.0, None])),
     max_size=12,
@@ -131,7 +100,7 @@ _POINTS = st.lists(
 
 @pytest.mark.slow
 @given(_POINTS, st.sampled_from(RULES))
-def test_the_frontier_is_what_nothing_is_preferable_to(points: list[tuple[float, float | None]], rule: Any) -> None:
+def test_the_frontier_is_what_nothing_is_preferable_to(points, rule):
     """Against the definition, over all pairs; of equal points the first stands."""
     trials = [
         trial(number, loss, complexity, state="complete" if loss else "diverged")
@@ -140,32 +109,26 @@ def test_the_frontier_is_what_nothing_is_preferable_to(points: list[tuple[float,
     some = [s for s in made([*BASELINES, *trials]).trials if s.trial.kind == "trial"]
     value = {s.trial.number: s.scores[rule] for s in some}
 
-    def preferable(a: Trial, b: Trial) -> bool:
+    def preferable(a, b):
         first, second = (a.complexity, -value[a.number]), (b.complexity, -value[b.number])
         no_worse = all(x <= y for x, y in zip(first, second, strict=True))
         return no_worse and (first != second or a.number < b.number)
 
     finite = [s.trial for s in some if math.isfinite(value[s.trial.number])]
     expected = [b.number for b in finite if not any(preferable(a, b) for a in finite)]
-    found = [s.trial.number for s in frontier(some, rule)]
-    assert sorted(found) == expected
-    assert [t.complexity for t in (some[n - 2].trial for n in found)] == sorted(
-        t.complexity for t in (some[n - 2].trial for n in found)
-    )
-
-
-# ------------------------------------------------------------------ the figure
+    front = [s.trial for s in frontier(some, rule)]
+    assert sorted(t.number for t in front) == expected
+    assert front == sorted(front, key=lambda t: t.complexity)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_figure_names_its_axes_its_families_and_its_best_points(rule: Any) -> None:
+def test_the_figure_names_its_axes_its_families_and_its_best_points(rule):
     drawn = figure([SWEEP, made([t.trial for t in SWEEP.trials], "other")], rule)
-    assert len(drawn.axes) == 2
-    (axes, other) = drawn.axes
-    assert other.get_title() == "other (digits), 7 configurations, 1 diverged"
+    axes, _ = drawn.axes
+    counts = "7 configurations, 1 diverged"
+    assert [each.get_title() for each in drawn.axes] == [f"digits, {counts}", f"other (digits), {counts}"]
     assert axes.get_xlabel() == "complexity Ω [points]"
     assert axes.get_ylabel().startswith("score S = G/")
-    assert axes.get_title() == "digits, 7 configurations, 1 diverged"
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MXFP4", "NVFP4", "unquantized"]
     shown = "\n".join(text.get_text() for text in axes.texts)
     for family in ("e8m0", "e4m3"):
@@ -177,7 +140,7 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule: Any) -
 
 
 @pytest.mark.slow
-def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overlap() -> None:
+def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overlap():
     many = [trial(n, 2.0 - 0.001 * n, 0.5 * n, "e8m0", summary="MXFP4, " + "long words " * 12) for n in range(2, 10)]
     many += [trial(20 + n, 2.1 - 0.003 * n, 0.5 * n, "e4m3", summary="NVFP4") for n in range(2, 10)]
     drawn = figure([made([*BASELINES, *many])] * 2, "text")
@@ -200,7 +163,7 @@ def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overla
     assert max(line.x1 for line in lines) <= right.x0 + width / 4  # names stay under their own panel
 
 
-def test_the_frontier_can_be_read_beside_what_fails_by_far() -> None:
+def test_the_frontier_can_be_read_beside_what_fails_by_far():
     many = [trial(n, 1.99 - 0.02 * n, n, "e8m0") for n in range(2, 6)] + [trial(9, 500.0, 3)]
     drawn = figure([made([*BASELINES, *many])], "table")
     (axes,) = drawn.axes
@@ -214,22 +177,18 @@ def test_the_frontier_can_be_read_beside_what_fails_by_far() -> None:
     assert [label.get_text() for label in axes.get_yticklabels() if label.get_text() in ("0", "-100")] == ["-100", "0"]
 
 
-def test_what_each_choice_came_to() -> None:
-    def with_choices(number: int, loss: float | None, family: str = "e8m0", **more: Any) -> Trial:
-        chosen = {key: more.pop(key) for key in ("rounding", "optimizer") if key in more}
-        return replace(trial(number, loss, 1, family, **more), assignment={"scale format": family, **chosen})
-
+def test_what_each_choice_came_to():
     found = made(
         [
             *BASELINES,
-            with_choices(2, 3.0, rounding="nearest", optimizer="adam"),
-            with_choices(3, 1.0, rounding="up", optimizer="adam"),
-            with_choices(4, 2.0, rounding="nearest", optimizer="stable"),
-            with_choices(5, None, rounding="up", optimizer="stable", state="diverged"),
-            with_choices(6, 1.5, rounding="up"),  # its optimizer had no say
-            with_choices(7, 9.0, rounding="up", state="pruned"),
-            with_choices(8, 9.0, rounding="up", state="refused"),
-            with_choices(9, 4.0, "e4m3", rounding="up"),
+            trial(2, 3.0, 1, rounding="nearest", optimizer="adam"),
+            trial(3, 1.0, 1, rounding="up", optimizer="adam"),
+            trial(4, 2.0, 1, rounding="nearest", optimizer="stable"),
+            trial(5, None, 1, rounding="up", optimizer="stable", state="diverged"),
+            trial(6, 1.5, 1, rounding="up"),  # its optimizer had no say
+            trial(7, 9.0, 1, rounding="up", state="pruned"),
+            trial(8, 9.0, 1, rounding="up", state="refused"),
+            trial(9, 4.0, 1, "e4m3", rounding="up"),
         ]
     )
     assert effects(found) == [
@@ -239,11 +198,8 @@ def test_what_each_choice_came_to() -> None:
         Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
     ]
     data = json.loads(to_json([found], choices=True))["choices"]
-    assert [(one["choice"], one["median"], one["best"]) for one in data][1:] == [
-        ("up", 1.5, 1.0),
-        ("adam", 2.0, 1.0),
-        ("stable", None, 2.0),
-    ]
+    rows = [(one["choice"], one["median"], one["best"]) for one in data]
+    assert rows[1:] == [("up", 1.5, 1.0), ("adam", 2.0, 1.0), ("stable", None, 2.0)]
     printed = io.StringIO()
     Console(width=100, file=printed).print(effects_table(found))
     lines = printed.getvalue().splitlines()
@@ -251,76 +207,65 @@ def test_what_each_choice_came_to() -> None:
     assert "inf" in lines[-2]
 
 
-def test_a_figure_of_nothing_is_an_error() -> None:
+def test_a_figure_of_nothing_is_an_error():
     with pytest.raises(Error, match=r"study 'digits' has nothing to plot.*0 complete trials, 1 diverged"):
         figure([made([trial(2, None, 0, state="diverged")])], "table")
     with pytest.raises(Error, match="nothing to plot"):
         png([made(BASELINES)])
 
 
-# ------------------------------------------------------------------ exports
-
-
-def test_exports_hold_every_trial() -> None:
+def test_exports_hold_every_trial():
     rows = list(csv.DictReader(io.StringIO(to_csv([SWEEP]))))
     assert [int(row["trial"]) for row in rows] == list(range(12))
     assert [row["state"] for row in rows].count("diverged") == 1
     (failed,) = [row for row in rows if row["state"] == "failed"]
-    assert failed["reason"] == "out of memory"
-    assert (failed["score_text"], failed["validation_loss"]) == ("", "")
-    assert float(rows[3]["score_text"]) == pytest.approx(0.025)
-    assert float(rows[3]["score_table"]) == pytest.approx(0.05)
-    assert rows[3]["choices.scale format"] == "e8m0"
-    assert rows[3]["metrics.accuracy"] == "0.5"
-    data = json.loads(to_json([SWEEP, SWEEP]))
-    assert len(data["trials"]) == 24
-    assert data["trials"][6]["score_table"] is None  # JSON has no infinity
-    assert data["trials"][3]["policy"] == "version: 1\n"
-    assert data["trials"][3]["reference_loss"] == 2.0
+    assert (failed["reason"], failed["score_text"], failed["validation_loss"]) == ("out of memory", "", "")
+    row = rows[3]
+    assert [float(row["score_text"]), float(row["score_table"])] == pytest.approx([0.025, 0.05])
+    assert (row["choices.scale format"], row["metrics.accuracy"]) == ("e8m0", "0.5")
+    trials = json.loads(to_json([SWEEP, SWEEP]))["trials"]
+    assert len(trials) == 24
+    assert trials[6]["score_table"] is None  # JSON has no infinity
+    assert (trials[3]["policy"], trials[3]["reference_loss"]) == ("version: 1\n", 2.0)
 
 
-def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "results.csv"
     write(path, "first")
 
-    def full(_: int) -> None:
+    def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(Error, match=r"cannot write .*results\.csv: No space left on device"):
         write(path, "second, longer")
-    assert path.read_text() == "first"
-    assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+    assert (path.read_text(), os.listdir(path.parent)) == ("first", ["results.csv"])
     monkeypatch.undo()
     (path.parent / "results.csv.tmp").write_text("what a kill left")  # the next writer overwrites it
     write(path, "third")
-    assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+    assert (path.read_text(), os.listdir(path.parent)) == ("third", ["results.csv"])
 
 
-def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     path = tmp_path / "run.pt"
     with replacing(path) as last:
         last.write(b"last")
         with replacing(path) as first:
             first.write(b"first, and longer")
         assert path.read_bytes() == b"first, and longer"
-    assert path.read_bytes() == b"last"
-    assert [item.name for item in tmp_path.iterdir()] == ["run.pt"]
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"last", ["run.pt"])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Error, match="pipe: not a regular file"):
         write(tmp_path / "pipe", "text")
 
 
-# ------------------------------------------------------------------ as it goes
-
-
-def test_on_a_terminal_a_table_has_a_line_for_every_trial() -> None:
+def test_on_a_terminal_a_table_has_a_line_for_every_trial():
     running = trial(12, None, 3.0, "e4m3", state="running", summary="NVFP4, " + "long words " * 20)
     console = Console(width=100, height=40, force_terminal=True, color_system=None, file=io.StringIO(), markup=False)
     with Progress(console, 40, "table", "digits") as progress:
         progress.show([s.trial for s in SWEEP.trials][:5])
         progress.show([*(s.trial for s in SWEEP.trials), running], ["worker 1 ended (SIGKILL)"])
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     last = shown[shown.rindex("digits: ") :]
     assert last.startswith("digits: 12 of 40, about")
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in last.splitlines() if line.startswith("│")]
@@ -336,29 +281,32 @@ def test_on_a_terminal_a_table_has_a_line_for_every_trial() -> None:
     assert "worker 1 ended (SIGKILL)" in shown
 
 
-def test_elsewhere_every_result_is_said_once() -> None:
+def test_elsewhere_every_result_is_said_once():
     console = Console(width=100, file=io.StringIO(), markup=False)
     with Progress(console, 40, "text", "digits") as progress:
         for count in (3, 3, 12):
             progress.show([s.trial for s in SWEEP.trials][:count])
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()
     assert len(lines) == 12
     assert lines[0] == "3/40  trial 0  Adam  Ω 0  loss 2"
     assert lines[3] == "12/40  trial 3  E8M0, recipe 3  Ω 1  loss 1.9  score +0.0250"
     assert lines[9] == "12/40  trial 9  E4M3, recipe 9  Ω 1  failed: out of memory"
 
 
-# ------------------------------------------------------------------ commands
+def test_the_score_of_three_numbers():
+    numbers = "score", "--loss", 3, "--reference", 2, "--complexity", 4
+    assert run(*numbers).out == "-2\n"
+    assert run(*numbers, "--rule", "text").out == "-0.1\n"
 
 
-def test_the_score_of_three_numbers() -> None:
-    runner = CliRunner()
-    numbers = ["score", "--loss", "3", "--reference", "2", "--complexity", "4"]
-    assert runner.invoke(app, numbers).stdout == "-2\n"
-    assert runner.invoke(app, [*numbers, "--rule", "text"]).stdout == "-0.1\n"
-    with pytest.raises(Error, match="reference loss must be positive"):
-        score_command(loss=1.0, reference=0.0, complexity=1.0)
-    with pytest.raises(Error, match="give a sweep's folder or database, or --loss"):
-        score_command(loss=1.0)
-    with pytest.raises(Error, match="not both"):
-        score_command(sources=["x"], loss=1.0)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"reference": 0.0, "complexity": 1.0}, "reference loss must be positive"),
+        ({}, "give a sweep's folder or database, or --loss"),
+        ({"sources": ["x"]}, "not both"),
+    ],
+)
+def test_a_score_that_cannot_be(options, says):
+    with pytest.raises(Error, match=says):
+        score_command(loss=1.0, **options)

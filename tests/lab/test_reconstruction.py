@@ -1,11 +1,8 @@
 """Reconstruction errors and scale curves against NumPy and ml_dtypes; the figures as commands."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +15,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def figures(monkeypatch):
     """The script behind the figures."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "findings"))
     monkeypatch.delitem(sys.modules, "figures", raising=False)
@@ -57,7 +54,6 @@ def test_zeros_have_no_relative_error():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_figures_metric(figures, tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
@@ -77,7 +73,6 @@ def test_the_figures_metric(figures, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
 def test_the_figures(figures, name, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))

@@ -1,29 +1,31 @@
-"""The report of a run: complete, self-contained, and without complaints from a real browser."""
-
-from __future__ import annotations
+"""The report of a run: complete, self-contained, without complaints from a browser; and the statistics it shows."""
 
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
-from typer.testing import CliRunner
 
 import fp4graph
-from fp4graph.cli import app
 from fp4graph.lab import Statistics, read
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.report import PICTURES, write_report
+from fp4graph.lab.runs.train import Run, train
 from tests.helpers.processes import PATIENCE
 from tests.lab.trainings import Block
 
 
+def record(folder, lines, outcome):
+    """Write a run's metrics and outcome."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(tmp_path_factory):
     """A folder as fp4graph train leaves it, with the statistics of a short training of two blocks."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
@@ -42,68 +44,47 @@ def run(tmp_path_factory) -> Path:
             if step % 20 == 0:
                 lines.append({"step": step, "train_loss": 1.0, "validation_loss": loss.item(), "accuracy": step / 100})
     content = {
-        "format": "fp4graph.run",
-        "version": 1,
-        "policy": policy.to_yaml(),
+        "format": "fp4graph.run", "version": 1, "policy": policy.to_yaml(),
         "run": {"task": "roll <the> rows", "policy": "tetrajet"},
         "settings": {"optimizer": "adamw", "lr": 1e-2, "seed": 0},
-    }
+    }  # fmt: skip
     outcome = {"steps": 100, "seconds": 3.0, "diverged": False, "complexity": 0.5, "quantized": 4, "sites": 4}
+    record(folder, lines, outcome)
     (folder / "run.json").write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "outcome.json").write_text(json.dumps(outcome))
     torch._dynamo.reset()
     return folder
 
 
 @pytest.fixture(scope="module")
-def page(run) -> Path:
+def page(run):
     return write_report(run)
 
 
-@pytest.mark.slow
-def test_it_holds_everything(page):
+def test_it_holds_everything_and_refers_to_nothing_outside(page):
     text = page.read_text("utf-8")
-    for part in PICTURES:
-        assert f'<section id="{part.__name__}">' in text, part.__name__
     assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
-    assert "roll &lt;the&gt; rows" in text
-    for site in ("0.up", "0.down", "1.up", "1.down"):
-        assert f">{site}</th>" in text
-    assert "Ω 0.5" in text
-    assert "stochastic" in text  # the policy
-
-
-@pytest.mark.slow
-def test_it_refers_to_nothing_outside(page):
-    text = page.read_text("utf-8")
+    parts = [f'<section id="{part.__name__}">' for part in PICTURES]
+    sites = [f">{site}</th>" for site in ("0.up", "0.down", "1.up", "1.down")]
+    for words in (*parts, *sites, "roll &lt;the&gt; rows", "Ω 0.5", "stochastic"):  # the last in the policy
+        assert words in text
     outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)
     assert not outside
 
 
-@pytest.mark.slow
-def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
+@pytest.mark.parametrize("part", PICTURES, ids=lambda part: part.__name__)
+def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
     """Nothing that is drawn reaches over the edge."""
-    recorded = read(run)
-    for part in PICTURES:
-        picture = part(recorded)
-        assert picture is not None, part.__name__
-        renderer = FigureCanvasAgg(picture).get_renderer()
-        picture.draw_without_rendering()
-        width, height = picture.bbox.width, picture.bbox.height
-        labels = [axes.get_xlabel() for axes in picture.axes if axes.get_visible()]
-        assert any(labels), part.__name__
-        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in picture.axes), part.__name__
-        texts = [axes.xaxis.label for axes in picture.axes] + [axes.yaxis.label for axes in picture.axes]
-        legends = [*picture.legends, *(axes.get_legend() for axes in picture.axes if axes.get_legend())]
-        for thing in [*(text for text in texts if text.get_text()), *legends]:
-            box = thing.get_window_extent(renderer)
-            assert box.x0 >= -1, (part.__name__, thing)
-            assert box.y0 >= -1, (part.__name__, thing)
-            assert box.x1 <= width + 1, (part.__name__, thing)
-            assert box.y1 <= height + 1, (part.__name__, thing)
-        for legend in legends:
-            assert legend.get_texts(), part.__name__
+    picture = part(read(run))
+    renderer = FigureCanvasAgg(picture).get_renderer()
+    picture.draw_without_rendering()
+    assert any(axes.get_xlabel() for axes in picture.axes if axes.get_visible())
+    assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in picture.axes)
+    labels = [label for axes in picture.axes for label in (axes.xaxis.label, axes.yaxis.label) if label.get_text()]
+    legends = [*picture.legends, *(axes.get_legend() for axes in picture.axes if axes.get_legend())]
+    for thing in (*labels, *legends):
+        box = thing.get_window_extent(renderer)
+        assert min(box.x0, box.y0, picture.bbox.width - box.x1, picture.bbox.height - box.y1) >= -1, thing
+    assert all(legend.get_texts() for legend in legends)
 
 
 @pytest.mark.service
@@ -126,17 +107,14 @@ def test_in_a_browser(page):
         drawn = tab.eval_on_selector_all("figure svg", "all => all.map(e => e.getBoundingClientRect().width)")
         assert len(drawn) == len(PICTURES) + 2
         assert min(drawn) > 500
-        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-
-        tab.set_viewport_size({"width": 420, "height": 900})  # a phone scrolls tables and pictures, not the page
-        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        for width in (1200, 420):  # a phone scrolls tables and pictures, not the page
+            tab.set_viewport_size({"width": width, "height": 900})
+            assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), width
         browser.close()
-    assert said == []
-    assert asked == [page.resolve().as_uri()]
+    assert (said, asked) == ([], [page.resolve().as_uri()])
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_statistics_without_a_run(run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
     text = write_report(tmp_path, tmp_path / "other.html").read_text("utf-8")
@@ -144,7 +122,6 @@ def test_statistics_without_a_run(run, tmp_path):
     assert "Curves" not in text
 
 
-@pytest.mark.slow
 def test_a_run_without_statistics(run, tmp_path):
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(run / name, tmp_path)
@@ -154,12 +131,10 @@ def test_a_run_without_statistics(run, tmp_path):
     assert "validation loss at step 100" in text
 
 
-@pytest.mark.slow
 def test_a_run_that_diverged(run, tmp_path):
     shutil.copy(run / "run.json", tmp_path)
     lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "outcome.json").write_text(json.dumps({"steps": 2, "seconds": 1.0, "diverged": True}))
+    record(tmp_path, lines, {"steps": 2, "seconds": 1.0, "diverged": True})
     assert "diverged" in write_report(tmp_path).read_text("utf-8")
 
 
@@ -172,11 +147,10 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
-def test_the_command(run, tmp_path):
-    result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "page.html")])
-    assert result.exit_code == 0, result.output
-    assert "open it in a browser" in result.output
+def test_the_command(command, run, tmp_path):
+    code, out, _ = command("report", run, "-o", tmp_path / "page.html")
+    assert code == 0
+    assert "open it in a browser" in out
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
 
 
@@ -198,8 +172,66 @@ def test_folders_that_hold_something_else(tmp_path, make, message):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_report_that_cannot_be_written(run, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(fp4graph.Error, match="cannot write"):
         write_report(run, tmp_path / "taken" / "page.html")
+
+
+DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--validate-every=9", "--steps=12", "--json"]
+
+
+@pytest.mark.slow
+def test_a_training_and_its_report(command, tmp_path):
+    """Statistics change nothing of the training, and the report has every picture."""
+    plain = json.loads(command(*DIGITS, "--output", tmp_path / "plain").out)["outcome"]
+    watched = json.loads(command(*DIGITS, "--output", tmp_path / "run", "--statistics", 4).out)["outcome"]
+    for name in ("validation_loss", "train_loss", "metrics", "history"):
+        assert watched[name] == plain[name], name
+    recorded = read(tmp_path / "run")
+    assert recorded.steps == [4, 8, 12]
+    assert {row["step"] for row in recorded.rows if row["tensor"] == "weight"} == {12}  # a window at the end
+    assert {row["tensor"] for row in recorded.rows} >= {"fprop.input", "wgrad", "output"}
+    assert command("report", tmp_path / "run").code == 0
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert all(f'<section id="{part.__name__}">' in page for part in PICTURES)
+
+
+@pytest.mark.long
+def test_a_resumed_run(tmp_path):
+    """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
+    run = Run("digits", policy="tetrajet", optimizer="sgd", steps=8, validate_every=4, device="cpu")
+    whole = train(run, directory=tmp_path / "whole", statistics=2)
+
+    def stop(step, steps, loss):
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, directory=tmp_path / "run", statistics=2, tick=stop)
+    assert read(tmp_path / "run").steps == [2, 4, 6]
+    resumed = train(run, directory=tmp_path / "run", statistics=2, resume=True)
+    assert resumed.validation_loss == whole.validation_loss
+    recorded, expected = read(tmp_path / "run"), read(tmp_path / "whole")
+    assert recorded.header["step"] == 4  # though plain SGD counts no steps
+    assert recorded.steps == expected.steps == [2, 4, 6, 8]
+    # All but what the window that began before the kill would have said, of weights and outputs.
+    assert recorded.rows == tuple(row for row in expected.rows if row["tensor"] not in ("weight", "output"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
+def test_the_other_families(task, policy, tmp_path):
+    """What goes into the model is the task's, noise and timesteps of a diffusion included."""
+    small = {"batch_size": 4, "validation_batches": 1, "steps": 2}
+    train(Run(task, policy=policy, device="cpu", **small), directory=tmp_path, statistics=2)
+    rates = read(tmp_path).series("rate_of_change", tensor="output")["value"]
+    assert min(rates) > 0
+
+
+@pytest.mark.parametrize(("every", "says"), [(13, "from 1 to 12"), (0, "from 1 to 12"), (5, "kept in the folder of")])
+def test_statistics_that_record_nothing(every, says, tmp_path):
+    folder = None if every == 5 else tmp_path / "run"
+    with pytest.raises(fp4graph.Error, match=says):
+        train(Run("digits", policy="tetrajet", steps=12, device="cpu"), directory=folder, statistics=every)
+    assert not (tmp_path / "run").exists()

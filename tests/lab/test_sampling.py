@@ -1,7 +1,6 @@
 """Lines taken out of operands are what the training multiplied, and their moments are those of its noise."""
 
-from __future__ import annotations
-
+import dataclasses
 import math
 
 import pytest
@@ -17,10 +16,14 @@ from fp4graph.ops.observe import ObservedOperand
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot
+from fp4graph.technique import BlockScale, Wrapper, parts_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
-QEma = default_registry().techniques["q_ema"]
+TECHNIQUES = default_registry().techniques
+QEma = TECHNIQUES["q_ema"]
+#: NVFP4 without techniques.
+E4M3 = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
 
 SPECS = {
     "nearest": QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up"),
@@ -31,7 +34,7 @@ SPECS = {
 }
 
 
-def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
+def seen(program, x, count=3):
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
     return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, given=x, terms=program(x, draw, {}))
 
@@ -40,7 +43,7 @@ def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOp
 def of_whole(monkeypatch):
     """Samples as they are where the whole operand is quantized again."""
 
-    def quantized(one: ObservedOperand, selection: Selection) -> sampling.Sample:
+    def quantized(one, selection):
         with monkeypatch.context() as patched:
             patched.setattr(sampling, "by_block", lambda program: False)
             return sample(one, selection)
@@ -48,14 +51,22 @@ def of_whole(monkeypatch):
     return quantized
 
 
-def same(one: sampling.Sample, other: sampling.Sample) -> bool:
+def same(one, other):
     """All but the scales, which are of the sample or of the whole operand."""
     pairs = [(getattr(one, field), getattr(other, field)) for field in ("x", "q", "ideal", "ratio")]
     pairs += list(zip(one.moments, other.moments, strict=True))
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
-def normal(*shape: int) -> torch.Tensor:
+def with_technique(name, spec=E4M3, **options):
+    return OperandProgram(spec, parts_of(TECHNIQUES[name](**options)))
+
+
+def sampled(program, x, count=None):
+    return sample(seen(program, x), Selection(tuple(x.shape), count))
+
+
+def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -78,18 +89,16 @@ def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
 def test_the_ideal_quantization_draws_the_bits_of_the_operand(name):
     """Where scales are exact already, ideal scales change nothing."""
-    program = with_ideal_scales(OperandProgram(SPECS[name]))
-    x = normal(64, 100)
-    found = sample(seen(program, x), Selection((64, 100), 1000))
+    found = sampled(with_ideal_scales(OperandProgram(SPECS[name])), normal(64, 100), 1000)
     assert torch.equal(found.ideal, found.q)
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (40, 70)])
 def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of_their_state(shape, of_whole):
     spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
-    q_ema = QEma(beta=0.9)
-    slots = tuple(StateSlot("q_ema", entry) for entry in q_ema.state(None))
-    program = OperandProgram(spec, (q_ema,), slots)
+    q_ema = parts_of(QEma(beta=0.9))
+    slots = tuple(StateSlot("q_ema", entry) for part in q_ema for entry in part.state)
+    program = OperandProgram(spec, q_ema, slots)
     x = normal(*shape)
     state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
     one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
@@ -97,7 +106,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
     assert by_block(program)
     assert same(sample(one, selection), of_whole(one, selection))
     assert not torch.equal(sample(seen(OperandProgram(spec), x), selection).ideal, sample(one, selection).ideal)
-    assert not by_block(OperandProgram(spec, (QEma(start_after=5),), slots))  # lines do not say how many forwards
+    assert not by_block(OperandProgram(spec, parts_of(QEma(start_after=5)), slots))  # lines have no count of forwards
 
 
 @pytest.mark.slow
@@ -121,17 +130,16 @@ def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention, of_whole):
         assert torch.equal(latents[name], value)
 
 
-class Doubling(QEma):
-    """Derived from one that acts block by block, and does not say that it does so itself."""
+class Largest(BlockScale):
+    """Takes the largest maximum of all blocks for each."""
 
-    name = "doubling"
+    mixes = "tensor"
 
     def block_statistic(self, values, z, context):
         return z.amax().expand_as(z)
 
 
-class Wrapping(Doubling):
-    name = "wrapping"
+class Wrapping(Wrapper):
     mixes = "block"
 
     def around(self, quantize, x, context):
@@ -140,17 +148,19 @@ class Wrapping(Doubling):
 
 
 @pytest.mark.parametrize("convention", ["decode", "encode"])
-@pytest.mark.parametrize("case", ["four_over_six", "quest_scale", "softmax", "guard above 1", "scale_gradient"])
-def test_techniques_that_mix_no_blocks_are_sampled_in_lines(case, convention, of_whole):
-    techniques = default_registry().techniques
-    options = {
-        "softmax": ("smooth_max", {"kind": "softmax"}),
-        "guard above 1": ("stochastic_rounding", {"range_guard": 1.0625}),
-    }
-    name, given = options.get(case, (case, {}))
-    program = OperandProgram(
-        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention)), (techniques[name](**given),)
-    )
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("four_over_six", {}),
+        ("quest_scale", {}),
+        ("smooth_max", {"kind": "softmax"}),
+        ("stochastic_rounding", {"range_guard": 1.0625}),
+        ("scale_gradient", {}),
+    ],
+)
+def test_techniques_that_mix_no_blocks_are_sampled_in_lines(name, options, convention, of_whole):
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention))
+    program = with_technique(name, spec, **options)
     assert by_block(program)
     one, selection = seen(program, normal(40, 100)), Selection((40, 100), 1000)
     assert same(sample(one, selection), of_whole(one, selection))
@@ -158,16 +168,16 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(case, convention, of
 
 def test_who_acts_block_by_block():
     spec = QuantSpec("e2m1", 32)
-    assert by_block(OperandProgram(spec, (QEma(),)))
-    assert not by_block(OperandProgram(spec, (Doubling(),)))
-    assert not by_block(OperandProgram(spec, (Wrapping(),)))  # whatever it says
+    assert by_block(OperandProgram(spec, parts_of(QEma())))
+    assert not by_block(OperandProgram(spec, (Largest(options=None),)))
+    assert not by_block(OperandProgram(spec, (Wrapping(options=None),)))  # whatever it says
 
 
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
 def test_moments_by_many_draws(name):
     program = OperandProgram(SPECS[name])
     x = normal(8, 64)
-    moments = sample(seen(program, x), Selection((8, 64), None)).moments
+    moments = sampled(program, x).moments
     draws = torch.stack([total(seen(program, x, count).terms) for count in range(1000)]).double()
     spread = moments.variance[0].double().sqrt()
     assert ((draws.mean(0) - moments.mean[0]).abs() < 5 * spread / 1000**0.5 + 1e-6).all()
@@ -176,42 +186,40 @@ def test_moments_by_many_draws(name):
         assert ((draws.mean(0) - x).square().sum() / x.square().sum()).sqrt() < 0.05
 
 
-def test_programs_of_techniques_are_quantized_whole():
-    techniques = default_registry().techniques
-    spec = QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even"))
-    for name in ("tensor_scaling", "macro_block_scaling", "outlier_fallback"):
-        program = OperandProgram(spec, (techniques[name](),))
-        assert not by_block(program)
-        found = sample(seen(program, x := normal(64, 256)), selection := Selection((64, 256), 4000))
-        assert torch.equal(found.q, selection.of(total(program(x))))
-        assert torch.equal(found.ideal, selection.of(total(with_ideal_scales(program)(x))))
-        assert found.moments.variance is None
-        assert torch.equal(found.moments.mean, found.q)
+@pytest.mark.parametrize("name", ["tensor_scaling", "macro_block_scaling", "outlier_fallback"])
+def test_programs_of_techniques_are_quantized_whole(name):
+    program = with_technique(name, QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even")))
+    assert not by_block(program)
+    x, selection = normal(64, 256), Selection((64, 256), 4000)
+    found = sample(seen(program, x), selection)
+    assert torch.equal(found.q, selection.of(total(program(x))))
+    assert torch.equal(found.ideal, selection.of(total(with_ideal_scales(program)(x))))
+    assert found.moments.variance is None
+    assert torch.equal(found.moments.mean, found.q)
 
 
-def test_scales_drawn_after_rounding_leave_no_moments():
+@pytest.mark.parametrize(
+    "program",
+    [
+        with_technique("ms_eden"),
+        with_technique("outlier_fallback", dataclasses.replace(E4M3, rounding="stochastic")),
+        OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"))),
+    ],
+    ids=["scales drawn after rounding", "two roundings", "stochastic scales"],
+)
+def test_what_is_random_in_other_ways_than_rounding_has_no_moments(program):
     """The mean of MS-EDEN is another than the values of one draw."""
-    technique = default_registry().techniques["ms_eden"]()
-    program = OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")), (technique,))
-    found = sample(seen(program, normal(64, 256)), Selection((64, 256), None))
-    assert found.moments.mean is None
+    assert sampled(program, normal(64, 256)).moments.mean is None
 
 
 @pytest.mark.slow
-def test_normalized_and_stochastic():
-    """γ is in the moments; of what is random in other ways than rounding there are none."""
-    techniques = default_registry().techniques
-    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), rounding="stochastic")
-    program = OperandProgram(spec, (techniques["tensor_scaling"](),))
+def test_moments_have_the_scale_of_a_tensor():
+    program = with_technique("tensor_scaling", dataclasses.replace(E4M3, rounding="stochastic"))
     x = normal(16, 64) * 1e-4
-    moments = sample(seen(program, x), Selection((16, 64), None)).moments
+    moments = sampled(program, x).moments
     draws = torch.stack([total(seen(program, x, count).terms) for count in range(500)])
     assert torch.allclose(draws.mean(0), moments.mean[0], atol=0.2 * draws.std(0).max().item())
     assert torch.allclose(draws.std(0), moments.variance[0].sqrt(), atol=0.2 * draws.std(0).max().item())
-    twice = OperandProgram(spec, (techniques["outlier_fallback"](),))
-    assert sample(seen(twice, x), Selection((16, 64), None)).moments.mean is None
-    scales = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"))
-    assert sample(seen(OperandProgram(scales), x), Selection((16, 64), None)).moments.mean is None
 
 
 def test_what_is_selected():

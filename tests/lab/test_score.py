@@ -1,16 +1,15 @@
 """The score, against every row of the paper's tables and against its definition."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fp4graph.lab.sweeps import Rule, gain, score
+from fp4graph.lab.sweeps import gain, score
 
 with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
     ROWS = list(csv.DictReader(file))
@@ -27,17 +26,17 @@ DEVIANT = {
 }
 
 
-def name(row: dict[str, str]) -> str:
+def name(row):
     return f"Table {row['table']}: {row['dataset']}, {row['source']}, {row['scale']}"
 
 
-def reference(row: dict[str, str]) -> float:
+def reference(row):
     """The better baseline of the row's task in the row's table."""
     place = row["table"], row["task"]
     return min(float(r["val_loss"]) for r in ROWS if r["kind"] == "baseline" and (r["table"], r["task"]) == place)
 
 
-def follows(row: dict[str, str], rule: Rule) -> bool:
+def follows(row, rule):
     """Whether losses that round to the printed ones give a score that rounds to the printed one."""
     best, loss, printed = reference(row), float(row["val_loss"]), float(row["score"])
     points = float(row["complexity_points"].replace(",", "."))
@@ -47,7 +46,7 @@ def follows(row: dict[str, str], rule: Rule) -> bool:
     return min(scores) <= printed + HALF and max(scores) >= printed - HALF
 
 
-def test_the_golden_file_is_whole() -> None:
+def test_the_golden_file_is_whole():
     assert Counter(row["kind"] for row in ROWS) == {"quantized": 118, "baseline": 52}
     assert Counter(row["table"] for row in QUANTIZED) == {"3": 22, "4": 18, "5": 27, "6": 8, "7": 6, "8": 37}
     assert Counter(row["table"] for row in ROWS) == {"3": 28, "4": 24, "5": 35, "6": 16, "7": 10, "8": 57}
@@ -58,7 +57,7 @@ def test_the_golden_file_is_whole() -> None:
     assert not [name(row) for row in ROWS if None in row.values() or None in row]
 
 
-def test_a_corrected_source_agrees_with_its_row() -> None:
+def test_a_corrected_source_agrees_with_its_row():
     formats = {"MXFP4": "E8M0", "NVFP4": "E4M3", "UE5M3": "UE5M3", "E8M3": "E8M3"}
     for row in ROWS:
         source = row["source_corrected"]
@@ -71,23 +70,22 @@ def test_a_corrected_source_agrees_with_its_row() -> None:
             assert row["misprint"], name(row)
 
 
-def test_printed_scores_follow_the_rule_of_the_tables() -> None:
+def test_printed_scores_follow_the_rule_of_the_tables():
     deviant = [row for row in QUANTIZED if not follows(row, "table")]
     assert {name(row) for row in deviant} == DEVIANT
     assert len(QUANTIZED) - len(deviant) == 113
     assert all(row["misprint"] for row in deviant)
 
 
-def test_printed_scores_seldom_follow_the_rule_of_the_text() -> None:
+def test_printed_scores_seldom_follow_the_rule_of_the_text():
     assert sum(follows(row, "text") for row in QUANTIZED) == 46
 
 
 @pytest.mark.parametrize(
-    ("loss", "reference", "expected"),
-    [(1.5, 2.0, 0.25), (2.0, 2.0, 0.0), (3.0, 2.0, -0.5), (0.0, 2.0, 1.0), (-2.0, 2.0, 2.0), (1, 2, 0.5)],
+    ("loss", "expected"), [(1.5, 0.25), (2.0, 0.0), (3.0, -0.5), (0.0, 1.0), (-2.0, 2.0), (1, 0.5)]
 )
-def test_gain(loss: float, reference: float, expected: float) -> None:
-    assert gain(loss, reference) == expected
+def test_gain(loss, expected):
+    assert gain(loss, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,14 +101,14 @@ def test_gain(loss: float, reference: float, expected: float) -> None:
         (2.0, 4.0, 0.0, 0.0),
     ],
 )
-def test_both_rules(loss: float, complexity: float, text: float, table: float) -> None:
+def test_both_rules(loss, complexity, text, table):
     assert score(loss, 2.0, complexity) == pytest.approx(text, abs=1e-15)
     assert score(loss, 2.0, complexity, "text") == score(loss, 2.0, complexity)
     assert score(loss, 2.0, complexity, rule="table") == table
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_run_scores_below_every_other(loss: float) -> None:
+def test_a_diverged_run_scores_below_every_other(loss):
     assert gain(loss, 2.0) == -math.inf
     for rule in ("text", "table"):
         assert score(loss, 2.0, 0.0, rule) == score(loss, 2.0, 7.5, rule) == -math.inf
@@ -118,19 +116,18 @@ def test_a_diverged_run_scores_below_every_other(loss: float) -> None:
 
 @pytest.mark.parametrize("reference", [0.0, -1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("loss", [1.0, math.nan])
-def test_a_reference_that_cannot_divide(loss: float, reference: float) -> None:
+@pytest.mark.parametrize("function", [gain, partial(score, complexity=1.0)], ids=["gain", "score"])
+def test_a_reference_that_cannot_divide(function, loss, reference):
     with pytest.raises(ValueError, match="reference loss must be positive and finite"):
-        gain(loss, reference)
-    with pytest.raises(ValueError, match="reference loss must be positive and finite"):
-        score(loss, reference, 1.0)
+        function(loss, reference)
 
 
 @pytest.mark.parametrize("complexity", [-0.5, math.nan, math.inf, -math.inf])
-def test_a_complexity_that_is_no_sum_of_weights(complexity: float) -> None:
+def test_a_complexity_that_is_no_sum_of_weights(complexity):
     with pytest.raises(ValueError, match="complexity must be finite and at least 0"):
         score(1.0, 2.0, complexity)
 
 
-def test_an_unknown_rule() -> None:
+def test_an_unknown_rule():
     with pytest.raises(ValueError, match="unknown rule 'tables' of the score; known: text, table"):
-        score(1.0, 2.0, 1.0, "tables")  # type: ignore[arg-type]
+        score(1.0, 2.0, 1.0, "tables")

@@ -1,7 +1,5 @@
 """The search: exact against brute force, policies that give what was chosen, and scores that a kill cannot lose."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -12,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +17,8 @@ import torch
 import yaml
 from torch import nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import fp4graph
-from fp4graph.cli import app
 from fp4graph.lab.candidates import Candidates, solve, total
 from fp4graph.lab.linears import bits_per_element, call_of, groups_of
 from fp4graph.lab.policy_writer import Treatment, written
@@ -32,57 +27,57 @@ from fp4graph.lab.sensitivity import Score
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import GROUPS, Gemm
 from fp4graph.technique.site import BlockPosition
+from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
-        self.out = nn.Linear(32, 32, bias=False)
+        self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(32, 32, bias=False) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v by its name alone
         return self.out(torch.softmax(q @ k.mT, -1) @ v)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + self.attn(x)
         return x + self.mlp(x)
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth=2):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(depth)), nn.Linear(32, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
 
 
-def model_of(depth: int = 2) -> Model:
+def model_of(depth=2):
     torch.manual_seed(0)
     return Model(depth).eval()
 
 
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def loss(model, batch):
     return F.cross_entropy(model(batch), torch.arange(len(batch)) % 8)
 
 
-def batches(count: int = 2) -> list[torch.Tensor]:
+def batches(count=2):
     return [torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(n)) for n in range(count)]
 
 
-def scores_of(model: nn.Module, seed: int, formats: tuple[str, ...] = FORMATS[:3]) -> list[Score]:
+def scores_of(model, seed, formats=FORMATS[:3]):
     """Random scores, which are not those of the model."""
     generator = random.Random(seed)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "head"]
@@ -94,29 +89,25 @@ def scores_of(model: nn.Module, seed: int, formats: tuple[str, ...] = FORMATS[:3
 
 @pytest.mark.parametrize("quantile", [0.001, 0.05, 0.5])
 @pytest.mark.parametrize("kind", ["one", "two", "forbidden"])
-def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float) -> None:
+def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
     generator = np.random.default_rng(int(1000 * quantile) + len(kind))
     costs, use, other = (generator.exponential(size=(12, 3)) for _ in range(3))
 
-    def sums(table: np.ndarray) -> np.ndarray:
-        """The sum of every choice of an option per row, [3¹²]."""
+    def sums(table):  # of every choice of an option per row, [3¹²]
         return functools.reduce(np.add.outer, table).ravel()
 
     allowed = generator.random((12, 3)) < (0.7 if kind == "forbidden" else 1)
     allowed[:, 0] = True
-    limits = [(use, float(np.quantile(sums(use), quantile)))]
-    if kind == "two":
-        limits.append((other, float(np.quantile(sums(other), 0.3))))
+    limits = [(use, quantile), (other, 0.3)][: 2 if kind == "two" else 1]
+    limits = [(table, float(np.quantile(sums(table), share))) for table, share in limits]
     feasible = sums(~allowed) == 0
     for table, most in limits:
         feasible &= sums(table) <= most
     choice = solve(costs, allowed, limits)
-    if not feasible.any():
-        assert choice is None
-        return
-    assert choice is not None
-    assert feasible[np.ravel_multi_index(choice, (3,) * 12)]
-    assert total(costs, choice) == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
+    assert (choice is not None) == feasible.any()
+    if choice is not None:
+        assert feasible[np.ravel_multi_index(choice, (3,) * 12)]
+        assert total(costs, choice) == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +118,7 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float)
         pytest.param({"bits": 7.0, "fp4_flops": 0.4}, ("site",), marks=pytest.mark.long),
     ],
 )
-def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple[str, ...]) -> None:
+def test_search_is_exact_against_brute_force(bounds, by):
     """Four groups in each of two blocks: q, k and v, out, and both linears of the MLP. All choices are tried."""
     model, formats = model_of(), ("nvfp4", "mxfp8", "bf16")
     scores = scores_of(model, 3, formats[:2])
@@ -158,7 +149,7 @@ def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -> None:
+def test_policy_gives_every_operand_what_was_chosen(seed, tmp_path):
     model, formats = model_of(3), (*FORMATS, "tetrajet")
     candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)
     generator = np.random.default_rng(seed)
@@ -181,10 +172,10 @@ def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -
     assert len(policy.rules) <= 3
     if seed > 1:
         assert len(file.read_text().splitlines()) < 40
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert run("check", file).code == 0
 
 
-def test_block_ranges_are_written_as_globs() -> None:
+def test_block_ranges_are_written_as_globs():
     names = [f"blocks.{n}.{part}" for n in range(12) for part in ("attn.qkv", "mlp.0", "mlp.2")]
     some = {f"blocks.{n}.mlp.0": 0.25 for n in (2, 3, 4, 10, 11)}
     fp4, fp8 = (dataclasses.replace(fp4graph.load_policy(name).rules[0], name=name) for name in ("nvfp4", "mxfp8"))
@@ -198,17 +189,16 @@ def test_block_ranges_are_written_as_globs() -> None:
     assert '"blocks.[2-4].mlp.0"  # +0.75' in text
 
 
-def test_siblings_go_together() -> None:
+def test_siblings_go_together():
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
-            self.experts = nn.ModuleList(
-                nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2)
-            )
+            pairs = (nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2))
+            self.experts = nn.ModuleList(pairs)
             self.a, self.b, self.far, self.tied = (nn.Linear(4, 4) for _ in range(4))
             self.tied.weight = self.far.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for expert in self.experts:
                 x = x + expert["w2"](expert["w1"](x))
             return self.a(x) + self.b(x) + self.tied(self.far(x + 1))
@@ -221,7 +211,7 @@ def test_siblings_go_together() -> None:
     )  # fmt: skip
 
 
-def test_bits_count_scales() -> None:
+def test_bits_count_scales():
     specs = {
         4.25: QuantSpec(), 4.5: QuantSpec(block=16, scale=ScaleSpec("e4m3")), 8.25: QuantSpec(element="e4m3"),
         8 + 32 / 128**2: QuantSpec(element="e4m3", block=(128, 128), scale=ScaleSpec("fp32")),
@@ -242,32 +232,26 @@ def test_bits_count_scales() -> None:
         ({"bits": 5, "formats": ("nvfp4-te", "bf16")}, "format 'nvfp4-te' fits no site"),
         ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
         ({"bits": 5, "batches": []}, "no batches"),
-        (
-            {"overhead": 1.2, "formats": ("nvfp4", "mxfp4"), "cost": lambda p: 1.5},
-            "overhead at most 1.2; the nearest is 1.5",
-        ),
+        ({"overhead": 1.2, "formats": FORMATS[:2], "cost": lambda p: 1.5}, "overhead at most 1.2; the nearest is 1.5"),
     ],
 )
-def test_bad_input_is_named(options: dict[str, object], message: str) -> None:
-    options = {"formats": FORMATS, "batches": batches(1), **options}
+def test_bad_input_is_named(options, message):
     with pytest.raises(fp4graph.Error, match=message):
-        search(model_of(), loss, options.pop("batches"), **options)  # type: ignore[arg-type]
+        search(model_of(), loss, **{"formats": FORMATS, "batches": batches(1), **options})
 
 
-def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
+def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
     words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
              "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    assert run(*words).code == 0
     assert fp4graph.load_policy(file).name == "mine"
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
-    wrong = CliRunner().invoke(app, ["search", "--model", f"{here}:none", *words[3:]])
-    assert "has no 'none'" in str(wrong.exception)
+    assert run("check", file).code == 0
+    assert "has no 'none'" in run("search", "--model", f"{here}:none", *words[3:]).err
 
 
 @pytest.mark.long
-def test_complexity_and_measured_overhead_bind() -> None:
+def test_complexity_and_measured_overhead_bind():
     model = model_of()
     costly = [dataclasses.replace(s, increase=s.increase + 1) for s in scores_of(model, 0, ("nvfp4",))]
     scores = [*costly, *scores_of(model, 1, ("tetrajet",))]
@@ -277,7 +261,7 @@ def test_complexity_and_measured_overhead_bind() -> None:
     bound = search(model, loss, batches(1), formats=formats, complexity=0.4, scores=scores)
     assert {each.formats for each in bound.choices} == {("nvfp4",) * 3}
 
-    def cost(policy: fp4graph.Policy) -> float:  # a mixture costs more than the interpolation says
+    def cost(policy):  # a mixture costs more than the interpolation says
         sites = fp4graph.explain(model, policy, (batches(1)[0],)).sites
         specs = [spec for site in sites for spec in site.operands.values() if spec is not None]
         return 1.1 + 0.9 * (sum(spec.element.name == "e2m1" for spec in specs) / len(specs)) ** 0.5
@@ -291,7 +275,7 @@ def test_complexity_and_measured_overhead_bind() -> None:
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("times", [2, 20])
-def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
+def test_a_killed_search_goes_on(times, tmp_path):
     """Killed again and again, a search loses no score and measures none twice."""
     script = (
         "import tests.lab.test_search as t, fp4graph, sys\n"
@@ -300,7 +284,7 @@ def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
     )
     folder, kills = tmp_path / "search", 0
     file = folder / "scores.jsonl"
-    seen: list[bytes] = []
+    seen = []
     while not (folder / "policy.yaml").exists():
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,11 +1,8 @@
 """An objective of a few milliseconds: how well a policy's forward operands reproduce a Gaussian matrix."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +12,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.runs.run import Outcome, Run, Validation
 
 
-def objective(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def objective(run, report):
     """Loss is 1 plus the mean relative squared error of the quantized operands, over ``run.steps`` matrices.
 
     It takes ``validate_every`` milliseconds; a learning rate above 1 diverges, a batch size of 13 raises.
@@ -48,18 +45,18 @@ def objective(run: Run, report: Callable[[int, float], None]) -> Outcome:
     )
 
 
-def broken_baseline(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def broken_baseline(run, report):
     """Needs what is not there."""
     raise Error("no data; put it there")
 
 
-def slow(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def slow(run, report):
     """Longer than any test."""
     time.sleep(600)
     return objective(run, report)
 
 
-def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
+def logged(run, report):
     """Leaves a line per training in the file that ``data`` names.
 
     Whoever finds ``hold`` beside that file takes it away, and trains until it is killed.
@@ -74,7 +71,7 @@ def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
     return outcome
 
 
-def sweep(url: str, log: str, trials: int, milliseconds: int) -> None:
+def sweep(url, log, trials, milliseconds):
     """Run two worker processes until ``trials`` results are there."""
     import optuna
 

@@ -1,11 +1,8 @@
 """Training functions for the tests of compare: two blocks and a head learn to shift their input."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,59 +13,59 @@ STEPS = 8
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
     """Four linears in two blocks, of 2048 weights each, and a head of 1024."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(32, 32)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(self, x, labels=None):
         y = self.head(self.blocks(x))
         return {"loss": (y - (x.roll(1, 1) if labels is None else labels)).square().mean()}
 
 
-def applied(policy: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def applied(policy, seed):
     torch.manual_seed(seed)
     model = fp4graph.apply(Net(), policy, seed=seed, backend="eager")
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.randn(16, 32))["loss"]
+def step(model, optimizer):
+    loss = model(torch.randn(16, 32))["loss"]
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss
 
 
-def loop(policy: Any, seed: int, log: Any) -> None:
+def loop(policy, seed, log):
     model, optimizer = applied(policy, seed)
     for number in range(1, STEPS + 1):
         log(number, step(model, optimizer), square=number**2)
 
 
-def generator(policy: Any, seed: int, log: Any) -> Any:
+def generator(policy, seed, log):
     model, optimizer = applied(policy, seed)
     for number in range(1, STEPS + 1):
         yield number, step(model, optimizer), {"square": number**2}
 
 
-def returning(policy: Any, seed: int, log: Any) -> dict[str, Any]:
+def returning(policy, seed, log):
     model, optimizer = applied(policy, seed)
     losses = [step(model, optimizer) for _ in range(STEPS)]
     return {"loss": losses[-1], "square": STEPS**2}
 
 
-def slow(policy: Any, seed: int, log: Any) -> float:
+def slow(policy, seed, log):
     """Note in a ledger beside the runs when a run begins, and take a fifth of a second."""
     model, optimizer = applied(policy, seed)
     with torch.no_grad():

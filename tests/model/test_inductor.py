@@ -82,31 +82,13 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
 @pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
     """Equal options, other code: nothing compiled for the first class may serve the second."""
-    from fp4graph.technique import Overhead, Technique
     from fp4graph.technique.registry import Registry
+    from tests.helpers.techniques import Offers, technique
 
     def version(factor):
-        class Scaled(Technique):
-            name = "scaled"
-            overhead = Overhead("O(n)", "O(1)", True)
-
-            @property
-            def complexity(self):
-                return 0.5
-
-            def acts_on(self, site):
-                return frozenset({Operand.FPROP_WEIGHT})
-
-            def after(self, x, context):
-                return x * factor
-
-        class Plugin:
-            @staticmethod
-            @fp4graph.hookimpl
-            def fp4graph_techniques():
-                return [Scaled]
-
-        return Registry([("scaled", Plugin)], entry_point_group=None)
+        weight = frozenset({Operand.FPROP_WEIGHT})
+        scaled = technique("scaled", weight, mixes="none", after=lambda self, x, context: x * factor)
+        return Registry([("scaled", Offers(scaled))], entry_point_group=None)
 
     x, outputs = torch.randn(8, 64), []
     for factor in (1.0, 2.0):

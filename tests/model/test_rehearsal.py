@@ -55,11 +55,11 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
 
 @pytest.mark.slow
 def test_the_backward_is_tried(monkeypatch):
-    from fp4graph_plugins.step_gradient import StepGradient
+    from fp4graph_plugins.step_gradient import ElementSlope
 
     def element_surrogate(self, ratio, context):
         raise RuntimeError("no way back")
 
-    monkeypatch.setattr(StepGradient, "element_surrogate", element_surrogate)
+    monkeypatch.setattr(ElementSlope, "element_surrogate", element_surrogate)
     with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
         applied(nn.Sequential(nn.Linear(32, 32)), "wang-dge", example_inputs=X)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from fp4graph.numerics.formats import ELEMENTS, SCALES
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from tests.helpers import ml_formats
 from tests.helpers.floats import any_floats, assert_same_bits
 
 
@@ -46,29 +46,33 @@ def test_the_bytes_of_mxfp4() -> None:
     assert packed.nbytes == 17
 
 
-def test_codes_are_the_bit_patterns_of_ml_dtypes() -> None:
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2"])
+def test_codes_are_the_bit_patterns_of_ml_dtypes(name: str) -> None:
     x = torch.randn(4, 64) * 50
-    for name, dtype in (
-        ("e4m3", ml_dtypes.float8_e4m3fn),
-        ("e5m2", ml_dtypes.float8_e5m2),
-        ("e3m2", ml_dtypes.float6_e3m2fn),
-    ):
-        packed = pack(x, QuantSpec(name, 32, ScaleSpec("fp32", "nearest_even")))  # type: ignore[arg-type]
-        u = x.reshape(4, 2, 32) / packed.scales[..., None]
-        assert packed.scales.dtype == torch.float32
-        assert np.array_equal(packed.codes.numpy(), u.numpy().astype(dtype).view(np.uint8).reshape(4, 64))
+    packed = pack(x, QuantSpec(name, 32, ScaleSpec("fp32", "nearest_even")))
+    u = x.reshape(4, 2, 32) / packed.scales[..., None]
+    assert packed.scales.dtype == torch.float32
+    expected = u.numpy().astype(ml_formats.ELEMENTS[name]).view(np.uint8).reshape(4, 64)
+    assert np.array_equal(packed.codes.numpy(), expected)
 
 
-def test_integers_are_twos_complement_and_poison_is_the_scale_formats_nan() -> None:
-    spec = QuantSpec("int8", 4, ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
+def test_integers_are_twos_complement() -> None:
+    spec = QuantSpec("int8", 4, ScaleSpec("e8m0", "ceil"))
     assert pack(torch.tensor([[127.0, -127, 1, -1]]) / 64, spec).codes.tolist() == [[127, 129, 1, 255]]
-    for name, code in (("e8m0", 0xFF), ("e4m3", 0x7F), ("ue5m3", 0xFF)):
-        spec = QuantSpec("e2m1", 4, ScaleSpec(name, "nearest_even"))  # type: ignore[arg-type]
-        assert pack(torch.tensor([[torch.nan, 1, 1, 1]]), spec).scales.tolist() == [[code]]
-    for name, dtype in (("e8m3", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), QuantSpec("e2m1", 4, ScaleSpec(name))).scales  # type: ignore[arg-type]
-        assert scales.dtype == dtype
-        assert scales.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        *(("e8m0", 0xFF), ("e4m3", 0x7F), ("ue5m3", 0xFF)),
+        *(("e8m3", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)),
+    ],
+)
+def test_poison_is_the_scale_formats_nan(name: str, stored: int | torch.dtype) -> None:
+    spec = QuantSpec("e2m1", 4, ScaleSpec(name, "nearest_even"))
+    scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), spec).scales
+    assert (scales.tolist() == [[stored]]) if isinstance(stored, int) else scales.isnan().all()
+    assert scales.dtype == (torch.uint8 if isinstance(stored, int) else stored)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])

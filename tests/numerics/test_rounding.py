@@ -6,7 +6,6 @@ import math
 
 import gfloat
 import gfloat.formats as gfloat_formats
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from fp4graph.numerics.formats import ELEMENTS, element_format
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
-from tests.helpers import oracle
+from tests.helpers import ml_formats, oracle
 from tests.helpers.floats import any_floats, assert_same_bits, critical_points
 
 
@@ -41,16 +40,7 @@ def test_stochastic_agrees_with_the_oracle(name: str, random_bits: int) -> None:
     assert_same_bits(round_stochastic(u, element, bits, random_bits), torch.tensor(expected))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("e2m1", ml_dtypes.float4_e2m1fn),
-        ("e2m3", ml_dtypes.float6_e2m3fn),
-        ("e3m2", ml_dtypes.float6_e3m2fn),
-        ("e4m3", ml_dtypes.float8_e4m3fn),
-        ("e5m2", ml_dtypes.float8_e5m2),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), ml_formats.ELEMENTS.items())
 def test_nearest_even_is_the_cast_of_ml_dtypes(name: str, dtype: type) -> None:
     u = points(name).clamp(-ELEMENTS[name].max, ELEMENTS[name].max)  # its 8-bit casts overflow to NaN and Inf
     expected = torch.from_numpy(u.numpy().astype(dtype).astype(np.float32))

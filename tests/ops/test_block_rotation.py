@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from fp4graph_plugins.hadamard import Hadamard
+from fp4graph_plugins.hadamard import BlockHadamard, Hadamard
 from torch import Tensor
 
 import fp4graph
@@ -15,9 +15,10 @@ from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import noise
-from fp4graph.technique import Technique
+from fp4graph.technique import Part, Technique
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
+from tests.helpers.techniques import Offers
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -25,27 +26,27 @@ K, N = 64, 48
 ENDS = torch.tensor([10, 10, 40], dtype=torch.int32)
 
 
-class Offers:
-    """A plugin with one technique."""
+class FlippedRotation(BlockHadamard):
+    """A rotation, then the axis reversed: no rotation of blocks."""
 
-    def __init__(self, cls: type[Technique]) -> None:
-        self.cls = cls
+    mixes = "expert"
 
-    @fp4graph.hookimpl
-    def fp4graph_techniques(self) -> list[type[Technique]]:
-        return [self.cls]
-
-
-class Flipped(Hadamard):
-    """A rotation, then the axis reversed: its transform is no rotation of blocks, whatever its base class says."""
-
-    name: ClassVar[str] = "flipped"
+    @property
+    def period(self) -> int:
+        return 16
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         return super().transform(x, side, shared).flip(-1)
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         return super().inverse(x.flip(-1), side, shared)
+
+
+class Flipped(Hadamard):
+    name: ClassVar[str] = "flipped"
+
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (FlippedRotation(options=self, draws=True),)
 
 
 def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
@@ -94,8 +95,9 @@ def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) ->
 def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
     class Wrong(Hadamard):
         name: ClassVar[str] = "wrong"
-        block_rotation: ClassVar[Any] = declared
-        period: ClassVar[int] = 16
+
+        def parts(self, site: SiteView) -> tuple[Part, ...]:
+            return (BlockHadamard(options=self, draws=True, block_rotation=declared),)
 
     with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, no power of two"):
         trained(Wrong, block=48 if declared == 24 else 32)
@@ -103,11 +105,17 @@ def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) ->
 
 @pytest.mark.parametrize("signs", [(torch.ones(4),), (torch.ones(16), torch.ones(16))], ids=["few", "twice"])
 def test_other_signs_than_those_of_a_block_are_the_plugins_error(signs: tuple[Tensor, ...]) -> None:
-    class Wrong(Hadamard):
-        name: ClassVar[str] = "wrong"
+    class Signed(BlockHadamard):
+        mixes = "none"
 
         def pair_context(self, left: Tensor, right: Tensor, context: Any) -> tuple[Tensor, ...]:
             return signs
+
+    class Wrong(Hadamard):
+        name: ClassVar[str] = "wrong"
+
+        def parts(self, site: SiteView) -> tuple[Part, ...]:
+            return (Signed(options=self, draws=True, block_rotation=16),)
 
     with pytest.raises(PluginError, match=r"pair_context: must return signs \[16\] alone, or nothing"):
         trained(Wrong)

@@ -14,15 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4graph
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import gpu, operators
 from fp4graph.numerics import noise
 from fp4graph.numerics.exact import in_bfloat16
 from fp4graph.numerics.formats import ELEMENTS, SCALES
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.numerics.target import traced_for
-from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, with_technique
+from tests.helpers.sites import program_of
 
 aten = torch.ops.aten
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
@@ -77,10 +76,10 @@ def test_the_rule(element, scale, convention, scaled, expected):
     assert in_bfloat16(spec_of(element, scale, convention), scaled=scaled) is expected
 
 
-def test_where_the_rule_says_no_there_is_a_value_that_bf16_lacks():
-    for element, scale in (("int8", "e4m3"), ("e2m1", "bf16"), ("e4m3", "e8m0")):
-        values = (Fraction(e) * Fraction(s) for e in ELEMENTS[element].magnitudes() for s in SCALES[scale].values())
-        assert not all(map(is_bfloat16, values))
+@pytest.mark.parametrize(("element", "scale"), [("int8", "e4m3"), ("e2m1", "bf16"), ("e4m3", "e8m0")])
+def test_where_the_rule_says_no_there_is_a_value_that_bf16_lacks(element, scale):
+    values = (Fraction(e) * Fraction(s) for e in ELEMENTS[element].magnitudes() for s in SCALES[scale].values())
+    assert not all(map(is_bfloat16, values))
 
 
 @pytest.mark.parametrize(("element", "scale"), [("e2m1", "e8m0"), ("e2m1", "e4m3"), ("int4", "e4m3")])
@@ -125,8 +124,7 @@ class Emulated(Interpreter):
 
 def step_of(policy: str, dtype: torch.dtype = torch.float32, bias: bool = False):
     """Return a training step of one linear under ``policy`` as a function of tensors, with arguments for it."""
-    rule = next(rule for rule in fp4graph.load_policy(policy).rules if rule.quantizes)
-    program = plan_site(SiteView("fc", "linear", 64, 96, 64 * 96), rule).program
+    program = program_of(policy)
     function = site_function(program, "linear", 1.0, 1.0)
 
     def step(x, w, b, dy, *rest):
@@ -215,11 +213,9 @@ def test_where_an_operand_is_not_exact_the_gemm_stays_in_fp32(policy, exact):
 
 @pytest.mark.slow
 def test_a_residual_multiplies_in_fp32_beside_the_quantized_part():
-    policy = with_technique("outlier_clamp", {"operands": ["fprop.input"], "quantile": 0.99})
-    step, arguments = step_of(policy)
-    _, gemms = for_cuda(step, arguments)
-    assert [factors for _, factors, _ in gemms].count(BF16) == 3
-    assert [factors for _, factors, _ in gemms].count(FP32) == 1
+    step, arguments = step_of(with_technique("outlier_clamp", {"operands": ["fprop.input"], "quantile": 0.99}))
+    factors = [factors for _, factors, _ in for_cuda(step, arguments)[1]]
+    assert (factors.count(BF16), factors.count(FP32)) == (3, 1)
 
 
 @pytest.mark.parametrize(("capability", "narrow"), [((7, 5), False), ((8, 0), True), ((9, 0), True), (None, True)])
@@ -239,8 +235,7 @@ def test_cards_without_bf16_multiply_in_fp32(capability, narrow, monkeypatch):
 
 def test_a_tensor_scale_keeps_operands_in_the_range_of_bf16():
     """A tensor so small that codes times block scale times γ's power of two would fall below bf16's subnormals."""
-    rule = next(rule for rule in fp4graph.load_policy("nvfp4-te").rules if rule.quantizes)
-    program = plan_site(SiteView("fc", "linear", 64, 96, 64 * 96), rule).program.fprop.left
+    program = program_of("nvfp4-te").fprop.left
     x = torch.randn(64, 64) * torch.exp2(torch.randint(-12, 1, (64, 1)).to(torch.float32)) * 2.0**-118
     with traced_for("cuda"):
         (term,) = program(x)

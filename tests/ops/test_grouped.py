@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,16 +12,15 @@ from fp4graph_plugins import ms_eden
 import fp4graph
 from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.technique.site import SiteView
 from tests.helpers.models import grouped_mm
-from tests.helpers.policies import NVFP4, one_rule, quantizer
+from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
+from tests.helpers.sites import program_of
 
 KEY, STEP = noise.make_key("site", "experts"), noise.make_step(0, 0, 0)
 N, K = 96, 64
@@ -29,27 +29,19 @@ SIZES = (0, 1, 33, 64, 7, 0)
 DROPPED = 5
 
 
-def program(policy, op: str) -> MatmulProgram:
-    loaded = fp4graph.load_policy(policy)
-    planned = plan_site(SiteView("experts", op, K, N, N * K, producer="swiglu"), loaded.rules[-1]).program
-    assert planned is not None
-    return planned
+program = partial(program_of, op="grouped", inputs=K, outputs=N, producer="swiglu")
 
 
 def to_nearest(planned: MatmulProgram) -> MatmulProgram:
     """Round everything to nearest: an expert's own linear would draw other noise."""
 
     def operand(own: OperandProgram) -> OperandProgram:
-        return (
-            own
-            if own.spec is None
-            else dataclasses.replace(own, spec=dataclasses.replace(own.spec, rounding="nearest"))
-        )
+        return own if own.spec is None else replace(own, spec=replace(own.spec, rounding="nearest"))
 
     def gemm(own: GemmProgram) -> GemmProgram:
-        return dataclasses.replace(own, left=operand(own.left), right=operand(own.right))
+        return replace(own, left=operand(own.left), right=operand(own.right))
 
-    return dataclasses.replace(planned, **{name: gemm(getattr(planned, name)) for name in ("fprop", "dgrad", "wgrad")})
+    return replace(planned, **{name: gemm(getattr(planned, name)) for name in ("fprop", "dgrad", "wgrad")})
 
 
 def data(sizes=SIZES, dropped=DROPPED, dtype=torch.float32):
@@ -89,6 +81,8 @@ def looped(planned, x, w, dy, ends, state=()):
 #: Policies whose techniques are tried alone by a quicker case.
 WITH_RELATIVES = ("averis", "quartet-ii", "nvfp4-smooth-swiglu", "smooth, with a surrogate")
 TWO_D = {"fprop.input": {"block": [8, 32]}, "gradients": {"block": [16, 32]}, "weights": {"block": [32, 32]}}
+REQUANTIZED = {"wgrad.input": {"source": "fprop"}, "dgrad.weight": {"source": "fprop"}}
+BY_32 = {"wgrad": {"block": 32}, "dgrad": {"block": 32}}
 TECHNIQUES = {
     "tensor_scaling": ["tensor_scaling"],
     "tensor_scaling by row": [{"tensor_scaling": {"granularity": "row"}}],
@@ -108,38 +102,18 @@ TECHNIQUES = {
     "clamped": ["tensor_scaling", {"outlier_clamp": {"quantile": 0.9, "operands": ["fprop", "dgrad.grad_output"]}}],
 }
 NAMES = (
-    "microscaling",
-    "tetrajet",
-    "nvfp4-te",
-    "mxfp4-best",
-    "quartet",
-    "ue5m3-best",
-    "int4-per-tensor",
-    "wang-dge",
-    "mxfp4-rl",
-    "averis",
-    "quartet-ii",
-    "nvfp4-smooth-swiglu",
-    "if4",
+    *("microscaling", "tetrajet", "nvfp4-te", "mxfp4-best", "quartet", "ue5m3-best", "int4-per-tensor", "wang-dge"),
+    *("mxfp4-rl", "averis", "quartet-ii", "nvfp4-smooth-swiglu", "if4"),
 )
 POLICIES = {
     **{name: name for name in NAMES},
     **{name: one_rule(*parts, op="grouped", quantize=NVFP4) for name, parts in TECHNIQUES.items()},
-    "rows": one_rule(
-        op="grouped", quantize=quantizer("row"), operands={"wgrad": {"block": 32}, "dgrad": {"block": 32}}
-    ),
+    "rows": one_rule(op="grouped", quantize=quantizer("row"), operands=BY_32),
     "a scale for each line": one_rule(op="grouped", quantize=quantizer("row")),
     "a scale for each tensor": one_rule(op="grouped", quantize=quantizer("tensor")),
     "a scale for each rotated tensor": one_rule("hadamard", op="grouped", quantize=quantizer("tensor")),
     "2-D": one_rule(op="grouped", operands=TWO_D),
-    "2-D requantized": one_rule(
-        op="grouped",
-        operands={
-            "fprop.input": {"block": [8, 32]},
-            "wgrad.input": {"source": "fprop"},
-            "dgrad.weight": {"source": "fprop"},
-        },
-    ),
+    "2-D requantized": one_rule(op="grouped", operands={"fprop.input": {"block": [8, 32]}, **REQUANTIZED}),
 }
 
 
@@ -160,7 +134,7 @@ def test_is_a_loop_over_experts(name, dtype, monkeypatch):
     # MS-EDEN's corrected scales draw by the number of the block, which is another among all experts' tokens.
     monkeypatch.setattr(ms_eden, "uniform", lambda bits: torch.full_like(bits, 0.5, dtype=torch.float32))
     monkeypatch.setattr(ms_eden, "_LEAST", float("inf"))  # a linear's own tokens are not known to be few
-    planned = to_nearest(program(POLICIES[name], "grouped"))
+    planned = to_nearest(program(POLICIES[name]))
     x, w, dy, ends = data(dtype=dtype)
     state = tuple(w.float() + 0.1 for _ in planned.state)
     ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
@@ -175,7 +149,7 @@ def test_is_a_loop_over_experts(name, dtype, monkeypatch):
 
 def test_weight_state_is_each_experts_own():
     policy = one_rule("q_ema", op="grouped")
-    planned = program(policy, "grouped")
+    planned = program(policy)
     x, w, dy, ends = data()
     state = (w + torch.randn(w.shape, generator=torch.Generator().manual_seed(1)) * w.abs().amax((1, 2), True) / 6,)
     ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
@@ -188,19 +162,19 @@ def test_weight_state_is_each_experts_own():
 def test_one_expert_is_the_ordinary_linear(policy):
     """With noise too, where the blocks divide the number of tokens: tokens then have the index of the linear's."""
     x, w, dy, ends = data((64,), 0)
-    planned = program(policy, "grouped")
+    planned = program(policy)
     for ours, theirs in zip(grouped(planned, x, w, dy, ends), looped(planned, x, w, dy, ends), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_noise_of_tokens_depends_on_no_grouping():
     """fprop and dgrad draw by the token's index. With equal weights it makes no difference whose token it is."""
-    planned = program("tetrajet", "grouped")
+    planned = program("tetrajet")
     x, w, dy, ends = data((40, 24), 0)
     same = w[:1].expand(2, -1, -1).contiguous()
     right = planned.dgrad.right  # its noise has the index of the weight's element, other for every expert
-    right = dataclasses.replace(right, spec=dataclasses.replace(right.spec, rounding="nearest"))
-    planned = dataclasses.replace(planned, dgrad=dataclasses.replace(planned.dgrad, right=right))
+    right = replace(right, spec=replace(right.spec, rounding="nearest"))
+    planned = replace(planned, dgrad=replace(planned.dgrad, right=right))
     one, two = grouped(planned, x, same[:1], dy, torch.tensor([64])), grouped(planned, x, same, dy, ends)
     # A GEMM may sum in another order for another number of rows: within fp32's rounding of sums of 96 products.
     torch.testing.assert_close(one[0], two[0], rtol=1e-5, atol=1e-4)
@@ -208,7 +182,7 @@ def test_noise_of_tokens_depends_on_no_grouping():
 
 
 def test_no_tokens_at_all():
-    planned = program("nvfp4-te", "grouped")
+    planned = program("nvfp4-te")
     x, w, dy, ends = data((0, 0), 0)
     y, dx, dw = grouped(planned, x, w, dy, ends)
     assert y.shape == (0, N)
@@ -219,7 +193,7 @@ def test_no_tokens_at_all():
 def test_garbage_in_dropped_tokens_reaches_nothing():
     """Expert parallelism leaves the rows behind the last offset unwritten."""
     for policy in ("nvfp4-te", one_rule({"tensor_scaling": {"granularity": "all"}}, op="grouped", quantize=NVFP4)):
-        planned = to_nearest(program(policy, "grouped"))
+        planned = to_nearest(program(policy))
         x, w, dy, ends = data()
         clean = grouped(planned, x, w, dy, ends)
         x[-DROPPED:], dy[-DROPPED:] = torch.nan, torch.inf
@@ -232,13 +206,13 @@ def test_garbage_in_dropped_tokens_reaches_nothing():
 def test_offsets_that_are_none_are_refused(ends):
     x, w, dy, _ = data((20, 20, 24), 0)
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
-        grouped(program("microscaling", "grouped"), x, w, dy, torch.tensor(ends, dtype=torch.int32))
+        grouped(program("microscaling"), x, w, dy, torch.tensor(ends, dtype=torch.int32))
 
 
 def test_one_tensor_scale_for_all_experts():
     """γ of ``granularity: all`` is the largest element of all experts over 6·448 (their scales are E4M3)."""
     technique = {"tensor_scaling": {"granularity": "all"}}
-    planned = program(one_rule(technique, op="grouped", quantize=NVFP4), "grouped").fprop
+    planned = program(one_rule(technique, op="grouped", quantize=NVFP4)).fprop
     x, w, _, ends = data()
     layout = Experts(ends, x.shape[0], w.shape[0]).layout(1)
     for own, values, largest in (
@@ -280,39 +254,38 @@ def test_layout_keeps_experts_apart(granule):
     assert torch.equal(back[:-DROPPED], x[:-DROPPED])
 
 
-REFUSED = {
-    "low_rank_residual": ["low_rank_residual"],
-    "tensor_scaling_gradient": ["tensor_scaling", {"tensor_scaling_gradient": {"kind": "absmax"}}],
-}
+MIXES = "technique {} does not tell the tokens and weights of experts apart"
+BETWEEN = "technique {} cannot act on wgrad.input of experts"  # it would count zeros between experts
+#: Blocks of a tensor of experts are computed as short blocks that share their scale.
+PARTS = "{} cannot act on .* of experts where one scale is that of a tensor"
+OF_A_TENSOR = quantizer("tensor", "e4m3", "nearest_even")
+ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
 
 
 @pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-@pytest.mark.parametrize("name", REFUSED)
-def test_techniques_that_would_mix_experts_are_refused(name):
-    with pytest.raises(CaptureError, match=f"technique {name} does not tell the tokens and weights of experts apart"):
-        program(one_rule(*REFUSED[name], op=["linear", "grouped"]), "grouped")
-
-
-@pytest.mark.parametrize("name", ["outlier_clamp", "outlier_fallback"])
-def test_what_counts_zeros_between_experts_is_refused(name):
-    with pytest.raises(CaptureError, match=f"technique {name} cannot act on wgrad.input of experts"):
-        program(one_rule({name: {"operands": ["wgrad.input"]}}, op="grouped"), "grouped")
-
-
-SEES_BLOCKS = {
-    "smooth_max": [{"smooth_max": {}}],
-    "four_over_six": ["four_over_six"],
-    "stochastic rounding of scales": ["stochastic_scale_rounding"],
-}
-
-
-@pytest.mark.parametrize("name", SEES_BLOCKS)
-def test_what_sees_parts_of_a_scales_block_is_refused(name):
-    """Blocks of a tensor of experts are computed as short blocks that share their scale."""
-    with pytest.raises(CaptureError, match=f"{name} cannot act on .* of experts where one scale is that of a tensor"):
-        program(
-            one_rule(*SEES_BLOCKS[name], op="grouped", quantize=quantizer("tensor", "e4m3", "nearest_even")), "grouped"
-        )
+@pytest.mark.parametrize(
+    ("techniques", "message", "quantize"),
+    [
+        (["low_rank_residual"], MIXES.format("low_rank_residual"), MXFP4),
+        (["tensor_scaling", ABSMAX], MIXES.format("tensor_scaling_gradient"), MXFP4),
+        *(
+            ([{name: {"operands": ["wgrad.input"]}}], BETWEEN.format(name), MXFP4)
+            for name in ("outlier_clamp", "outlier_fallback")
+        ),
+        *(
+            ([name], PARTS.format(shown), OF_A_TENSOR)
+            for name, shown in (
+                ("smooth_max", "smooth_max"),
+                ("four_over_six", "four_over_six"),
+                ("stochastic_scale_rounding", "stochastic rounding of scales"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_techniques_that_experts_cannot_have_are_refused(techniques, message, quantize):
+    with pytest.raises(CaptureError, match=message):
+        program(one_rule(*techniques, op=["linear", "grouped"], quantize=quantize))
 
 
 class OfExperts(torch.nn.Module):

@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 
 import fp4graph
 from benchmarks.bits import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
-from fp4graph.graph.plan import plan_site
 from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.request import Asked
 from fp4graph.kernels.rows import TENSOR_CODE
@@ -24,8 +24,8 @@ from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Keeps, Schedule, Setting, Source, Step
 from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.policies import NVFP4, long_but_few, one_rule
+from tests.helpers.sites import program_of
 
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 #: The stages of techniques that call the quantizer as often as they like.
@@ -54,14 +54,11 @@ def operator_of(step: Step) -> str | None:
     """Return the operator that quantizes an operand; None for tensor code, and for bytes that are ready."""
     if step.kernel is None or step.kernel == TENSOR_CODE or step.source is Source.READY:
         return None
-    if step.in_product or step.asked is Asked.PLACES:
-        from_bytes, name = step.source is Source.BYTES, "product" if step.in_product else "at"
-        return {
-            ("product", False): "quantized_product",
-            ("product", True): "requantized_product",
-            ("at", False): "quantize_at",
-            ("at", True): "requantize_at",
-        }[name, from_bytes]
+    again = "requantize" if step.source is Source.BYTES else "quantize"
+    if step.in_product:
+        return f"{again}d_product"
+    if step.asked is Asked.PLACES:
+        return f"{again}_at"
     return {Asked.VALUES: "quantize", Asked.BYTES: "quantize_and_pack", Asked.FROM_BYTES: "requantize"}[step.asked]
 
 
@@ -75,14 +72,7 @@ def operands(program: MatmulProgram) -> list[OperandProgram]:
     return [side for gemm in (program.fprop, program.dgrad, program.wgrad) for side in (gemm.left, gemm.right)]
 
 
-def first_program(policy: str) -> MatmulProgram:
-    """Return the program of a linear layer in the middle of a stack of blocks."""
-    document = fp4graph.load_policy(policy)
-    site = SiteView("blocks.1.mlp.up", "linear", WIDTH, HIDDEN, WIDTH * HIDDEN, BlockPosition("blocks", 1, 3))
-    rule = document.decide(site).rule
-    program = plan_site(site, rule).program
-    assert program is not None
-    return program
+first_program = partial(program_of, inputs=WIDTH, outputs=HIDDEN)
 
 
 def expected(schedule: Schedule) -> Counter[str]:
@@ -204,9 +194,7 @@ def test_a_schedule_is_made_once_and_prints_its_reasons() -> None:
 
 @pytest.mark.compiler
 def test_channels_apart_and_reused_operands_are_printed() -> None:
-    rule = fp4graph.load_policy(one_rule({"out_control": {"mode": "split"}}, quantize=NVFP4)).rules[0]
-    program = plan_site(SiteView("fc", "linear", WIDTH, HIDDEN, WIDTH * HIDDEN), rule).program
-    assert program is not None
+    program = first_program(one_rule({"out_control": {"mode": "split"}}, quantize=NVFP4))
     schedule = lower(program, TRAINING)
     assert schedule.apart is not None
     lines = str(schedule).splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ import torch.nn.functional as F
 import fp4graph
 from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.policies import NVFP4, one_rule, quantizer
+from tests.helpers.sites import program_of
 
 CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
 FLOOR = fp4graph.ScaleSpec("e8m0", "floor")
@@ -25,15 +25,12 @@ KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 
 
 def linear(policy: str):
-    loaded = fp4graph.load_policy(policy)
-    view = SiteView("fc", "linear", 64, 96, 64 * 96)
-    program = plan_site(view, loaded.rules[0]).program
-    return site_function(program, "linear", 1.0, 1.0)
+    return site_function(program_of(policy), "linear", 1.0, 1.0)
 
 
-def run(policy: str, x, w, bias, dy, step=STEP):
+def run(policy, x, w, bias, dy, step=STEP):
     x, w, bias = (t.detach().clone().requires_grad_() for t in (x, w, bias))
-    y = linear(policy)(x, w, bias, KEY, step, 0)
+    y = (policy if callable(policy) else linear(policy))(x, w, bias, KEY, step, 0)
     y.backward(dy)
     return y.detach(), x.grad, w.grad, bias.grad
 
@@ -48,14 +45,11 @@ def data():
 
 def test_microscaling_is_its_equations(data):
     x, w, bias, dy = data
-
-    def quantize(t, dim):
-        return fp4graph.fake_quantize(t, fp4graph.QuantSpec(scale=FLOOR), dim)
-
-    y, dx, dw, db = run("microscaling", x, w, bias, dy)
-    torch.testing.assert_close(y, torch.addmm(bias, quantize(x, 1), quantize(w, 1).T), rtol=0, atol=0)
-    torch.testing.assert_close(dx, quantize(dy, 1) @ quantize(w, 0), rtol=0, atol=0)
-    torch.testing.assert_close(dw, quantize(dy, 0).T @ quantize(x, 0), rtol=0, atol=0)
+    quantize = partial(fp4graph.fake_quantize, spec=fp4graph.QuantSpec(scale=FLOOR))
+    y, dx, dw, db = run("microscaling", *data)
+    torch.testing.assert_close(y, torch.addmm(bias, quantize(x, dim=1), quantize(w, dim=1).T), rtol=0, atol=0)
+    torch.testing.assert_close(dx, quantize(dy, dim=1) @ quantize(w, dim=0), rtol=0, atol=0)
+    torch.testing.assert_close(dw, quantize(dy, dim=0).T @ quantize(x, dim=0), rtol=0, atol=0)
     torch.testing.assert_close(db, dy.sum(0), rtol=0, atol=0)
 
 
@@ -78,24 +72,22 @@ def test_tetrajet_is_its_equations(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantity", ["dx", "dw"])
-def test_tetrajet_averages_to_the_unbiased_gradient(data, quantity):
+def test_tetrajet_averages_to_the_unbiased_gradient(data):
     """E[gradient] is TJ Eq. 8-9, the gradient of the quantized forward: within 4 standard errors nearly everywhere."""
-    x, w, bias, dy = data
-    nearest = fp4graph.QuantSpec(scale=CEIL, ties="up")
-    steps = 400
-    index = 1 if quantity == "dx" else 2
-    samples = torch.stack(
-        [run("tetrajet", x, w, bias, dy, noise.make_step(0, 0, i))[index] for i in range(steps)]
-    ).double()
-    q1, q2 = fp4graph.fake_quantize(x, nearest, 1).double(), fp4graph.fake_quantize(w, nearest, 1).double()
-    expected = dy.double() @ q2 if quantity == "dx" else dy.double().T @ q1
-    z = (samples.mean(0) - expected) / (samples.std(0) / steps**0.5)
-    assert z.abs().mean() < 0.9  # E|z| of a standard normal is 0.8
-    assert (z.abs() > 4).float().mean() < 1e-3
-    # Microscaling's is not: its bias does not shrink.
-    biased = run("microscaling", x, w, bias, dy)[index].double()
-    assert (biased - expected).norm() > 5 * (samples.mean(0) - expected).norm()
+    x, w, _, dy = data
+    nearest, steps = fp4graph.QuantSpec(scale=CEIL, ties="up"), 400
+    tetrajet = linear("tetrajet")
+    draws = zip(*(run(tetrajet, *data, noise.make_step(0, 0, i))[1:3] for i in range(steps)), strict=True)
+    q1, q2 = (fp4graph.fake_quantize(t, nearest, 1).double() for t in (x, w))
+    gradients = {"dx": dy.double() @ q2, "dw": dy.double().T @ q1}
+    biased = run("microscaling", *data)[1:3]
+    for (name, expected), samples, other in zip(gradients.items(), map(torch.stack, draws), biased, strict=True):
+        mean, deviation = samples.double().mean(0), samples.double().std(0)
+        z = (mean - expected) / (deviation / steps**0.5)
+        assert z.abs().mean() < 0.9, name  # E|z| of a standard normal is 0.8
+        assert (z.abs() > 4).float().mean() < 1e-3, name
+        # Microscaling's is not: its bias does not shrink.
+        assert (other.double() - expected).norm() > 5 * (mean - expected).norm(), name
 
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 64), (3, 5, 64), (2, 3, 4, 64)])
@@ -112,18 +104,7 @@ def test_leading_axes_are_tokens(shape):
 
 def test_unquantized_operands_leave_their_gemm_exact(data):
     x, w, bias, dy = data
-    policy = {
-        "version": 1,
-        "name": "forward-only",
-        "rules": [
-            {
-                "name": "all",
-                "match": {"op": "linear"},
-                "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}},
-                "operands": {"backward": "keep"},
-            }
-        ],
-    }
+    policy = one_rule(operands={"backward": "keep"})
     _, dx, dw, _ = run(policy, x, w, bias, dy)
     assert torch.equal(dx, dy @ w)
     assert torch.equal(dw, dy.T @ x)
@@ -158,14 +139,8 @@ def test_autocast_runs_the_gemms_in_its_dtype(data):
 
 def test_from_master_quantizes_before_the_cast(data):
     x, w, _, _ = data
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "from_master": True}
-    policy = {
-        "version": 1,
-        "name": "master",
-        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": quantize}],
-    }
     with torch.autocast("cpu", torch.bfloat16):
-        y = linear(policy)(x, w, None, KEY, STEP, 0)
+        y = linear(one_rule(quantize=quantizer(from_master=True)))(x, w, None, KEY, STEP, 0)
     spec = fp4graph.QuantSpec(scale=CEIL)
     expected = fp4graph.fake_quantize(x, spec).bfloat16() @ fp4graph.fake_quantize(w, spec).bfloat16().T
     assert torch.equal(y, expected)
@@ -182,8 +157,7 @@ def test_a_second_derivative_is_refused(data, form):
     x, w, _, _ = data
     more = {"out_control": {"mode": "split"}} if form == "parted" else "hadamard"
     op = "linear" if form == "parted" else form
-    rule = fp4graph.load_policy(one_rule(more, op=op, quantize=NVFP4)).rules[0]
-    program = plan_site(SiteView("fc", op, 64, 96, 64 * 96), rule).program
+    program = program_of(one_rule(more, op=op, quantize=NVFP4), op)
     assert (program.apart is not None) == (form == "parted")
     state, ends = (torch.rand(64),) if form == "parted" else (), None
     if form == "grouped":
@@ -197,10 +171,7 @@ def test_a_second_derivative_is_refused(data, form):
 
 def test_batched_products_broadcast_and_sum_back():
     spec = fp4graph.QuantSpec(scale=CEIL)
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    policy = {"version": 1, "name": "p", "rules": [{"name": "all", "match": {"op": "matmul"}, "quantize": quantize}]}
-    program = plan_site(SiteView("a", "matmul", 16, 7, None), fp4graph.load_policy(policy).rules[0]).program
-    f = site_function(program, "matmul", 1.0, 1.0)
+    f = site_function(program_of(one_rule(op="matmul"), "matmul", 16, 7), "matmul", 1.0, 1.0)
     a, b = torch.randn(2, 3, 5, 16, requires_grad=True), torch.randn(3, 16, 7, requires_grad=True)
     y = f(a, b, None, None, None, 0)
     assert torch.equal(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,34 +9,28 @@ from torch import Tensor
 from fp4graph.kernels import operators
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.technique import Context, Overhead, Quantization, Technique
+from fp4graph.technique import BlockScale, Context, Quantization
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.techniques import technique
 
 pytestmark = pytest.mark.compiler
 
 SPEC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
 
 
-class Dividing(Technique):
+class Dividing(BlockScale):
     """Divides by a constant γ."""
 
-    name: ClassVar[str] = "dividing"
-    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
-    complexity: ClassVar[float] = 0.0
     mixes = "none"
-
     gamma: float
 
     def group_scale(self, z: Tensor, group: object, context: Context) -> Tensor:
         return torch.full((1,) * z.dim(), self.gamma)
 
 
-class Rescaling(Technique):
+class Rescaling(BlockScale):
     """Adds to each scale a share that depends on everything that the stage is shown."""
 
-    name: ClassVar[str] = "rescaling"
-    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=True)
-    complexity: ClassVar[float] = 0.0
     mixes = "block"
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
@@ -51,13 +43,14 @@ class Rescaling(Technique):
 @pytest.mark.parametrize("gammas", [(), (1.7,), (1.7, 0.3)], ids=["none", "one", "two"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_kernels_multiply_by_the_scale_of_rescale(gammas: tuple[float, ...], transposed: bool) -> None:
-    techniques = (*(Dividing(gamma=gamma) for gamma in gammas), Rescaling())
-    program = OperandProgram(SPEC, techniques)
+    options = technique("scales")()
+    parts = (*(Dividing(options=options, gamma=gamma) for gamma in gammas), Rescaling(options=options))
+    program = OperandProgram(SPEC, parts)
     x = torch.randn(70, 96) * torch.exp2(torch.randint(-4, 4, (70, 1)).float())
     x = x.T.contiguous().T if transposed else x
     (term,) = program(x)
     with operators.tensor_code():
         (expected,) = program(x)
     assert_same_bits(term.values, expected.values)
-    plain, *_ = OperandProgram(SPEC, techniques[:-1])(x)
+    plain, *_ = OperandProgram(SPEC, parts[:-1])(x)
     assert (term.values != plain.values).any()

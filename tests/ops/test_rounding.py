@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp4graph
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import product
 from fp4graph.numerics import noise
 from fp4graph.ops.observe import observed
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import BlockPosition, SiteView
+from tests.helpers.operators import check_declaration
 from tests.helpers.policies import NVFP4, loaded
+from tests.helpers.sites import program_of
 
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
@@ -37,9 +37,8 @@ FALLBACK = {"outlier_fallback": {"operands": ["fprop.input"]}}
 policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
 
 
-def program(rule, op="linear"):
-    block = BlockPosition("blocks", 5, 12) if op == "linear" else None
-    return plan_site(SiteView("blocks.5.fc", op, 512, 256, 512 * 256 if op == "linear" else None, block), rule).program
+def function(policy, op="linear", alpha=1.0, beta=1.0):
+    return site_function(program_of(policy, op, 512, 256), op, alpha, beta)
 
 
 def data(*shapes, dtype=torch.bfloat16, scale=1.0):
@@ -79,16 +78,15 @@ def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["nvfp4-te", "fp4-all-the-way"])
 def test_all_three_products_of_shipped_policies(name, dtype):
-    rule = next(rule for rule in fp4graph.load_policy(name).rules if rule.quantizes)
     x, w, bias, dy = data((256, 512), (256, 512), (256,), (256, 256), dtype=dtype)
-    found = run(site_function(program(rule), "linear", 1.0, 1.0), x, w, bias, dy)
+    found = run(function(name), x, w, bias, dy)
     for operand, parts in found.items():
         assert_rounded_once(*parts, addend=bias.double() if operand is Operand.FPROP_INPUT else 0.0)
 
 
 def test_the_relative_error_is_that_of_one_rounding():
     x, w, dy = data((256, 512), (256, 512), (256, 256))
-    found = run(site_function(program(policy().rules[0]), "linear", 1.0, 1.0), x, w, None, dy)
+    found = run(function(policy()), x, w, None, dy)
     for result, left, right in found.values():
         exact = left @ right.mT
         once = (exact.bfloat16().double() - exact).norm() / exact.norm()
@@ -100,7 +98,7 @@ def test_the_relative_error_is_that_of_one_rounding():
 @pytest.mark.parametrize("addend", [False, True])
 def test_terms_are_summed_before_the_rounding(techniques, addend):
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
-    f = site_function(program(policy(after=techniques).rules[0]), "linear", 1.0, 1.0)
+    f = function(policy(after=techniques))
     found = run(f, x, w, bias if addend else None, dy)
     assert_rounded_once(*found[Operand.FPROP_INPUT], addend=bias.double() if addend else 0.0)
 
@@ -111,7 +109,7 @@ def test_terms_are_summed_before_the_rounding(techniques, addend):
 def test_tensors_of_any_magnitude(quantize, scale):
     """γ_a·γ_b of the smallest would be subnormal in fp32."""
     x, w, dy = data((64, 128), (96, 128), (64, 96), scale=scale)
-    f = site_function(program(policy(quantize=quantize).rules[0]), "linear", 1.0, 1.0)
+    f = function(policy(quantize=quantize))
     for parts in run(f, x, w, None, dy).values():
         assert_rounded_once(*parts)
 
@@ -120,13 +118,13 @@ def test_tensors_of_any_magnitude(quantize, scale):
 def test_the_largest_numbers_of_fp16_do_not_overflow(quantize):
     x = torch.full((8, 64), 65504.0, dtype=torch.float16)
     w = torch.eye(8, 64, dtype=torch.float16) * 0.5
-    y = site_function(program(policy(quantize=quantize).rules[0]), "linear", 1.0, 1.0)(x, w, None, KEY, STEP, 0)
+    y = function(policy(quantize=quantize))(x, w, None, KEY, STEP, 0)
     torch.testing.assert_close(y, torch.full((8, 8), 32752.0, dtype=torch.float16), rtol=2**-10, atol=0)
 
 
 def test_operands_from_the_master_weights_under_autocast():
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96), dtype=torch.float32)
-    f = site_function(program(policy(quantize={**NVFP4, "from_master": True}).rules[0]), "linear", 1.0, 1.0)
+    f = function(policy(quantize={**NVFP4, "from_master": True}))
     with torch.autocast("cpu", torch.bfloat16):
         y, left, right = run(f, x, w, bias, dy)[Operand.FPROP_INPUT]
     assert y.dtype is torch.bfloat16
@@ -138,7 +136,7 @@ def test_operands_from_the_master_weights_under_autocast():
 def test_attention(batch, kernel):
     m, k, n = kernel
     a, b, dy = data((*batch, m, k), (*batch, k, n), (*batch, m, n))
-    found = run(site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", 1.0, 1.0), a, b, None, dy)
+    found = run(function(policy(op="matmul"), "matmul"), a, b, None, dy)
     for operand, (result, left, right) in found.items():
         result = result.mT if operand is Operand.WGRAD_GRAD_OUTPUT else result  # B is stored [K, N]
         assert_rounded_once(result, left, right)
@@ -149,7 +147,7 @@ def test_attention(batch, kernel):
 def test_addmm_and_baddbmm(shape, alpha, beta):
     batch = shape[:-2]
     a, b, addend, dy = data((*batch, 48, 64), (*batch, 64, 40), shape, (*batch, 48, 40))
-    f = site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", alpha, beta)
+    f = function(policy(op="matmul"), "matmul", alpha, beta)
     addend.requires_grad_()
     y, left, right = run(f, a, b, addend, dy)[Operand.FPROP_INPUT]
     assert_rounded_once(y, left, right, addend=beta * addend.detach().double(), alpha=alpha)
@@ -159,7 +157,7 @@ def test_addmm_and_baddbmm(shape, alpha, beta):
 
 def test_an_addend_that_is_not_read_may_hold_anything():
     a, b, addend, dy = data((6, 48, 64), (6, 64, 40), (48, 40), (6, 48, 40))
-    f = site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", 1.0, 0.0)
+    f = function(policy(op="matmul"), "matmul", 1.0, 0.0)
     y, left, right = run(f, a, b, addend * torch.nan, dy)[Operand.FPROP_INPUT]
     assert_rounded_once(y, left, right)
 
@@ -168,7 +166,7 @@ def test_an_addend_that_is_not_read_may_hold_anything():
 def test_poison_passes(poison):
     x, w = data((32, 64), (48, 64))
     x[3, 5] = poison
-    f = site_function(program(policy().rules[0]), "linear", 1.0, 1.0)
+    f = function(policy())
     assert f(x, w, None, KEY, STEP, 0)[3].isnan().all()
 
 
@@ -183,23 +181,13 @@ class Net(nn.Module):
         return self.second(h) + torch.baddbmm(x[..., :32], x, h[:, :, :64].mT @ x[..., :32], alpha=0.5)
 
 
-RULES = {
-    "version": 1,
-    "name": "p",
-    "rules": [
-        {"name": name, "match": {"op": name}, "quantize": NVFP4, "techniques": ["tensor_scaling"]}
-        for name in ("linear", "matmul")
-    ],
-}
-
-
 @pytest.mark.long
 @pytest.mark.inductor
 def test_backends_agree_and_sizes_may_be_symbolic():
     results = []
     for backend in ("eager", "aot_eager", "inductor"):
         torch._dynamo.reset()
-        model = fp4graph.apply(Net().bfloat16(), RULES, backend=backend, dynamic=True)
+        model = fp4graph.apply(Net().bfloat16(), policy(op=["linear", "matmul"]), backend=backend, dynamic=True)
         rows = []
         for tokens in (16, 24, 40):
             (x,) = data((2, tokens, 64))
@@ -215,8 +203,7 @@ def test_backends_agree_and_sizes_may_be_symbolic():
 
 def test_a_product_without_tensor_scales_is_torchs_own():
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
-    rule = fp4graph.load_policy("microscaling").rules[0]
-    y, left, right = run(site_function(program(rule), "linear", 1.0, 1.0), x, w, bias, dy)[Operand.FPROP_INPUT]
+    y, left, right = run(function("microscaling"), x, w, bias, dy)[Operand.FPROP_INPUT]
     assert torch.equal(y, torch.addmm(bias, left.bfloat16(), right.bfloat16().T))
 
 
@@ -235,12 +222,7 @@ A, B, SCALE = torch.randn(2, 3, 20, 32).bfloat16(), torch.randn(2, 3, 24, 32).bf
     ],
 )
 def test_the_operator_keeps_its_promises(left, right, addend):
-    operator = torch.ops.fp4graph.scaled_product.default
-    torch.library.opcheck(operator, (left, right, SCALE, addend, 1.0))
-    result = operator(left, right, SCALE, addend, 1.0)
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = operator(*(t if t is None else mode.from_tensor(t) for t in (left, right, SCALE, addend)), 1.0)
-    assert (fake.shape, fake.stride(), fake.dtype) == (result.shape, result.stride(), result.dtype)
+    check_declaration("scaled_product", (left, right, SCALE, addend, 1.0))
 
 
 @pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
@@ -266,7 +248,7 @@ def test_on_cuda_the_gemm_returns_its_accumulator(batch):
 
 def test_its_operations_are_counted():
     x, w, dy = data((64, 128), (96, 128), (64, 96))
-    f = site_function(program(policy().rules[0]), "linear", 1.0, 1.0)
+    f = function(policy())
     with FlopCounterMode(display=False) as ours:
         f(x.requires_grad_(), w.requires_grad_(), None, KEY, STEP, 0).backward(dy)
     with FlopCounterMode(display=False) as torchs:

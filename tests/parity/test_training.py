@@ -24,7 +24,7 @@ import pytest
 import timm.layers
 import torch
 import transformers
-from fp4graph_plugins.smooth_swiglu import SmoothSwiglu
+from fp4graph_plugins.smooth_swiglu import ChannelScales
 from torch import nn
 
 import fp4graph
@@ -160,13 +160,13 @@ LLAMAS = ("nvfp4-smooth-swiglu",)
 def test_the_technique_for_swiglus_has_one_to_act_on(
     monkeypatch: pytest.MonkeyPatch, vit: Callable[..., nn.Module]
 ) -> None:
-    widths, pair_context = [], SmoothSwiglu.pair_context
+    widths, pair_context = [], ChannelScales.pair_context
 
     def seen(self: Any, left: torch.Tensor, right: torch.Tensor, context: Any) -> tuple[torch.Tensor, ...]:
         widths.append(left.shape[-1])
         return pair_context(self, left, right, context)
 
-    monkeypatch.setattr(SmoothSwiglu, "pair_context", seen)
+    monkeypatch.setattr(ChannelScales, "pair_context", seen)
     images = torch.zeros(2, 3, 32, 32)
     fp4graph.apply(Llama(), LLAMAS[0], backend="eager")(images)
     assert widths == [512, 512]

@@ -111,7 +111,7 @@ def test_other_operands_and_evaluation_are_left_alone():
     with pytest.warns(PolicyWarning, match="no effect"):
         products = policy(SCHEDULE, op="matmul")
     plan = plan_site(SiteView("qk", "matmul", 64, 64, None), products.rules[0])
-    assert plan.program.fprop.right.techniques == ()
+    assert plan.program.fprop.right.parts == ()
 
 
 @pytest.mark.slow

@@ -272,13 +272,14 @@ def test_the_soft_maximums_gradient_is_its_difference_quotient():
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(3)) * 1e-3
     x[0, 3] = 5e-3  # g
     f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", "beta": 4.0}}])
-    technique, context = next((t, c) for t, c in f.acting(x, None, None) if t.name == "smooth_max")
+    smooth = [(part, c) for part, c in f.acting(x, None, None) if part.name == "smooth_max"]
+    (scale, context), (derivative, _) = smooth
 
     def statistic(t):
         values = context.blocking.split(t)
-        return technique.block_statistic(values, values.abs().amax(context.axes, keepdim=True), context)
+        return scale.block_statistic(values, values.abs().amax(context.axes, keepdim=True), context)
 
-    gradient = context.blocking.join(technique.statistic_gradient(context.blocking.split(x), statistic(x), context))
+    gradient = context.blocking.join(derivative.statistic_gradient(context.blocking.split(x), statistic(x), context))
     for column in range(16):
         step = torch.zeros_like(x)
         step[1, column] = 1e-5

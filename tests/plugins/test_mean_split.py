@@ -50,8 +50,8 @@ def test_operands_that_are_transposed_have_tokens_last():
     for operand in (Operand.WGRAD_INPUT, Operand.WGRAD_GRAD_OUTPUT):
         y = quantized(x.mT.contiguous(), operand).mT
         assert error(y - y.mean(0), x - x.mean(0)) < 0.15
-        assert program(operand).techniques == program(Operand.WGRAD_INPUT).techniques
-    assert program(Operand.DGRAD_GRAD_OUTPUT).techniques == program().techniques
+        assert program(operand).parts == program(Operand.WGRAD_INPUT).parts
+    assert program(Operand.DGRAD_GRAD_OUTPUT).parts == program().parts
     assert program(Operand.FPROP_WEIGHT).at("around") == []
 
 
@@ -87,7 +87,7 @@ def test_the_mean_is_that_of_an_experts_tokens():
     own = torch.tensor([0] * 20 + [1] * 27 + [3] * 4 + [2] * 9 + [3] * 4)
     ids = torch.where(torch.arange(64) < 51, own.clamp(max=1), own)  # the zeros stand behind the second expert's tokens
     for operand, axis in ((Operand.FPROP_INPUT, 0), (Operand.WGRAD_INPUT, 1)):
-        (technique,) = (t for t in program(operand).techniques if t.name == "mean_split")
+        (wrapper,) = program(operand).at("around")
         given, parts = (x if axis == 0 else x.mT).contiguous(), []
 
         def collect(part, parts=parts):
@@ -95,7 +95,7 @@ def test_the_mean_is_that_of_an_experts_tokens():
             return part
 
         context = Context(Blocking(tuple(given.shape), 16, segments=Segments(axis, 3, ids, own)), None, None)
-        technique.around(collect, given, context)
+        wrapper.around(collect, given, context)
         residual, mean = (part if axis == 0 else part.mT for part in parts)
         for expert, tokens in ((0, slice(0, 20)), (1, slice(20, 47)), (2, slice(51, 60))):
             expected = x[tokens].double().mean(0).float()

@@ -92,7 +92,7 @@ def of_experts(x, copies, tokens, operand):
     rows = torch.nn.functional.pad(x, (0, 128 - tokens)).expand(copies, -1, -1) * signs
     own = torch.where(torch.arange(128) < tokens, 0, 1)
     segments = Segments(1, 1, torch.zeros(128, dtype=torch.int64), own)
-    site = SiteView("fc", "linear", 256, 256, 256 * 256)
+    site = SiteView("fc", "grouped", 256, 256, 256 * 256)
     planned = plan_site(site, policy().rules[0]).program.operand(operand)
     source = Draw(noise.make_key("site", str(operand)), noise.make_step(0, 0, 0))
     return total(planned(rotate(rows.reshape(-1, 128), 128), source, segments=segments)).double().view(copies, -1, 128)
@@ -112,7 +112,7 @@ def test_few_tokens_of_an_expert_give_no_bias(tokens):
 
 def test_groups_that_tokens_fill_to_a_quarter_are_those_of_a_linear():
     """To the bit, beside a group of the same expert with few tokens, which does not change them."""
-    site = SiteView("fc", "linear", 256, 256, 256 * 256)
+    site = SiteView("fc", "grouped", 256, 256, 256 * 256)
     planned = plan_site(site, policy().rules[0]).program.operand(Operand.WGRAD_INPUT)
     x = gaussian(4, 384, seed=8)
     segments = Segments(1, 1, torch.zeros(384, dtype=torch.int64), torch.where(torch.arange(384) < 288, 0, 1))

@@ -78,9 +78,9 @@ def test_the_thresholds_are_quantiles_by_numpy(quantile, n):
     x = activations(1, n, seed=n)
     values = x.double().numpy()
     program = site({"quantile": quantile}).operand(Operand.FPROP_INPUT)
-    (technique,) = program.techniques
+    (part,) = program.parts
     blocking = Blocking(tuple(x.shape), program.spec.block)
-    found = technique.thresholds(x, contract.context(technique, DRAW, blocking, x.device, spec=program.spec))
+    found = part.thresholds(x, contract.context(part, DRAW, blocking, x.device, spec=program.spec))
     for q, threshold in zip((1 - quantile, quantile), found, strict=True):
         assert threshold.item() in [np.quantile(values, q, method=method) for method in ("lower", "higher")]
 

@@ -411,16 +411,18 @@ def test_the_ratio_of_nothing():
     """0/0 is 0, so N is 1; what jumps without moving has N_max."""
     from fp4graph_plugins.q_ramping import QRamping
 
-    technique = QRamping(t_update=40, n_max=7)
+    from fp4graph.technique import hooks_of
+
+    (hook,) = hooks_of(QRamping(t_update=40, n_max=7))
     names = ("moved", "moved_q", "last", "last_q")
     memory = {name: torch.zeros(4) for name in names}
     memory["moved_q"] = torch.tensor([0.0, 1.0, 15.9, 16.0])
     memory["moved"] = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    technique._set_factors(memory)
+    hook._set_factors(memory)
     assert memory["factor"].tolist() == [1, 7, 1, 6]
     assert not set(names) & set(memory)
     memory = {name: torch.zeros(4) for name in names}
-    technique._set_factors(memory)
+    hook._set_factors(memory)
     assert not memory  # nothing to keep where nothing oscillates
 
 

@@ -14,6 +14,7 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
+from fp4graph.technique import gemms_at
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.site import SiteView
 from tests.helpers.models import grouped_mm
@@ -211,8 +212,8 @@ def test_a_model_without_swiglu_is_refused():
 def test_other_products_are_left_alone():
     technique = policy().rules[0].techniques[0]
     for producer in (None, "gelu", "silu", "mul"):
-        assert technique.pairs(SiteView("fc", "linear", 96, 32, 96 * 32, producer=producer)) == frozenset()
-    assert technique.pairs(SiteView("fc", "linear", 96, 32, 96 * 32, producer="swiglu")) == {Gemm.FPROP}
+        assert gemms_at(technique, SiteView("fc", "linear", 96, 32, 96 * 32, producer=producer)) == frozenset()
+    assert gemms_at(technique, SiteView("fc", "linear", 96, 32, 96 * 32, producer="swiglu")) == {Gemm.FPROP}
 
 
 def test_it_is_warned_about_where_it_has_no_effect():

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Overhead, Technique
+from fp4graph.technique import OptimizerHook, Overhead, Part, Technique
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
@@ -19,8 +19,8 @@ from fp4graph.technique.site import SiteView
 class Toy(Technique):
     """A technique that every quantized operand is handed to, so that the loader does not call it idle."""
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        return frozenset(Operand)
+    def parts(self, site: SiteView) -> tuple[Part, ...]:
+        return (OptimizerHook(options=self, operands=frozenset(Operand)),)
 
 
 class Dither(Toy):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp4graph.policy import load_policy
-from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.technique.registry import Registry
 
 STOCHASTIC = {"rounding": "stochastic"}
 
@@ -51,25 +49,3 @@ def test_names_in_use(registry: Registry) -> None:
     rule = {"match": {}, "quantize": STOCHASTIC, "techniques": ["echo"]}
     policy = load_policy({"version": 1, "rules": [rule], "techniques": ["average"]}, registry)
     assert {technique.name for technique in policy.used} == {"dither", "echo", "average"}
-
-
-def shipped() -> list[Path]:
-    return sorted(Registry(entry_point_group=None).policies.values())
-
-
-@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
-def test_shipped_policies_have_the_complexity_that_their_comment_states(path: Path) -> None:
-    policy = load_policy(path.stem)
-    stated = re.search(r"^# Ω = ([\d.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert stated is not None
-    assert policy.complexity == float(stated[1])
-    assert policy.name == path.stem
-    assert policy.description
-    assert policy.file == str(default_registry().policies[path.stem])
-
-
-@pytest.mark.parametrize(
-    ("name", "complexity"), [("bf16", 0), ("microscaling", 0), ("mxfp4", 0), ("nvfp4", 0), ("tetrajet", 0.5)]
-)
-def test_complexity_of_the_papers(name: str, complexity: float) -> None:
-    assert load_policy(name).complexity == complexity

@@ -16,56 +16,33 @@ with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="
 #: One technique of a policy's list: its name and options.
 Entry = dict[str, dict[str, str]]
 
+
+def kinds(technique: str, **cells: str) -> dict[str, Entry]:
+    return {cell: {technique: {"kind": kind}} for cell, kind in cells.items()}
+
+
+SR = {operands: {"stochastic_rounding": {"operands": operands}} for operands in ("backward", "all_activation")}
 #: Column by column, the entry that each printed cell stands for. Values that only Table 10 has are included.
-ENTRIES: dict[str, dict[str, Entry | None]] = {
-    "max_grad": {
-        "STE": None,
-        "absmax": {"smooth_max": {"kind": "absmax"}},
-        "softsoftmax": {"smooth_max": {"kind": "softmax"}},
-        "hardsoftmax": {"smooth_max": {"kind": "hybrid"}},
-    },
-    "quant_grad": {
-        "STE": None,
-        "baseline": {"step_gradient": {"kind": "dge"}},
-        "spline": {"step_gradient": {"kind": "spline"}},
-    },
-    "scale_grad": {
-        "STE": None,
-        "baseline": {"scale_gradient": {"kind": "dge"}},
-        "spline": {"scale_gradient": {"kind": "spline"}},
-    },
+ENTRIES: dict[str, dict[str, Entry]] = {
+    "max_grad": kinds("smooth_max", absmax="absmax", softsoftmax="softmax", hardsoftmax="hybrid"),
+    "quant_grad": kinds("step_gradient", baseline="dge", spline="spline"),
+    "scale_grad": kinds("scale_gradient", baseline="dge", spline="spline"),
     "hadamard": {
-        "N/A": None,
-        "None_exact": None,
         "all_exact": {"hadamard": {"scope": "all"}},
-        "backward.exact": {"hadamard": {"scope": "backward"}},
-        "backward_exact": {"hadamard": {"scope": "backward"}},
+        **{cell: {"hadamard": {"scope": "backward"}} for cell in ("backward.exact", "backward_exact")},
     },
     "sr": {
-        "None.exact": None,
-        "None_exact": None,
-        "IntelFP4_exact": {"stochastic_rounding": {"operands": "backward"}},
-        "IntelfP4.exact": {"stochastic_rounding": {"operands": "backward"}},
-        "IntFP4.exact": {"stochastic_rounding": {"operands": "backward"}},
-        "all_activation.exact": {"stochastic_rounding": {"operands": "all_activation"}},
-        "all_activation_exact": {"stochastic_rounding": {"operands": "all_activation"}},
+        **dict.fromkeys(("IntelFP4_exact", "IntelfP4.exact", "IntFP4.exact"), SR["backward"]),
+        **dict.fromkeys(("all_activation.exact", "all_activation_exact"), SR["all_activation"]),
     },
-    "round_mode": {
-        "N/A": None,
-        "TiesToEven": None,
-        "TowardPositive": None,
-        "Stochastic": {"stochastic_scale_rounding": {}},
-    },
-    "tensor_scaling": {"False": None, "True": {"tensor_scaling": {}}},
-    "tensor_grad": {
-        "N/A": None,
-        "ignore": None,
-        "absmax": {"tensor_scaling_gradient": {"kind": "absmax"}},
-        "STE": {"tensor_scaling_gradient": {"kind": "ste"}},
-    },
-    "loss_scaling": {"False": None, "True": {"loss_scaling": {}}},
-    "optimiser": {"Adam": None, "StableSPAM": {"stable_spam": {}}, "StablesPAM": {"stable_spam": {}}},
+    "round_mode": {"Stochastic": {"stochastic_scale_rounding": {}}},
+    "tensor_scaling": {"True": {"tensor_scaling": {}}},
+    "tensor_grad": kinds("tensor_scaling_gradient", absmax="absmax", STE="ste"),
+    "loss_scaling": {"True": {"loss_scaling": {}}},
+    "optimiser": {cell: {"stable_spam": {}} for cell in ("StableSPAM", "StablesPAM")},
 }
+#: Cells that stand for no technique, where their column says nothing else.
+NOTHING = {"STE", "N/A", "None.exact", "None_exact", "TiesToEven", "TowardPositive", "False", "ignore", "Adam"}
 
 #: Rows whose columns contradict their complexity points: those printed, and those of the columns by Table 9.
 CONTRADICTORY = {
@@ -85,7 +62,8 @@ def name(row: dict[str, str]) -> str:
 
 def entries(row: dict[str, str]) -> list[Entry]:
     """The techniques that a row's columns say are in use."""
-    return [entry for column, cells in ENTRIES.items() if (entry := cells[row[column]]) is not None]
+    assert not [row[column] for column, cells in ENTRIES.items() if row[column] not in {*cells, *NOTHING}]
+    return [cells[row[column]] for column, cells in ENTRIES.items() if row[column] in cells]
 
 
 def complexity(techniques: list[Entry]) -> float:

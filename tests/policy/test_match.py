@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fp4graph.errors import PolicyError
-from fp4graph.policy import Match, Policy, Range, Rule, check_modules, load_policy
+from fp4graph.policy import Match, Policy, Rule, check_modules, load_policy
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import BlockPosition, SiteView
 
@@ -32,63 +33,28 @@ def matches(predicates: Match, site: SiteView) -> bool:
     return Policy(name="one rule", rules=(Rule(name="it", match=predicates),)).decide(site).index == 0
 
 
-@pytest.mark.parametrize(
-    "predicates",
-    [
-        {},
-        {"op": "linear"},
-        {"op": ["sdpa", "linear"]},
-        {"module": "blocks.3.attn.qkv"},
-        {"module": "*.qkv"},
-        {"module": "blocks.*"},
-        {"module": "blocks.?.attn.*"},
-        {"module": "blocks.[0-5].*"},
-        {"module": ["head", "*.attn.*"]},
-        {"block": True},
-        {"first_blocks": 4},
-        {"last_blocks": 9},
-        {"first_blocks": 0.26},
-        {"last_blocks": 0.75},
-        {"in_features": 192},
-        {"in_features": {"min": 192, "max": 192}},
-        {"out_features": {"multiple_of": 64}},
-        {"out_features": {"min": 100}},
-        {"min_numel": 192 * 576},
-        {"producer": "layer_norm"},
-        {"producer": ["gelu", "layer_norm"]},
-    ],
-)
-def test_holds(predicates: dict[str, Any], registry: Registry) -> None:
-    assert matches(match(registry, **predicates), SITE)
+#: By predicate, values that hold of the site and values that do not.
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "op": (["linear", ["sdpa", "linear"]], ["matmul", ["sdpa", "matmul"]]),
+    "module": (
+        [SITE.module, "*.qkv", "blocks.*", "blocks.?.attn.*", "blocks.[0-5].*", ["head", "*.attn.*"]],
+        ["qkv", "attn", "blocks.3", "Blocks.*", ["head", "*.proj"]],
+    ),
+    "block": ([True], [False]),
+    "first_blocks": ([4, 0.26], [3, 0.25]),
+    "last_blocks": ([9, 0.75], [8, 0.66]),
+    "in_features": ([192, {"min": 192, "max": 192}], [191, {"max": 191}]),
+    "out_features": ([{"multiple_of": 64}, {"min": 100}], [{"min": 577}, {"multiple_of": 128}]),
+    "min_numel": ([192 * 576], [192 * 576 + 1]),
+    "producer": (["layer_norm", ["gelu", "layer_norm"]], ["gelu"]),
+}
+CASES = [({name: value}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
+SEVERAL = [({}, 1), ({"first_blocks": 4, "last_blocks": 4}, 0), ({"op": "linear", "module": "head"}, 0)]
 
 
-@pytest.mark.parametrize(
-    "predicates",
-    [
-        {"op": "matmul"},
-        {"op": ["sdpa", "matmul"]},
-        {"module": "qkv"},
-        {"module": "attn"},
-        {"module": "blocks.3"},
-        {"module": "Blocks.*"},
-        {"module": ["head", "*.proj"]},
-        {"block": False},
-        {"first_blocks": 3},
-        {"last_blocks": 8},
-        {"first_blocks": 0.25},
-        {"last_blocks": 0.66},
-        {"first_blocks": 4, "last_blocks": 4},
-        {"in_features": 191},
-        {"in_features": {"max": 191}},
-        {"out_features": {"min": 577}},
-        {"out_features": {"multiple_of": 128}},
-        {"min_numel": 192 * 576 + 1},
-        {"producer": "gelu"},
-        {"op": "linear", "module": "head"},
-    ],
-)
-def test_does_not_hold(predicates: dict[str, Any], registry: Registry) -> None:
-    assert not matches(match(registry, **predicates), SITE)
+@pytest.mark.parametrize(("predicates", "holds"), [*CASES, *SEVERAL], ids=str)
+def test_holds(predicates: dict[str, Any], holds: bool, registry: Registry) -> None:
+    assert matches(match(registry, **predicates), SITE) == holds
 
 
 @pytest.mark.parametrize(
@@ -122,39 +88,46 @@ def test_a_share_is_rounded_up_to_whole_blocks(share: float, total: int, blocks:
     assert [matches(first, place) for place in places] == [True] * blocks + [False] * (total - blocks)
 
 
-def test_outside_a_block(registry: Registry) -> None:
-    assert matches(match(registry, block=False), replace(SITE, block=None))
+@pytest.mark.parametrize(
+    ("predicates", "change", "holds"),
+    [
+        ({"block": False}, {"block": None}, True),
+        ({"module": "*"}, {"module": ""}, True),  # the root has a name
+        ({"module": "?*"}, {"module": ""}, False),
+        ({}, {"op": "sdpa"}, False),  # fused attention is taken apart only on request
+        ({"op": "sdpa"}, {"op": "sdpa"}, True),
+    ],
+)
+def test_of_other_sites(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
+    assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
-def test_the_root_has_a_name(registry: Registry) -> None:
-    assert matches(match(registry, module="*"), replace(SITE, module=""))
-    assert not matches(match(registry, module="?*"), replace(SITE, module=""))
-
-
-def test_fused_attention_is_taken_apart_only_on_request(registry: Registry) -> None:
-    fused = replace(SITE, op="sdpa")
-    assert not matches(match(registry), fused)
-    assert matches(match(registry, op="sdpa"), fused)
-    rule = load_policy({"version": 1, "default": {}}, registry).decide(fused).rule
-    assert rule.keep is not None
-    assert "op: sdpa" in rule.keep
+def test_the_default_keeps_fused_attention(registry: Registry) -> None:
+    keep = load_policy({"version": 1, "default": {}}, registry).decide(replace(SITE, op="sdpa")).rule.keep
+    assert keep is not None
+    assert "op: sdpa" in keep
 
 
 def test_places_look_at_modules_only(registry: Registry) -> None:
-    predicates = match(
-        registry, op="matmul", module="*.qkv", first_blocks=4, in_features=1, min_numel=10**9, producer="x"
-    )
+    others = {"in_features": 1, "min_numel": 10**9, "producer": "x"}
+    predicates = match(registry, op="matmul", module="*.qkv", first_blocks=4, **others)
     assert predicates.holds_at(SITE)
-    assert not predicates.holds_at(replace(SITE, module="head"))
-    assert not predicates.holds_at(replace(SITE, module=None))
-    assert not predicates.holds_at(replace(SITE, block=None))
-    assert not predicates.holds_at(replace(SITE, block=BlockPosition("blocks.*", 4, 12)))
+    fifth = BlockPosition("blocks.*", 4, 12)
+    elsewhere = [{"module": "head"}, {"module": None}, {"block": None}, {"block": fifth}]
+    assert [change for change in elsewhere if predicates.holds_at(replace(SITE, **change))] == []  # type: ignore[arg-type]
 
 
-def test_range_in_words() -> None:
-    assert str(Range(min=3, max=3)) == "3"
-    assert str(Range(min=1, max=5)) == "at least 1 and at most 5"
-    assert str(Range(multiple_of=32)) == "a multiple of 32"
+@pytest.mark.parametrize(
+    ("predicates", "words"),
+    [
+        ({"module": ["a", "b"], "in_features": {"min": 1}}, "module a or b, in_features at least 1"),
+        ({"in_features": 3}, "in_features 3"),
+        ({"in_features": {"min": 1, "max": 5}}, "in_features at least 1 and at most 5"),
+        ({"out_features": {"multiple_of": 32}}, "out_features a multiple of 32"),
+    ],
+)
+def test_in_words(predicates: dict[str, Any], words: str, registry: Registry) -> None:
+    assert str(match(registry, **predicates)) == words
 
 
 def policy(registry: Registry, *rules: dict[str, Any], **rest: Any) -> Policy:
@@ -219,9 +192,18 @@ def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry)
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]
 
 
-@pytest.mark.parametrize("module", ["head", "*.qkv", ["classifier", "head"]])
-def test_modules_that_exist(module: Any, registry: Registry) -> None:
-    check_modules(policy(registry, {"match": {"module": module}, "quantize": {}}), NAMES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"match": {"module": "head"}},
+        {"match": {"module": "*.qkv"}},
+        {"match": {"module": ["classifier", "head"]}},
+        {"match": {"module": "classifier"}, "required": False},
+    ],
+    ids=str,
+)
+def test_modules_that_exist_or_need_not(rule: dict[str, Any], registry: Registry) -> None:
+    check_modules(policy(registry, {**rule, "quantize": {}}), NAMES)
 
 
 def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:
@@ -230,27 +212,24 @@ def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:
         "version: 1\nrules:\n  - {match: {}, quantize: {}}\n  - name: qkv\n    match: {module: blocks.*.atn.qkv}\n"
         "    quantize: {}\n"
     )
-    with pytest.raises(
-        PolicyError, match=r"'blocks\.\*\.atn\.qkv'; the nearest are blocks\.\d\.attn\.qkv.*required: false"
-    ) as e:
+    message = r"p.yaml:4: .*rule 'qkv'.*'blocks\.\*\.atn\.qkv'; the nearest are blocks\.\d\.attn\.qkv.*required: false"
+    with pytest.raises(PolicyError, match=message):
         check_modules(load_policy(path, registry), NAMES)
-    assert (e.value.file, e.value.line) == (str(path), 4)
-    assert "rule 'qkv'" in str(e.value)
 
 
-def test_a_glob_like_nothing_lists_modules(registry: Registry) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (NAMES, r"the model has patch_embed, blocks.0.attn.qkv, .*, head\. Correct"),
+        ([""], r"no modules but the root, whose name is ''\. Correct"),
+        (["", *(f"a{i}" for i in range(6))], r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"),
+    ],
+    ids=["several", "the root", "many"],
+)
+def test_a_glob_like_nothing_lists_modules(names: list[str], message: str, registry: Registry) -> None:
     nowhere = policy(registry, {"match": {"module": "zzz"}, "quantize": {}})
-    with pytest.raises(PolicyError, match=r"the model has patch_embed, blocks.0.attn.qkv, .*, head\. Correct"):
-        check_modules(nowhere, NAMES)
-    with pytest.raises(PolicyError, match=r"no modules but the root, whose name is ''\. Correct"):
-        check_modules(nowhere, [""])
-    with pytest.raises(PolicyError, match=r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"):
-        check_modules(nowhere, ["", *(f"a{i}" for i in range(6))])
-
-
-def test_optional_rules_may_match_nothing(registry: Registry) -> None:
-    optional = {"match": {"module": "classifier"}, "required": False, "quantize": {}}
-    check_modules(policy(registry, optional), NAMES)
+    with pytest.raises(PolicyError, match=message):
+        check_modules(nowhere, names)
 
 
 @pytest.mark.parametrize(
@@ -269,16 +248,13 @@ def test_expectations(
     path = tmp_path / "p.yaml"
     path.write_text(f"version: 1\ndefault: {{}}\nexpect:\n  {str(expect)[1:-1]}\n")
     expected = load_policy(path, registry).expect
-    with pytest.raises(PolicyError) as caught:
+    with pytest.raises(PolicyError, match=f"^{path}:4: {re.escape(message)}"):
         expected.check(quantized, total)
-    assert message in str(caught.value)
-    assert (caught.value.file, caught.value.line) == (str(path), 4)
 
 
 def test_expectations_met(registry: Registry) -> None:
-    expect = policy(
-        registry, {"match": {}, "quantize": {}}, expect={"quantized": {"min": 1, "max": 3}, "kept": 2}
-    ).expect
+    rule = {"match": {}, "quantize": {}}
+    expect = policy(registry, rule, expect={"quantized": {"min": 1, "max": 3}, "kept": 2}).expect
     expect.check(1, 3)
     expect.check(3, 5)
-    policy(registry, {"match": {}, "quantize": {}}).expect.check(0, 0)
+    policy(registry, rule).expect.check(0, 0)

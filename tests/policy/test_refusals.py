@@ -9,7 +9,7 @@ import pytest
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.policy import load_policy
-from fp4graph.technique import Overhead, Technique
+from fp4graph.technique import OptimizerHook, Overhead, Part, Technique
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import one_rule, quantizer
@@ -104,8 +104,8 @@ def test_a_technique_that_two_plugins_claim_is_refused_by_name(plugin: str, mess
         def complexity(self) -> float:
             return 0.0
 
-        def acts_on(self, site: Any) -> frozenset[Operand]:
-            return frozenset(Operand)
+        def parts(self, site: Any) -> tuple[Part, ...]:
+            return (OptimizerHook(options=self, operands=frozenset(Operand)),)
 
     class Plugin:
         @staticmethod

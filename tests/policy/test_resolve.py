@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,139 +22,90 @@ def specs(registry: Registry, operands: dict[str, Any], **quantize: Any) -> Spec
     return load_policy({"version": 1, "rules": [rule]}, registry).rules[0].specs
 
 
-def test_defaults_are_those_of_the_spec(registry: Registry) -> None:
-    assert set(specs(registry, {}).values()) == {QuantSpec()}
+STOCHASTIC = {"rounding": "stochastic", "ties": "away", "random_bits": 8, "from_master": True}
+EVERY_SCALE_FIELD = {"format": "e4m3", "rounding": "nearest_even", "convention": "encode", "zero": "to_one"}
+NEAREST = {"format": "e4m3", "rounding": "nearest_even"}
+UE5M3_61 = {"format": "ue5m3", "max": 61440}
+FROM_FPROP = {"source": "fprop"}
+BY_EIGHT = QuantSpec(block=8)
+TO_ONE = ScaleSpec(E4M3, "nearest_even", zero="to_one")
 
 
-def test_every_field_arrives(registry: Registry) -> None:
-    found = specs(
-        registry,
-        {},
-        element="e3m0",
-        block=[16, 16],
-        scale={"format": "e4m3", "rounding": "nearest_even", "convention": "encode", "zero": "to_one"},
-        rounding="stochastic",
-        ties="away",
-        random_bits=8,
-        from_master=True,
-    )
-    scale = ScaleSpec(E4M3, "nearest_even", "encode", "to_one")
-    expected = QuantSpec(
-        E3M0,
-        (16, 16),
-        scale,
-        "stochastic",
-        ties="away",
-        random_bits=8,
-        from_master=True,
-    )
-    assert set(found.values()) == {expected}
-
-
-@pytest.mark.parametrize("block", [1, 128, "row", "tensor"])
-def test_blocks(block: object, registry: Registry) -> None:
-    assert specs(registry, {}, block=block)[Q1].block == block  # type: ignore[union-attr]
-
-
-def test_source_fprop(registry: Registry) -> None:
-    found = specs(registry, {"dgrad.weight": {"source": "fprop"}, "wgrad.input": {"source": "fprop"}})
-    assert [spec.source for spec in found.values() if spec] == ["original"] * 3 + ["fprop", "original", "fprop"]
-
-
-def test_source_fprop_of_a_kept_operand_is_allowed(registry: Registry) -> None:
-    found = specs(registry, {"fprop.weight": "keep", "dgrad.weight": {"source": "fprop"}})
-    assert found[Q2] is None
-    assert found[Q4] == QuantSpec(source="fprop")
+@pytest.mark.parametrize(
+    ("quantize", "operands", "expected"),
+    [
+        ({}, {}, dict.fromkeys(Operand, QuantSpec())),
+        (
+            {"element": "e3m0", "block": [16, 16], "scale": EVERY_SCALE_FIELD, **STOCHASTIC},
+            {},
+            dict.fromkeys(
+                Operand, QuantSpec(E3M0, (16, 16), ScaleSpec(E4M3, "nearest_even", "encode", "to_one"), **STOCHASTIC)
+            ),
+        ),
+        *(({"block": block}, {}, {Q1: QuantSpec(block=block)}) for block in (1, 128, "row", "tensor")),
+        (
+            {},
+            {"dgrad.weight": FROM_FPROP, "wgrad.input": FROM_FPROP},
+            {**dict.fromkeys((Q1, Q2, Q3, Q5), QuantSpec()), **dict.fromkeys((Q4, Q6), QuantSpec(source="fprop"))},
+        ),
+        ({}, {"fprop.weight": "keep", "dgrad.weight": FROM_FPROP}, {Q2: None, Q4: QuantSpec(source="fprop")}),
+        ({}, {"dgrad.other": {"block": 8}}, {Q3: QuantSpec(), Q4: BY_EIGHT, Q5: QuantSpec()}),
+        # A single operand wins over groups, wherever it stands.
+        (
+            {},
+            {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}},
+            {Q4: QuantSpec(block=1, ties="up"), Q3: QuantSpec(block=2, ties="up")},
+        ),
+        ({}, {"backward": "keep"}, {Q1: QuantSpec(), Q2: QuantSpec(), **dict.fromkeys((Q3, Q4, Q5, Q6))}),
+        ({}, {"dgrad.weight": "keep", "backward": {"block": 8}}, {Q3: BY_EIGHT, Q4: None}),
+        # Groups act in the order written.
+        ({}, {"backward": {"block": 1}, "weights": {"block": 2}}, {Q4: QuantSpec(block=2)}),
+        ({}, {"weights": {"block": 2}, "backward": {"block": 1}}, {Q4: QuantSpec(block=1)}),
+        (
+            {},
+            {"weights": {"block": 8}, "backward": "keep", "dgrad.weight": {"ties": "up"}},
+            {Q4: QuantSpec(ties="up"), Q6: None},
+        ),
+        ({"block": 16}, {"backward": {}}, dict.fromkeys(Operand, QuantSpec(block=16))),
+        # Scales are merged, and bring their rounding and their maximum.
+        (
+            {"scale": NEAREST},
+            {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
+            {Q5: QuantSpec(scale=TO_ONE), Q6: QuantSpec(scale=replace(TO_ONE, rounding="toward_positive"))},
+        ),
+        *(
+            ({"scale": base}, {"weights": {"scale": exception}}, {Q2: QuantSpec(scale=scale)})
+            for base, exception, scale in (
+                ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
+                ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
+                ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec(E8M0, "floor")),
+                ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
+                ({}, {"convention": "encode"}, ScaleSpec(E8M0, "nearest_even", "encode")),
+                (UE5M3_61, {"format": "e8m0"}, ScaleSpec(E8M0)),
+                (UE5M3_61, {"max": 1024}, ScaleSpec(UE5M3.with_max(1024))),
+                (UE5M3_61, {}, ScaleSpec(UE5M3_61440)),
+                ({"format": "e4m3", "max": 448}, {}, ScaleSpec(E4M3)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_specs(
+    quantize: dict[str, Any], operands: dict[str, Any], expected: dict[Operand, QuantSpec | None], registry: Registry
+) -> None:
+    rule = {"match": {}, "quantize": quantize, "operands": operands}
+    found = load_policy({"version": 1, "rules": [rule]}, registry).rules[0].specs
+    assert {operand: found[operand] for operand in expected} == expected
+    default = load_policy({"version": 1, "default": {**quantize, "operands": operands}}, registry)
+    assert default.default.specs == found
+    assert default.quantizes
 
 
 @pytest.mark.parametrize("address", [*GROUPS, *Operand])
 def test_addresses(address: str, registry: Registry) -> None:
     found = specs(registry, {str(address): {"block": 8}})
     expected = GROUPS.get(str(address), (address,))
-    assert [operand for operand in Operand if found[operand] == QuantSpec(block=8)] == [
-        operand for operand in Operand if operand in expected
-    ]
-
-
-def test_other_is_weight(registry: Registry) -> None:
-    assert specs(registry, {"dgrad.other": {"block": 8}}) == specs(registry, {"dgrad.weight": {"block": 8}})
-
-
-def test_single_operands_win_over_groups_wherever_they_stand(registry: Registry) -> None:
-    found = specs(registry, {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}})
-    assert found[Q4] == QuantSpec(block=1, ties="up")
-    assert found[Q3] == QuantSpec(block=2, ties="up")
-
-
-def test_groups_act_in_the_order_written(registry: Registry) -> None:
-    assert specs(registry, {"backward": {"block": 1}, "weights": {"block": 2}})[Q4] == QuantSpec(block=2)
-    assert specs(registry, {"weights": {"block": 2}, "backward": {"block": 1}})[Q4] == QuantSpec(block=1)
-
-
-def test_scale_is_merged_deep(registry: Registry) -> None:
-    found = specs(
-        registry,
-        {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
-        scale={"format": "e4m3", "rounding": "nearest_even"},
-    )
-    assert found[Q6] == QuantSpec(scale=ScaleSpec(E4M3, "toward_positive", zero="to_one"))
-    assert found[Q5] == QuantSpec(scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"))
-
-
-@pytest.mark.parametrize(
-    ("base", "exception", "expected"),
-    [
-        ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
-        ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
-        ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec("e8m0", "floor")),  # type: ignore[arg-type]
-        ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
-        ({}, {"convention": "encode"}, ScaleSpec("e8m0", "nearest_even", "encode")),  # type: ignore[arg-type]
-    ],
-)
-def test_a_scale_format_brings_its_rounding(
-    registry: Registry, base: dict[str, str], exception: dict[str, str], expected: ScaleSpec
-) -> None:
-    assert specs(registry, {"wgrad.input": {"scale": exception}}, scale=base)[Q6] == QuantSpec(scale=expected)
-
-
-def test_keep_makes_high_precision(registry: Registry) -> None:
-    found = specs(registry, {"backward": "keep"})
-    assert [operand for operand, spec in found.items() if spec is None] == [Q3, Q4, Q5, Q6]
-
-
-def test_an_exception_after_keep_quantizes_again_from_the_rules_block(registry: Registry) -> None:
-    found = specs(registry, {"weights": {"block": 8}, "backward": "keep", "dgrad.weight": {"ties": "up"}})
-    assert found[Q4] == QuantSpec(ties="up")
-    assert found[Q6] is None
-
-
-def test_keep_of_one_operand_wins_over_its_group(registry: Registry) -> None:
-    assert specs(registry, {"dgrad.weight": "keep", "backward": {"block": 8}})[Q4] is None
-
-
-def test_an_empty_exception_changes_nothing(registry: Registry) -> None:
-    assert specs(registry, {"backward": {}}, block=16) == specs(registry, {}, block=16)
-
-
-def test_default_has_exceptions_too(registry: Registry) -> None:
-    policy = load_policy({"version": 1, "default": {"block": 8, "operands": {"backward": "keep"}}}, registry)
-    assert policy.default.specs == specs(registry, {"backward": "keep"}, block=8)
-    assert policy.quantizes
-
-
-def test_max_makes_a_variant_of_a_format(registry: Registry) -> None:
-    found = specs(registry, {"weights": {"scale": {"max": 1024}}}, scale={"format": "ue5m3", "max": 61440})
-    assert found[Q1].scale.format == UE5M3_61440  # type: ignore[union-attr]
-    assert found[Q2].scale.format == UE5M3.with_max(1024)  # type: ignore[union-attr]
-
-
-def test_max_goes_with_its_format(registry: Registry) -> None:
-    found = specs(registry, {"weights": {"scale": {"format": "e8m0"}}}, scale={"format": "ue5m3", "max": 61440})
-    assert found[Q2].scale.format == E8M0  # type: ignore[union-attr]
-
-
-def test_the_formats_own_max_changes_nothing(registry: Registry) -> None:
-    assert specs(registry, {}, scale={"format": "e4m3", "max": 448}) == specs(registry, {}, scale={"format": "e4m3"})
+    assert {operand for operand in Operand if found[operand] == BY_EIGHT} == set(expected)
 
 
 def test_formats_of_plugins(registry: Registry) -> None:

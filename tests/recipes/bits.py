@@ -17,8 +17,14 @@ from fp4graph.numerics.blocking import Blocking
 
 #: Operands whose contraction axis is the first of the matrix as the references have it.
 COLUMNWISE = ("dgrad.weight", "wgrad.grad_output", "wgrad.input")
-#: Salts under which the first transform of a GEMM and the i-th technique of an operand draw.
-TRANSFORM, TECHNIQUE = 2, 16
+
+
+def salt(key: str) -> int:
+    """The salt of a part of a technique, NAME.KIND: 32-bit FNV-1a, the top bit cleared and the next one set."""
+    value = 2166136261
+    for byte in key.encode():
+        value = ((value ^ byte) * 16777619) % 2**32
+    return value % 2**30 + 2**30
 
 
 @dataclass
@@ -28,7 +34,6 @@ class SiteBits:
     Attributes:
         site: fully qualified name. forward: how many forwards with gradients came before. seed: of ``apply``.
         signs_per_block: g of the random Hadamard. constant_signs: whether they are the same in every forward.
-        noise_technique: the position, among the techniques that act on fprop.weight, of the one that adds noise.
     """
 
     site: str
@@ -36,7 +41,6 @@ class SiteBits:
     seed: int = 0
     signs_per_block: int = 32
     constant_signs: bool = False
-    noise_technique: int = 0
 
     def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
         """Numbers in [0, 1) for an operand of ``shape``; with less than 24 bits the middles of their intervals."""
@@ -49,21 +53,21 @@ class SiteBits:
     def signs(self, gemm: str, n: int) -> np.ndarray:
         """``n`` signs: g of them, repeated."""
         left = next(operand for operand in Operand if operand.value.startswith(gemm))
-        key = self._key(left.value, TRANSFORM, constant=self.constant_signs)
+        key = self._key(left.value, salt("hadamard.PairTransform"), constant=self.constant_signs)
         words = noise.hash_bits(key, torch.arange(self.signs_per_block, dtype=torch.int32)).numpy()
         return np.resize(1.0 - 2.0 * (words & 1), n)
 
     def normal(self, operand: str, n: int) -> np.ndarray:
         """``n`` standard normal numbers."""
-        key = self._key(operand, TECHNIQUE + self.noise_technique)
+        key = self._key(operand, salt("adaptive_quantization_noise.Wrapper"))
         return noise.gaussian(key, torch.arange(n, dtype=torch.int32)).numpy().astype(np.float64)
 
-    def block_uniform(self, operand: str, lines: int, blocks: int, technique: int = 0) -> np.ndarray:
+    def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
         """Numbers in [0, 1) for the blocks of an operand of ``lines`` along its contraction axis: [lines, blocks].
 
-        They are those of the ``technique``-th of the techniques that act on the operand.
+        They are those of ``ms_eden``.
         """
-        key = self._key(operand, TECHNIQUE + technique)
+        key = self._key(operand, salt("ms_eden.BlockScale"))
         drawn = noise.Noise(key, Blocking((lines, 16 * blocks), 16), "cpu").block_bits()
         words = drawn.numpy().reshape(lines, blocks).astype(np.int64) & 0xFFFFFFFF
         return (words >> 8) / 2.0**24

@@ -20,7 +20,8 @@ were at hand, so what "the paper" says beyond that is what DEF and the docs page
     Quartet      Castro et al. 2025, "Quartet", arXiv 2505.14669; IST-DASLab/Quartet at 00ccd38e:
                  src/models/quantization/{backward.py,quantizers/mxfp4.py,quantizers/mxfp4_triton.py,__init__.py}
     DEC          "Decomposing MXFP4 quantization error for LLM RL" (abstract and review)
-    DEF          the project's own definitions (docs/techniques.md, docs/reference, headers of the policies)
+    DEF          the project's own definitions (docs/techniques.md, docs/combining.md, docs/reference, headers of
+                 the policies)
 
 Decisions, per policy, where sources are silent or disagree:
     all          Gradients pass straight through every quantizer unless a line below says otherwise. Random signs are
@@ -415,7 +416,7 @@ def mxfp4_rl(
     h(a) = Q(a) + m Q(a - Q(a)) with m = `fallback_blocks` and Q = `_macro_quantize`; y = h(X) (h(W) + 1 z^T)^T with
     z = sigma * draw.normal("fprop.weight", K), one value per input channel; dx = Q(dY) Q(W), dw = Q(dY)^T Q(X), from
     the originals. Source: docs/reference/techniques (macro_block_scaling, outlier_fallback,
-    adaptive_quantization_noise: additive, stage 0) and docs/techniques.md, "Order"; DEF.
+    adaptive_quantization_noise: additive, stage 0) and docs/combining.md, "Order"; DEF.
     """
 
     def with_fallback(a: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ _NOISE = {"mxfp4-rl": 6 * 1e-2}
 def bits(policy: str, forward: int = 0) -> SiteBits:
     """What the site under ``policy`` draws."""
     constant = _shipped(policy) in _AS_NVIDIA
-    return SiteBits(SITE, forward, signs_per_block=_signs(policy), constant_signs=constant, noise_technique=2)
+    return SiteBits(SITE, forward, signs_per_block=_signs(policy), constant_signs=constant)
 
 
 def _shipped(form: str) -> str:

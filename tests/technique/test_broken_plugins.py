@@ -16,35 +16,22 @@ from torch import Tensor, nn
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.ops import contract
-from fp4graph.technique import Operands, Overhead, StateEntry, Technique
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique import (
+    BlockScale,
+    Operand,
+    Operands,
+    OptimizerHook,
+    Overhead,
+    PairTransform,
+    Part,
+    Rounding,
+    StateEntry,
+    Technique,
+    Wrapper,
+)
 from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp
-
-FREE = Overhead("O(1)", "O(1)", fusable=True)
-FACT_NAMES = {"by_block", "by_expert", "divides_by", "group_granularity", "mixes"}
-FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
-
-
-def technique(called: str, **members: Any) -> type[Technique]:
-    """A technique of that name which acts on both operands of fprop, with these methods."""
-    defaults = {
-        "name": called,
-        "overhead": FREE,
-        "complexity": property(lambda self: 0.0),
-        "acts_on": lambda self, site: FPROP,
-    }
-    annotations = dict.fromkeys(("name", "overhead", *FACT_NAMES & members.keys()), ClassVar)
-    return type("Made", (Technique,), {"__module__": __name__, "__annotations__": annotations, **defaults, **members})
-
-
-class Offers:
-    def __init__(self, cls: type[Technique]) -> None:
-        self.cls = cls
-
-    @fp4graph.hookimpl
-    def fp4graph_techniques(self) -> list[type[Technique]]:
-        return [self.cls]
+from tests.helpers.techniques import FPROP, FREE, Offers, technique
 
 
 def policy(used: str, *classes: type[Technique], element: str = "e2m1") -> fp4graph.policy.Policy:
@@ -88,18 +75,14 @@ def gradients(**members: Any) -> dict[str, Any]:
     } | members
 
 
-def pairing(**members: Any) -> dict[str, Any]:
-    return {"pairs": lambda self, site: frozenset({Gemm.FPROP})} | members
-
-
 def observing(returned: Callable[..., Any]) -> dict[str, Any]:
     entry = StateEntry("mean", Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
-    return {"state": lambda self, site: (entry,), "observe": returned}
+    return {"state": (entry,), "observe": returned}
 
 
 def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
     entry = StateEntry("mean", Operand.FPROP_WEIGHT, init)
-    return {"state": lambda self, site: (entry,), "after_step": lambda self, update: None}
+    return {"state": (entry,), "after_step": lambda self, update: None}
 
 
 #: stage -> (members, what the message says)
@@ -108,9 +91,9 @@ WRONG = {
         {"block_statistic": lambda self, v, z, c: v},
         "returned shape (5, 2, 32) where (5, 2, 1) is due",
     ),
-    "block_statistic, None": (
-        {"block_statistic": lambda self, v, z, c: None},
-        "returned NoneType where a tensor is due",
+    "block_statistic, a number": (
+        {"block_statistic": lambda self, v, z, c: 3},
+        "returned int where a tensor is due",
     ),
     "block_statistic, float64": ({"block_statistic": lambda self, v, z, c: z.double()}, "torch.float32 on cpu is due"),
     "block_statistic, whole numbers": (
@@ -150,7 +133,7 @@ WRONG = {
     "rescale": ({"rescale": lambda self, q, c: q.elements}, "shape (5, 2, 32) where (5, 2, 1) is due"),
     "split": ({"split": lambda self, x, c: (first_axis_twice(x), None)}, "shape (10, 48) where (5, 48) is due"),
     "split, the residual": ({"split": lambda self, x, c: (x, x[:1])}, "shape (1, 48) where (5, 48) is due"),
-    "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None)"),
+    "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None), or None"),
     "around": ({"around": lambda self, q, x, c: q(x)[:, :8]}, "returned shape (5, 8) where (5, 48) is due"),
     "around, what it quantizes": (
         {"around": lambda self, q, x, c: q(x[:, :8])},
@@ -161,18 +144,18 @@ WRONG = {
     "observe": (observing(lambda self, q, c: {"mean": q.elements}), "where () is due"),
     "observe, another name": (observing(lambda self, q, c: {"men": q.z.sum()}), "['men'] where values of ['mean']"),
     "observe, no mapping": (observing(lambda self, q, c: q.z.sum()), "returned Tensor where values of ['mean']"),
-    "pair_context": (pairing(pair_context=lambda self, a, b, c: 3), "must return a tuple of tensors"),
-    "transform": (pairing(transform=lambda self, x, side, shared: x.mT), "shape (48, 5) where (5, ...) is due"),
+    "pair_context": ({"pair_context": lambda self, a, b, c: 3}, "must return a tuple of tensors, or None"),
+    "transform": ({"transform": lambda self, x, side, shared: x.mT}, "shape (48, 5) where (5, ...) is due"),
     "transform, two lengths": (
-        pairing(transform=lambda self, x, side, shared: x[:, :8] if side == "left" else x),
+        {"transform": lambda self, x, side, shared: x[:, :8] if side == "left" else x},
         "contraction axes of 8 and 48",
     ),
     "inverse": (
-        pairing(inverse=lambda self, x, side, shared: first_axis_twice(x), element_surrogate=lambda self, u, c: u),
+        {"inverse": lambda self, x, side, shared: first_axis_twice(x), "element_surrogate": lambda self, u, c: u},
         "shape (10, 64) where (5, ...) is due",
     ),
     "inverse, too short": (
-        pairing(inverse=lambda self, x, side, shared: x[:, :8], element_surrogate=lambda self, u, c: u),
+        {"inverse": lambda self, x, side, shared: x[:, :8], "element_surrogate": lambda self, u, c: u},
         "a last axis of 8 where 64 is due",
     ),
     "element_surrogate": ({"element_surrogate": lambda self, u, c: u.sum()}, "returned shape () where"),
@@ -188,8 +171,8 @@ RAISING: dict[str, dict[str, Any]] = {
     "group_scale": {},
     "group_statistic": gradients(),
     "observe": observing(raises),
-    **{stage: pairing() for stage in ("pair_context", "transform")},
-    "inverse": pairing(element_surrogate=lambda self, u, c: u),
+    **{stage: {} for stage in ("pair_context", "transform")},
+    "inverse": {"element_surrogate": lambda self, u, c: u},
     "element_surrogate": {},
     **{stage: gradients() for stage in ("statistic_gradient", "scale_surrogate", "group_gradient")},
     "before_step": {},
@@ -295,13 +278,18 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
     assert train(model, policy("fine", technique("fine", scale=gathers))).isfinite()
 
 
-def test_no_technique_is_kept_alive() -> None:
-    chosen = technique("fine", scale=lambda self, values, z, context: z)()
-    contract.run(chosen, "scale", torch.ones(1), torch.ones(1), None)
-    alive = weakref.ref(chosen)
-    del chosen
+def test_no_part_is_kept_alive() -> None:
+    part = made_part(scale=lambda self, values, z, context: z)
+    contract.run(part, "scale", torch.ones(1), torch.ones(1), None)
+    alive = weakref.ref(part)
+    del part
     gc.collect()
     assert alive() is None
+
+
+def made_part(**members: Any) -> Part:
+    """The first part of a technique with these members."""
+    return technique("made", **members)().parts(None)[0]
 
 
 @pytest.mark.inductor
@@ -347,7 +335,6 @@ def known(site: Any) -> bool:
 
 GARBAGE = {
     "no mapping": (42, "must return a mapping of operands to specs; got 42"),
-    "nothing": (None, "must return a mapping of operands to specs; got None"),
     "empty": ({}, "wrong or missing: dgrad.grad_output, dgrad.weight, fprop.input"),
     "strangers": (dict.fromkeys([*Operand, "fprop.bias"]), "wrong or missing: fprop.bias"),
     "no specs": (dict.fromkeys(Operand, "e2m1"), "must return a QuantSpec or None for each operand; got 'e2m1'"),
@@ -374,19 +361,54 @@ def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> N
     assert message in str(caught.value)
 
 
+WEIGHT = Operand.FPROP_WEIGHT
+#: What ``parts`` returns, with what the error says.
+WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
+    "a list": (lambda t: [], "parts() must return a tuple of parts; got []"),
+    "no part": (lambda t: ("round",), "parts() must return a tuple of parts; got ('round',)"),
+    "operands": (lambda t: (Hook(options=t, operands={"fprop.bias"}),), "takes Operand members only; got 'fprop.bias'"),
+    "GEMMs": (lambda t: (Turn(options=t, gemms={"fprop"}),), "takes Gemm members only; got 'fprop'"),
+    "state": (lambda t: (Hook(options=t, state=("mean",)),), "takes StateEntry members only; got 'mean'"),
+    "a lone operand": (lambda t: (Hook(options=t, operands=Operand.FPROP_INPUT),), "operands of Hook must be a set or"),
+    "a list in a field": (lambda t: (Listing(options=t, numbers=[1]),), "fields of Listing must be hashable"),
+    "mixes": (lambda t: (Doubling(options=t, mixes="blok"),), "Doubling declares mixes = 'blok'; choose from none"),
+    "another hook": (lambda t: (Hook(options=t),), "hooks must not depend on the site: ['Hook'] here, [] at a"),
+    "two entries of a name": (
+        lambda t: (Hook(options=t, state=tuple(StateEntry("e", WEIGHT, init) for init in (torch.ones_like, raises))),),
+        "two different entries of state are called 'e' at fprop.weight",
+    ),
+    "options": (lambda t: (Hook(options=technique("other")()),), "the options of Hook must be the technique itself"),
+    "an exception": (raises, "ZeroDivisionError: a stranger's bug"),
+}  # fmt: skip
+
+
+class Hook(OptimizerHook):
+    """Does nothing."""
+
+
+class Turn(PairTransform):
+    """Does nothing."""
+
+    mixes = "none"
+
+    def transform(self, x: Tensor, side: Any, shared: Any) -> Tensor:
+        return x
+
+    inverse = transform
+
+
+class Listing(Rounding):
+    """Has a field that may hold anything."""
+
+    numbers: Any
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "wrong", "message"),
-    [
-        ("acts_on", {"fprop.bias"}, "acts_on() must return Operand members only; got 'fprop.bias'"),
-        ("acts_on", None, "TypeError"),
-        ("pairs", {"fprop"}, "pairs() must return Gemm members only; got 'fprop'"),
-        ("state", ["mean"], "state() must return StateEntry members only; got 'mean'"),
-    ],
-)
+@pytest.mark.parametrize("case", WRONG_PARTS)
 @pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
-def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, message: str, model: nn.Module) -> None:
-    late = technique("broken", **{method: lambda self, site: wrong if known(site) else frozenset()})
+def test_wrong_parts_name_the_site(case: str, model: nn.Module) -> None:
+    make, message = WRONG_PARTS[case]
+    late = technique("broken", parts=lambda self, site: make(self) if known(site) else ())
     with pytest.raises(fp4graph.PluginError) as caught:
         train(model, policy("broken", late, healthy()))
     check(caught.value, "planning", site="first")
@@ -394,23 +416,13 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
 
 
 @pytest.mark.slow
-def test_an_operand_is_given_the_same_technique(model: nn.Module) -> None:
-    other = technique("other")
-    late = technique("broken", for_operand=lambda self, operand: other())
-    with pytest.raises(fp4graph.PluginError, match=r"for_operand\(\) must return a Made") as caught:
-        train(model, policy("broken", late, healthy()))
-    check(caught.value, "planning: TypeError", site="first")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
 @pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
-def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> None:
-    def late(self: Technique, site: Any, *specs: Any) -> Any:
-        return raises() if known(site) else (specs[0] if specs else frozenset())
+def test_an_exception_while_planning_is_named(model: nn.Module) -> None:
+    def late(self: Technique, site: Any, specs: Any) -> Any:
+        return raises() if known(site) else specs
 
     with pytest.raises(fp4graph.PluginError, match="ZeroDivisionError: a stranger's bug") as caught:
-        train(model, policy("broken", technique("broken", **{method: late}), healthy()))
+        train(model, policy("broken", technique("broken", plan=late), healthy()))
     check(caught.value, "planning", site="first")
 
 
@@ -443,52 +455,94 @@ def test_on_weight_beside_a_list_of_operands_is_refused_when_the_class_is_made()
             operands: Operands = ("forward",)
 
 
-FACTS: dict[str, tuple[dict[str, Any], str]] = {
-    "by_block": ({"by_block": True}, "declares by_block, which says nothing any more; declare mixes = 'block', or"),
-    "by_expert": ({"by_expert": True}, "declares by_expert, .* declare mixes = 'expert', or 'block' or 'none'"),
-    "divides_by": ({"divides_by": "row"}, "declares divides_by, .* declare group_granularity, and normalizes = True"),
-    "block_rotation": (
-        pairing(block_rotation=lambda self, shared: (16, None)),
-        "has a method block_rotation; make it a property",
-    ),
-    "a property mixes": (
-        {"mixes": property(lambda self: "block")},
-        r"has a property mixes; .* as mixes = 'block'; see docs/techniques.md, 'Facts that a technique declares'",
-    ),
-    "mixes": ({"mixes": "blocks"}, "declares mixes = 'blocks'; choose from none, block, expert, tensor"),
-    "on_experts, as words": ({"on_experts": "round"}, "declares on_experts = 'round'; write the stages as a set"),
-    "on_experts, misspelt": ({"on_experts": {"rond"}}, "declares on_experts with 'rond', at which it does not act"),
-    "on_experts, no such stage": ({"on_experts": {"round"}}, "declares on_experts with 'round', at which it does not"),
-    "mixes nothing, and changes the statistic of a block": (
-        {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
-        "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
-    ),
+#: Members of a class of an earlier version.
+FORMER: dict[str, Any] = {
+    "round": lambda self, ratio, scale, context: ratio,
+    "before_step": lambda self, update: None,
+    "acts_on": lambda self, site: FPROP,
+    "state": lambda self, site: (),
+    "draws": property(lambda self: True),
+    "mixes": "block",
+    "by_block": True,
+    "by_expert": True,
 }
 
 
-@pytest.mark.parametrize("former", ["by_block", "by_expert", "divides_by"])
-def test_a_former_fact_may_be_set_without_an_annotation(former: str) -> None:
-    """As the earlier version's plugins do: pydantic must not refuse the class before the registry explains."""
+@pytest.mark.parametrize("former", FORMER)
+def test_a_class_of_an_earlier_version_keeps_the_plugin_out(former: str) -> None:
+    """pydantic must not refuse the class before the registry explains."""
 
     class Old(Technique):
-        name = "old"
-        overhead = FREE
+        name: ClassVar[str] = "old"
+        overhead: ClassVar[Overhead] = FREE
         complexity: ClassVar[float] = 0.0
-        locals()[former] = True
+        __annotations__[former] = ClassVar
+        locals()[former] = FORMER[former]
 
-    registry = Registry([("old-plugin", Offers(Old))], entry_point_group=None)
-    message = rf"Old declares {former}, .*; see docs/techniques.md, 'Facts that a technique declares'"
-    assert re.search(message, str(registry.failures["old-plugin"]))
+    registry = Registry([("old-plugin", Offers(Old)), ("healthy-plugin", Offers(healthy()))], entry_point_group=None)
+    error = f"plugin 'old-plugin': Old has {former} itself, as in an earlier version; move it to a part that parts()"
+    assert str(registry.failures["old-plugin"]).startswith(error)
+    assert str(registry.failures["old-plugin"]).endswith("see docs/techniques.md")
+    assert list(registry.techniques) == ["healthy"]
 
 
-@pytest.mark.parametrize("case", FACTS)
-def test_a_fact_that_cannot_be_keeps_the_plugin_out(case: str) -> None:
-    """The names of an earlier version among them: without an error they would say nothing."""
-    members, message = FACTS[case]
-    broken = technique("broken", **members)
-    registry = Registry([("broken-plugin", Offers(broken))], entry_point_group=None)
-    assert re.search(f"plugin 'broken-plugin': Made {message}", str(registry.failures["broken-plugin"]))
-    assert not registry.techniques
+class Doubling(Wrapper):
+    """A part that declares what it mixes."""
+
+    mixes = "block"
+
+    def after(self, x: Tensor, context: Any) -> Tensor:
+        return x * 2
+
+
+#: A kind of part, with its members, and why no such class can be made.
+WRONG_CLASSES: dict[str, tuple[type[Part], dict[str, Any], str]] = {
+    "no mixes": (
+        Rounding,
+        {"round": lambda self, r, s, c: r},
+        "has a method round and must declare what it mixes",
+    ),
+    "mixes of its base": (Doubling, {"split": lambda self, x, c: None}, "Made has a method split and must declare"),
+    "mixes, misspelt": (Rounding, {"mixes": "blocks", "round": lambda self, r, s, c: r}, "none, block, expert, tensor"),
+    "mixes nothing, and changes the statistic of a block": (
+        BlockScale,
+        {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
+        "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
+    ),
+    "a method of another kind": (
+        BlockScale,
+        {"mixes": "block", "round": lambda self, r, s, c: r},
+        "Made has a method round, which a BlockScale is never asked for: Rounding",
+    ),
+    "no inverse": (
+        PairTransform,
+        {"mixes": "none", "transform": lambda self, x, side, shared: x},
+        "Made has no method inverse, which a PairTransform needs",
+    ),
+    "a property": (
+        Rounding,
+        {"draws": property(lambda self: True)},
+        "draws is a field; pass its value when",
+    ),
+    "a method": (Rounding, {"state": lambda self: ()}, "state is a field; pass its value when the part is made"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CLASSES)
+def test_a_part_that_cannot_be_is_refused_when_its_class_is_made(case: str) -> None:
+    """So that its plugin fails when it is loaded, and not at the first mixture of experts."""
+    kind, members, message = WRONG_CLASSES[case]
+    with pytest.raises(TypeError, match=re.escape(message)):
+        type("Made", (kind,), {"__module__": __name__, **members})
+
+
+def test_fields_of_a_part_get_defaults_with_and_without_an_annotation() -> None:
+    class Drawing(Rounding):
+        draws = True
+        counts: bool = True
+
+    assert Drawing(options=None) == Drawing(options=None, draws=True, counts=True)
+    assert Drawing(options=None, draws=False) != Drawing(options=None)
 
 
 def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:
@@ -504,7 +558,7 @@ def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:
 
 def test_a_normalizer_may_be_anything_that_broadcasts() -> None:
     like = torch.zeros(5, 2, 1)
-    made = technique("made")()
+    made = made_part(group_scale=lambda self, z, group, context: None)
     for shape in ((), (1,), (1, 1, 1), (2, 1), (5, 1, 1), (5, 2, 1)):
         value = torch.ones(shape)
         assert contract.broadcastable(made, "group_scale", value, like) is value

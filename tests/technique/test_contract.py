@@ -1,20 +1,30 @@
-"""The plugin contract: which modules a plugin may import, and which stages there are."""
+"""The plugin contract is what docs/techniques.md says: modules to import, parts, their methods and fields."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
-import itertools
 import re
 from pathlib import Path
 
 import pytest
 
 import fp4graph.technique
-from fp4graph.commands.catalogue import shipped_registry
+from fp4graph.commands.catalogue import shipped_registry, stages_of
 from fp4graph.kernels.request import INSIDE, OUTSIDE
-from fp4graph.technique import IMPORTABLE, QUANTIZER_STAGES, STAGES, Technique, overrides
-from fp4graph.technique.facts import Facts
+from fp4graph.technique import (
+    IMPORTABLE,
+    QUANTIZER_STAGES,
+    STAGES,
+    TENSOR_STAGES,
+    ChannelSplit,
+    OptimizerHook,
+    PairTransform,
+    Part,
+    Technique,
+)
+from fp4graph.technique.parts import KINDS
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), *sorted((ROOT / "examples/technique_plugin").glob("*_*.py"))]
@@ -54,54 +64,53 @@ def test_kernels_know_every_stage_of_a_quantizer() -> None:
     assert {*INSIDE, *OUTSIDE} == {*QUANTIZER_STAGES}
 
 
-def test_the_table_of_stages_is_what_the_techniques_override() -> None:
-    table = section("# Techniques and the stages they act at")
-    rows = re.findall(r"^\| ([^|]*\(.*?\)) \| [^|]* \| ([^|]*) \|$", table, re.MULTILINE)
-    stages = [re.findall(r"`(\w+)`", named) for named, _ in rows]
-    assert sorted(itertools.chain(*stages)) == sorted([*STAGES, "pairs"])
-    techniques = shipped_registry().techniques
-    for names, (_, users) in zip(stages, rows, strict=True):
-        acting = {name for name, cls in techniques.items() if any(overrides(cls, stage) for stage in names)}
-        assert {*re.findall(r"`(\w+)`", users)} & {*techniques} == acting, names
+def test_the_table_of_parts_has_every_method_and_who_acts_there() -> None:
+    rows = re.findall(
+        r"^\| (`[A-Z]\w+`|any part.*?) \| ([^|]*) \| ([^|]*) \|$", section("## Where parts act"), re.MULTILINE
+    )
+    techniques = {name: {*stages_of(cls)} for name, cls in shipped_registry().techniques.items()}
+    stages = {kind.__name__: [stage for stage in kind.stages if stage != "observe"] for kind in KINDS}
+    assert [title.strip("`") for title, _, _ in rows[:-1]] == [*stages]
+    for title, methods, users in rows:
+        expected = stages.get(title.strip("`"), ["observe"])
+        assert [name for name in re.findall(r"`(\w+)`", methods) if name in STAGES] == expected
+        acting = {name for name, acted in techniques.items() if acted & {*expected}}
+        assert {*re.findall(r"`(\w+)`", users)} == acting, title
 
 
-def test_every_stages_signature_is_documented() -> None:
-    assert section("## Signatures of the stages").partition("```\n")[2].partition("```")[0].split("\n")[:-1] == [
-        signature(stage) for stage in STAGES
-    ]
+def test_every_methods_signature_is_documented() -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", TECHNIQUES, re.DOTALL | re.MULTILINE)
+    block = next(block for block in blocks if block.startswith("pair_context"))
+    order = [*PairTransform.stages, *TENSOR_STAGES, *ChannelSplit.stages, *OptimizerHook.stages]
+    assert sorted(order) == sorted(STAGES)
+    assert block.splitlines() == [signature(stage) for stage in order]
 
 
 def signature(stage: str) -> str:
-    """A stage as the page writes it: a method with its arguments, or a property."""
-    member = inspect.getattr_static(Technique, stage)
-    if isinstance(member, property):
-        return f"{stage} -> {inspect.signature(member.fget).return_annotation}"  # type: ignore[arg-type]
-    whole = inspect.signature(member)
-    own = whole.replace(parameters=list(whole.parameters.values())[1:])
-    return f"{stage}{own}".replace("'", "").replace('"Literal[left, right]"', '"left" | "right"')
+    """A method with its arguments, as the page writes it."""
+    kind = next(kind for kind in KINDS if stage in kind.stages)
+    whole = inspect.signature(getattr(kind, stage))
+    without_self = whole.replace(parameters=list(whole.parameters.values())[1:])
+    return f"{stage}{without_self}".replace("'", "").replace('"Literal[left, right]"', '"left" | "right"')
+
+
+def test_every_field_of_a_part_is_documented() -> None:
+    fields = {field.name: kind for kind in (Part, *KINDS) for field in dataclasses.fields(kind)}
+    rows = re.findall(r"^\| `(\w+)`(?: \(`(\w+)`\))? \|", section("## Fields of a part"), re.MULTILINE)
+    assert {name for name, _ in rows} == {*fields}
+    for name, kind in rows:
+        owner = next(cls for cls in (Part, *KINDS) if name in {field.name for field in dataclasses.fields(cls)})
+        assert owner.__name__ == (kind or "Part")
+
+
+def test_every_member_of_a_technique_that_an_author_overrides_is_documented() -> None:
+    elsewhere = {"name", "overhead", "complexity", "plugin", "operand_lists", "operands_listed", "addresses_given"}
+    members = {name for name in vars(Technique) if not name.startswith(("_", "model_"))} | {*Technique.__class_vars__}
+    table = section("## What the technique says of itself")
+    named = {*re.findall(r"`(\w+)", " ".join(re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)))}
+    assert members - elsewhere - {"specs_listed"} == named - {"Operands"}
 
 
 def test_the_package_exports_what_it_lists() -> None:
     assert sorted(fp4graph.technique.__all__) == sorted(set(fp4graph.technique.__all__))
     assert all(hasattr(fp4graph.technique, name) for name in fp4graph.technique.__all__)
-
-
-def test_every_fact_is_documented() -> None:
-    elsewhere = {
-        "name",
-        "overhead",
-        "conflicts",
-        "requires",
-        "plugin",
-        "complexity",
-        "operands_listed",
-        "addresses_given",
-        "by_block",
-        "by_expert",
-        "divides_by",
-    }
-    facts = {name for name, value in vars(Facts).items() if isinstance(value, property)} | Facts.__class_vars__
-    table = section("## Facts that a technique declares")
-    assert facts - elsewhere == {
-        *re.findall(r"`(\w+)[^`]*`", " ".join(re.findall(r"^\| ([^|]*) \| [^|]* \| [^|]* \|$", table, re.M)))
-    }

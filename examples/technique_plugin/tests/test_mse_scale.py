@@ -63,7 +63,7 @@ def test_every_block_has_the_scale_of_least_error(element, grid):
     (term,) = program(x)
     blocks = [reference(block, (1.0, 0.5, 2.0), grid) for block in x.reshape(-1, 32).tolist()]
     assert torch.equal(term.values, torch.tensor(blocks).reshape(8, 64))
-    plain = dataclasses.replace(program, techniques=())(x)[0].values
+    plain = dataclasses.replace(program, parts=())(x)[0].values
     assert (term.values - x).square().sum() < (plain - x).square().sum()
 
 

@@ -17,6 +17,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.ops.state import OperandState
+from fp4graph.technique import parts_of
 from fp4graph.technique.registry import default_registry
 
 #: Total, scale bias, dead zone and grid noise.
@@ -150,7 +151,7 @@ def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) 
     ``beta`` replaces the maximum by the block statistic Z = log(Σ exp(β·abs(x)))/β.
     """
     smooth_max: Any = default_registry().techniques["smooth_max"]
-    program = OperandProgram(spec, () if beta is None else (smooth_max(kind="softmax", beta=beta),))
+    program = OperandProgram(spec, () if beta is None else parts_of(smooth_max(kind="softmax", beta=beta)))
     x = x.to(torch.float32)
     with operators.tensor_code():  # else a kernel would be compiled for every point of a curve
         error = (total(program(x)).double() - x.double()).abs()

@@ -23,7 +23,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.observe import ObservedOperand
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
-from fp4graph.technique import QUANTIZER_STAGES, Quantization, Technique, overrides
+from fp4graph.technique import QUANTIZER_STAGES, Part, Quantization, Wrapper
 
 #: The most matrices that are sampled from a batch, and the fewest lines from an operand.
 MATRICES, LEAST = 4, 8
@@ -121,16 +121,16 @@ def by_block(program: OperandProgram) -> bool:
         and (isinstance(spec.block, int) or spec.block == "row")
         and spec.scale.rounding != "stochastic"
         and all(slot.entry.weight_like for slot in program.state)
-        and all(map(_acts_by_block, program.techniques))
+        and all(map(_acts_by_block, program.parts))
     )
 
 
-def _acts_by_block(technique: Technique) -> bool:
-    """Return whether the class itself declares independent blocks; a derived class may do more than its base."""
-    stages = {stage for stage in QUANTIZER_STAGES if overrides(technique, stage)}
-    composes = technique.draws or stages & {"split", "around", "after"}
-    mixes_less = vars(type(technique)).get("mixes") in ("none", "block") and technique.group_granularity is None
-    return not stages or (mixes_less and not composes)
+def _acts_by_block(part: Part) -> bool:
+    """Return whether a part treats each block by itself."""
+    mixes_less = part.mixes in ("none", "block") and getattr(part, "group_granularity", None) is None
+    return not any(map(part.acts_at, QUANTIZER_STAGES)) or (
+        mixes_less and not part.draws and not isinstance(part, Wrapper)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -250,9 +250,7 @@ def load_space(ref: str | Path) -> Space:
     shipped = {file.stem: file for file in Path(__file__).with_name("spaces").glob("*.yaml")}
     path = shipped.get(str(ref), Path(ref))
     if not path.is_file():
-        raise PolicyError(
-            f"{str(ref)!r} is neither a shipped search space nor a file; {suggest(str(ref), shipped)}"
-        )
+        raise PolicyError(f"{str(ref)!r} is neither a shipped search space nor a file; {suggest(str(ref), shipped)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

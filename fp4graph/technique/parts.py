@@ -1,0 +1,400 @@
+"""The parts of a technique: each says on which operands it acts, and acts there by a few methods.
+
+A technique is options and parts. Its options are one class, :class:`~fp4graph.technique.Technique`, whose ``parts``
+returns instances of the classes below:
+
+======================  ============================================================================================
+:class:`PairTransform`  changes the basis of both operands of a GEMM, so that it cancels in the product
+:class:`Wrapper`        acts around the quantizer of an operand
+:class:`BlockScale`     chooses what the blocks of an operand are divided by
+:class:`Rounding`       rounds elements
+:class:`Gradient`       replaces straight-through parts of the derivative of fprop's quantizers
+:class:`ChannelSplit`   has some input channels of a linear layer multiplied apart
+:class:`OptimizerHook`  acts around ``optimizer.step()``
+======================  ============================================================================================
+
+A method that returns None leaves things as they are. Parts are frozen data: equal parts share compiled code. Tensor
+methods must be pure functions of their tensors. They work in the *blocked layout*
+(:class:`~fp4graph.numerics.blocking.Blocking`): values have the axes inside a block as axes of their own; statistics
+and scales have these axes with size 1. Everything is fp32 unless a method says otherwise. docs/techniques.md has the
+order of the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from inspect import get_annotations
+from types import FunctionType
+from typing import Any, ClassVar, Literal, dataclass_transform, get_args
+
+from torch import Tensor
+
+from fp4graph.numerics.blocking import Granularity, Groups
+from fp4graph.technique.context import Context, Quantization
+from fp4graph.technique.facts import Mixes, OperandSpecs, Partition, StateEntry
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Part:
+    """The base of all parts. A subclass is a frozen dataclass without being told so; its fields may get new defaults.
+
+    Attributes:
+        options: the technique that the part belongs to: its options by name.
+        operands: the operands on which the part acts. None stands for the forward weight if the technique acts
+            ``on_weight``, and else for the operands that its options of type
+            :data:`~fp4graph.technique.Operands` list.
+        mixes: what the result of an element depends on, besides a γ of ``group_granularity`` and a ``block_rotation``:
+            "none", the element, its scale and its part of ``weight_like`` state; "block", also the other elements of
+            its block; "expert", any element of the operand, in a grouped product (``op: grouped``) any that belongs to
+            the same expert, which :class:`Groups` and ``context.blocking.segments`` tell apart; "tensor", any element
+            whatever. The engine refuses "tensor" in grouped products. Statistics of a training quantize a few blocks
+            again instead of whole operands for "none" and "block". Every class with tensor methods declares it.
+        draws: whether a method uses ``noise``, ``constant`` or ``count`` of its context.
+        counts: whether the result depends on the number of an operand's elements or blocks, as a quantile does. The
+            engine then refuses the part at the operands of wgrad in a grouped product, where zeros fill up the tokens
+            of an expert.
+        state: the tensors that the technique keeps for a weight. All parts of a technique may read them, and only one
+            needs to list them.
+    """
+
+    #: The methods of the class at which parts may act, in the order in which they act, and those that a class defines.
+    stages: ClassVar[tuple[str, ...]] = ("observe",)
+    acted: ClassVar[frozenset[str]] = frozenset()
+    #: The methods without which a class cannot act.
+    required: ClassVar[frozenset[str]] = frozenset()
+    #: The class of this module that a part is of.
+    kind: ClassVar[str] = "Part"
+
+    options: Any
+    mixes: Mixes = "tensor"
+    operands: frozenset[Operand] | None = None
+    draws: bool = False
+    counts: bool = False
+    state: tuple[StateEntry, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherited = cls.__dataclass_fields__.keys()
+        annotations = get_annotations(cls)
+        for name in inherited & vars(cls).keys() - annotations.keys():
+            if isinstance(vars(cls)[name], property | FunctionType):
+                raise TypeError(f"{cls.__name__}: {name} is a field; pass its value when the part is made")
+            annotations[name] = Any  # a new default
+        cls.__annotations__ = annotations
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
+        if cls.__module__ == __name__:
+            cls.kind = cls.__name__
+        else:
+            cls._check_class()
+
+    @classmethod
+    def _check_class(cls) -> None:
+        """Find the stages of a class, inherited ones too; raise TypeError for a class whose methods would not run, or
+        that does not say what they mix."""
+        kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not Part]
+        if len(kinds) > 1:
+            raise TypeError(f"{cls.__name__} is a {' and a '.join(kinds)}; make a part of each")
+        bases = [base for base in cls.__mro__ if base.__module__ != __name__]
+        methods = {stage for stage in STAGES if any(stage in vars(base) for base in bases)}
+        if foreign := sorted(methods - {*cls.stages}):
+            takes = ", ".join(kind.__name__ for kind in KINDS if foreign[0] in kind.stages)
+            raise TypeError(f"{cls.__name__} has a method {foreign[0]}, which a {cls.kind} is never asked for: {takes}")
+        cls.acted = frozenset(methods)
+        if missing := sorted(cls.required - methods):
+            raise TypeError(f"{cls.__name__} has no method {missing[0]}, which a {cls.kind} needs")
+        base = next(base for base in cls.__bases__ if issubclass(base, Part))
+        changed = [stage for stage in cls.stages if getattr(cls, stage) is not getattr(base, stage)]
+        tensor = next((stage for stage in changed if stage in _OF_TENSORS), None)
+        if tensor is not None and "mixes" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} has a method {tensor} and must declare what it mixes, as one of "
+                f"{', '.join(get_args(Mixes))}: mixes = 'block'; see docs/techniques.md, 'Fields of a part'"
+            )
+        cls._check_mixes(cls.mixes)
+
+    @classmethod
+    def _check_mixes(cls, mixes: str) -> None:
+        if mixes not in get_args(Mixes):
+            raise TypeError(f"{cls.__name__} declares mixes = {mixes!r}; choose from {', '.join(get_args(Mixes))}")
+        of_blocks = min(cls.acted & _OF_BLOCKS, default=None)
+        if of_blocks is not None and mixes == "none":
+            raise TypeError(
+                f"{cls.__name__} declares mixes = 'none' and acts on whole blocks at {of_blocks}; declare 'block', or "
+                "how much it mixes"
+            )
+
+    def __post_init__(self) -> None:
+        """Check a value of ``mixes`` that was passed."""
+        self._check_mixes(self.mixes)
+
+    def __repr__(self) -> str:
+        """Show sets sorted: names of compiled functions contain this text, and must be the same in every process."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def name(self) -> str:
+        """The technique's name."""
+        return str(self.options.name)
+
+    @property
+    def key(self) -> str:
+        """The name under which the part draws, whatever its technique's place in the policy: technique and kind."""
+        return f"{self.name}.{self.kind}"
+
+    @property
+    def plugin(self) -> str:
+        """The plugin that offers the technique, for errors."""
+        return self.options.plugin or self.name
+
+    @property
+    def period(self) -> int:
+        """The number of elements along the contraction axis that are treated together."""
+        return 1
+
+    @property
+    def sees_blocks(self) -> bool:
+        """True if the result depends on how an operand is cut into blocks."""
+        return self.mixes != "none" and any(self.acts_at(stage) for stage in TENSOR_STAGES)
+
+    def acts_at(self, stage: str) -> bool:
+        """Return whether the part acts at ``stage``."""
+        return stage in self.acted
+
+    def observe(self, quantization: Quantization, context: Context) -> Mapping[str, Tensor]:
+        """Return new values of entries whose ``writer`` is the graph, after a forward with gradients or a backward."""
+        raise NotImplementedError
+
+
+class PairTransform(Part):
+    """Transforms both operands of a GEMM: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``.
+
+    Attributes:
+        gemms: the GEMMs whose operands are transformed.
+        block_rotation: g, if the transform is the rotation x·S·H of blocks of g elements; S is the diagonal of the one
+            tensor of ``pair_context``, or the identity without one. Kernels then rotate by themselves.
+    """
+
+    stages: ClassVar[tuple[str, ...]] = ("pair_context", "transform", "inverse")
+    required: ClassVar[frozenset[str]] = frozenset({"transform", "inverse"})
+
+    gemms: frozenset[Gemm] = frozenset(Gemm)
+    operands: frozenset[Operand] | None = frozenset()
+    block_rotation: int | None = None
+
+    @property
+    def period(self) -> int:
+        """g of a rotation of blocks; override it for a transform that mixes other elements."""
+        return self.block_rotation or 1
+
+    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...] | None:
+        """Return tensors that both operands ``[..., K]`` of a GEMM share, such as random signs or channel scales."""
+        return None
+
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
+        """Return an operand in the new basis, contraction axis last."""
+        raise NotImplementedError
+
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
+        """Return an operand in the old basis, contraction axis last: the inverse of :meth:`transform`."""
+        raise NotImplementedError
+
+
+class Wrapper(Part):
+    """Acts around the quantizer of an operand ``[..., K]``.
+
+    Attributes:
+        draws_in_evaluation: whether noise that ``after`` adds stays on in evaluation; otherwise it is off there.
+    """
+
+    stages: ClassVar[tuple[str, ...]] = ("split", "around", "after", "observe")
+
+    draws_in_evaluation: bool = False
+
+    @property
+    def sees_blocks(self) -> bool:
+        return super().sees_blocks and (self.acts_at("around") or self.acts_at("observe"))
+
+    def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None] | None:
+        """Return ``x`` as (part to quantize, residual or None), both of its dtype.
+
+        The residual is multiplied apart, in high precision, and added to the product.
+        """
+        return None
+
+    def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor | None:
+        """Return the operand quantized, by calls of ``quantize`` on tensors of the shape of ``x``.
+
+        Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
+        weight and not a residual of it.
+        """
+        return None
+
+    def after(self, x: Tensor, context: Context) -> Tensor | None:
+        """Return the dequantized operand, changed, in the shape and dtype of ``x``."""
+        return None
+
+
+class BlockScale(Part):
+    """Chooses statistics and scales: what the elements of a block are divided by.
+
+    Attributes:
+        group_granularity: the elements that share the γ of :meth:`group_scale`: "tensor", "all", "row" or their number
+            along the contraction axis; None if there is no γ, or if each call decides.
+        normalizes: whether γ is the statistic g of its groups up to a constant, so that operands are quantized as
+            U = X/g. Other parts of the operand then read :attr:`group_granularity` as ``context.normalized``.
+    """
+
+    stages: ClassVar[tuple[str, ...]] = (
+        "block_statistic", "group_statistic", "group_scale", "scale", "rescale", "observe",
+    )  # fmt: skip
+
+    group_granularity: Granularity | None = None
+    normalizes: bool = False
+
+    @property
+    def period(self) -> int:
+        """The length of the groups that share a γ."""
+        return self.group_granularity if isinstance(self.group_granularity, int) else 1
+
+    @property
+    def sees_blocks(self) -> bool:
+        return self.group_granularity is not None or super().sees_blocks
+
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
+        """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
+        return None
+
+    def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
+        """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before."""
+        return None
+
+    def group_scale(
+        self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
+
+        Args:
+            group: returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
+                proportional to the g asked for (EL Eq. 3).
+
+        Returns:
+            γ, broadcastable to ``z``; or γ and the block statistic of x/γ, if the latter is not ``z / γ``.
+        """
+        return None
+
+    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
+        """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec."""
+        return None
+
+    def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
+        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
+        elements were rounded under."""
+        return None
+
+
+class Rounding(Part):
+    """Rounds elements."""
+
+    stages: ClassVar[tuple[str, ...]] = ("round", "observe")
+
+    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
+        """Return ``ratio = x/S`` rounded to values of the element format; None leaves rounding to the spec.
+
+        ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which were
+        divided by the group scales γ as the values were.
+        """
+        return None
+
+
+class Gradient(Part):
+    """Differentiates the quantizers of fprop. The engine composes the factors as EL Eq. 1 and 3 do
+    (:mod:`fp4graph.ops.gradient`); a factor that is None is that of the straight-through estimator."""
+
+    stages: ClassVar[tuple[str, ...]] = (
+        "element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient",
+    )  # fmt: skip
+
+    def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
+        """Return the surrogate Q'(u) at ``ratio = u``; None is 1."""
+        return None
+
+    def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
+        """Return the surrogate q'(s) at the unrounded scale of the convention; None is 1."""
+        return None
+
+    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
+        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
+        group scales."""
+        return None
+
+    def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
+        """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""
+        return None
+
+
+class ChannelSplit(Part):
+    """Has some input channels of a linear layer multiplied apart, under other specs."""
+
+    stages: ClassVar[tuple[str, ...]] = ("partition",)
+
+    operands: frozenset[Operand] | None = frozenset()
+
+    def partition(self, specs: OperandSpecs) -> Partition | None:
+        """Return the channels and their specs; None for none. ``specs`` are the site's after every technique's
+        ``plan``. Raise ValueError if options do not fit."""
+        return None
+
+
+class OptimizerHook(Part):
+    """Acts around ``optimizer.step()``. It must not depend on the site, because it acts on weights of many sites."""
+
+    stages: ClassVar[tuple[str, ...]] = ("before_step", "before_optimizer", "after_step", "after_optimizer")
+
+    mixes: Mixes = "none"
+
+    def before_step(self, update: WeightUpdate) -> None:
+        """Act before ``optimizer.step()``, once for each quantized weight of the technique's rules with a gradient."""
+
+    def after_step(self, update: WeightUpdate) -> None:
+        """Act after ``optimizer.step()``, once for each of the same weights."""
+
+    def before_optimizer(self, step: OptimizerStep) -> None:
+        """Act before ``optimizer.step()``, once for all parameters, after :meth:`before_step` of the weights."""
+
+    def after_optimizer(self, step: OptimizerStep) -> None:
+        """Act after ``optimizer.step()``, once for all parameters, after :meth:`after_step` of the weights."""
+
+
+#: Stages whose presence changes the result of an operand's quantizer.
+QUANTIZER_STAGES = (
+    "split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "rescale", "after",
+)  # fmt: skip
+
+#: Stages whose presence replaces the straight-through estimator.
+GRADIENT_STAGES = Gradient.stages
+
+#: Stages of one operand.
+TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
+
+#: Stages that see what the elements of a block share, besides a γ, which has a granularity of its own.
+_OF_BLOCKS = frozenset(TENSOR_STAGES) - {"split", "round", "after", "element_surrogate", "group_scale", "observe"}
+
+#: Stages that are given tensors of operands, of one or of a pair.
+_OF_TENSORS = (*PairTransform.stages, *TENSOR_STAGES)
+
+#: Stages around the optimizer's step.
+OPTIMIZER_STAGES = frozenset(OptimizerHook.stages)
+
+#: All stages of parts, in the order in which they act.
+STAGES = (*ChannelSplit.stages, *PairTransform.stages, *TENSOR_STAGES, *OptimizerHook.stages)
+
+#: The classes of parts, in the order in which they act.
+KINDS: tuple[type[Part], ...] = (
+    PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook,
+)  # fmt: skip

@@ -1,0 +1,27 @@
+"""What compilers take on trust about an operator of fp4graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_declaration(name: str, arguments: tuple[Any, ...]) -> None:
+    """Check the schema and the fake of an operator; the strides of every result, too, which opcheck compares for dense
+    results alone."""
+    operator = getattr(torch.ops.fp4graph, name).default
+    torch.library.opcheck(operator, arguments)
+    real = operator(*arguments)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
+    results, fakes = (each if isinstance(each, (tuple, list)) else (each,) for each in (real, fake))
+    assert [_layout(each) for each in fakes] == [_layout(each) for each in results]
+
+
+def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    if x is None:
+        return None
+    is_empty_vector = x.dim() == 1 and not x.numel()
+    return x.shape, () if is_empty_vector else x.stride(), x.dtype
