@@ -22,7 +22,6 @@ from torchvision.models import SwinTransformer
 
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.model.runtime import runtime_of
-from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers import experts, models
 from tests.helpers.breaks import Breaks, Disables, Logs
@@ -415,7 +414,7 @@ def rows(cases, policies, modes, *, long=()):
 
 def shipped():
     """Return rows for every shipped policy, with as many blocks as it needs."""
-    for policy in sorted(shipped_policies(default_registry())):
+    for policy in sorted(default_registry().policies):
         deep = "deep " if depth_of(policy) > 2 else ""
         long = [f"{deep}llama", *([] if policy in FEW else [policy])]
         yield from rows([f"{deep}vit", f"{deep}llama"], [policy], ["uncompiled"], long=long)
