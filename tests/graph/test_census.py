@@ -18,9 +18,11 @@ import fp4graph
 from fp4graph.graph import operations
 from fp4graph.graph.site import Site
 from fp4graph.model import census
+from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
-from tests.helpers import models
+from tests.helpers import models, training
+from tests.helpers.training import stances, uncompiled
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +42,7 @@ def timm_model(name, size, **options):
 
 
 def vit():
-    return timm_model("vit_tiny_patch16_224", 32, img_size=32, depth=2)
+    return models.vit(), (images(),), {}
 
 
 def swin():
@@ -117,16 +119,8 @@ def whisper():
 def t5():
     import transformers
 
-    config = transformers.T5Config(
-        vocab_size=97,
-        d_model=64,
-        d_kv=32,
-        d_ff=96,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
     return transformers.T5ForConditionalGeneration(config), (), {"input_ids": tokens(), "labels": tokens()}
 
 
@@ -220,19 +214,12 @@ def test_listed_flops_are_counted_flops(make):
     assert explanation.flops == sum(sum(groups.values()) for groups in explanation.totals.values())
 
 
-EVERYTHING = {
-    "version": 1,
-    "name": "everything",
-    "rules": [
-        {"name": "weights", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 8}, "required": False},
-        {
-            "name": "activations",
-            "match": {"op": "matmul"},
-            "quantize": {"element": "e2m1", "block": 8},
-            "required": False,
-        },
-    ],
-}
+def rule(name, *ops):
+    return {"name": name, "match": {"op": list(ops)}, "quantize": {"element": "e2m1", "block": 8}, "required": False}
+
+
+WEIGHTS = {"version": 1, "name": "weights", "rules": [rule("weights", "linear")]}
+EVERYTHING = {**WEIGHTS, "rules": [rule("weights", "linear"), rule("activations", "matmul")]}
 
 
 @pytest.mark.parametrize("make", [resnet, einsum_attention])
@@ -240,7 +227,7 @@ def test_the_flops_are_the_same_where_everything_is_quantized(make):
     """Convolutions and einsums are written out as products then."""
     torch.manual_seed(0)
     model, args, kwargs = make()
-    rules = [{**EVERYTHING["rules"][0], "match": {"op": ["linear", "matmul", "sdpa", "conv"]}}]
+    rules = [rule("everything", "linear", "matmul", "sdpa", "conv")]
     explanation = fp4graph.explain(model, {**EVERYTHING, "rules": rules}, args, kwargs)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*args, **kwargs)
@@ -282,9 +269,9 @@ UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 
 
 
 def applied(model, policy, x, stance="default"):
-    """The output of ``model`` under ``policy``, compiled or operation by operation."""
+    """Return the output of ``model`` under ``policy``, compiled or operation by operation."""
     with torch.compiler.set_stance(stance):
-        y = fp4graph.apply(model, policy, backend="eager")(x)
+        y = training.applied(model, policy)(x)
     fp4graph.remove(model)
     return y
 
@@ -327,19 +314,18 @@ def _(a, b, *args, **kwargs):
     return 2 * a[0] * a[1] * b[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@uncompiled
+@stances
 def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps_it(stance):
     """Here activations are multiplied, which no rule of the policy would quantize."""
     model, x = nn.Sequential(nn.Linear(16, 16), Called(lambda x, _: product_of_a_library(x, x.mT))), torch.randn(4, 16)
-    weights = {**EVERYTHING, "rules": EVERYTHING["rules"][:1]}
-    explanation = fp4graph.explain(model, weights, (x,))
+    explanation = fp4graph.explain(model, WEIGHTS, (x,))
     assert names(explanation) == [("linear", True), ("twice", False)]
     assert "1: twice multiplies matrices" in explanation.problem
     with pytest.raises(fp4graph.CaptureError, match=r"^1: twice .*does not know this operation.*a rule before"):
-        applied(model, weights, x, stance)
+        applied(model, WEIGHTS, x, stance)
     keep = {"name": "kept", "match": {"module": "1"}, "keep": "not yet"}
-    kept = {**weights, "rules": [keep, *weights["rules"]]}
+    kept = {**WEIGHTS, "rules": [keep, *WEIGHTS["rules"]]}
     assert applied(model, kept, x, stance).shape == (4, 4)
     assert fp4graph.explain(model, kept, (x,)).sites[1].reason == "not yet"
     assert applied(model, "bf16", x, stance).shape == (4, 4)
@@ -357,8 +343,8 @@ def taught(monkeypatch, read):
     monkeypatch.setattr(operations, "default_registry", lambda: found)
 
 
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@uncompiled
+@stances
 def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, stance):
     x = torch.randn(4, 16)
     expected = applied(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
@@ -445,63 +431,38 @@ def test_a_forward_that_depends_on_values_is_one_sentence():
         fp4graph.explain(model, "bf16", (torch.randn(4, 8, 16),))
 
 
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_is_listed_also_where_nothing_is_compiled(layer):
-    model, x = nn.Sequential(nn.Linear(16, 16), layer(16, 24)), torch.randn(4, 8, 16)
+RECURRENT = pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+
+
+@uncompiled
+@RECURRENT
+def test_a_recurrent_layer_is_listed_also_where_nothing_is_compiled(kind, gates):
+    model, x = nn.Sequential(nn.Linear(16, 16), getattr(nn, kind)(16, 24)), torch.randn(4, 8, 16)
+    explanation = fp4graph.explain(model, EVERYTHING, (x,))
     with torch.compiler.set_stance("force_eager"):
-        fp4graph.apply(model, EVERYTHING, backend="eager")(x)
-    uncompiled = [(site.module, site.op, site.flops) for site in model._compiled_call_impl.sites]
-    fp4graph.remove(model)
-    explained = fp4graph.explain(model, EVERYTHING, (x,))
-    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[layer]
-    assert uncompiled == [("0", "linear", 2 * 32 * 16 * 16), ("1", "recurrent", 2 * 32 * gates * 24 * (16 + 24))]
-    assert [(site.module, site.op, site.flops) for site in explained.sites] == uncompiled
-    assert "not supported" in str(explained)
+        training.applied(model, EVERYTHING)(x)
+    for sites in (explanation.sites, runtime_of(model).sites):
+        listed = [(site.module, site.op, site.flops) for site in sites]
+        assert listed == [("0", "linear", 2 * 32 * 16 * 16), ("1", "recurrent", 2 * 32 * gates * 24 * (16 + 24))]
+    assert "not supported" in str(explanation)
 
 
-def test_the_cells_of_recurrent_layers_are_listed():
-    x = torch.randn(4, 16)
-    for cell, gates in ((nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)):
-        explanation = fp4graph.explain(cell(16, 24), "bf16", (x,))
-        assert [(site.op, site.flops) for site in explanation.sites] == [("recurrent", 2 * 4 * gates * 24 * (16 + 24))]
-        assert explanation.totals["not supported"] == {"recurrent layers": explanation.flops}
-
-
-class Block(nn.Module):
-    """A block of a language model, as far as its products go."""
-
-    def __init__(self):
-        super().__init__()
-        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(16, 16) for name in "qkvo"})
-        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(16, 32), "down_proj": nn.Linear(32, 16)})
-
-    def forward(self, x):
-        q, k, v = (self.self_attn[f"{name}_proj"](x) for name in "qkv")
-        x = x + self.self_attn["o_proj"](nn.functional.scaled_dot_product_attention(q, k, v))
-        return x + self.mlp["down_proj"](self.mlp["up_proj"](x).relu())
-
-
-class Deep(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.layers, self.lm_head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(16, 97)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
+@RECURRENT
+def test_the_cells_of_recurrent_layers_are_listed(kind, gates):
+    explanation = fp4graph.explain(getattr(nn, f"{kind}Cell")(16, 24), "bf16", (torch.randn(4, 16),))
+    assert [(site.op, site.flops) for site in explanation.sites] == [("recurrent", 2 * 4 * gates * 24 * (16 + 24))]
+    assert explanation.totals["not supported"] == {"recurrent layers": explanation.flops}
 
 
 @pytest.mark.parametrize("blocks", [4, pytest.param(32, marks=pytest.mark.long)])
 def test_repeated_blocks_share_lines(blocks):
-    explanation = fp4graph.explain(Deep(blocks), "nvfp4-te", (torch.randn(2, 8, 16),))
-    assert len(explanation.sites) == blocks * 7 + 1
+    explanation = fp4graph.explain(models.llama(num_hidden_layers=blocks), "nvfp4-te", (tokens(),))
+    assert len(explanation.sites) == blocks * 8 + 1
     text, every = str(explanation), explanation.table(every=True)
     assert len(text.splitlines()) < 40  # a screen
     assert f"layers.1-{blocks - 2}.self_attn.q_proj" in text  # the first and the last block are kept
     assert "layers.0.self_attn.q_proj" in text
-    assert f"layers.0-{blocks - 1} " in text  # the fused attention
+    assert f"layers.0-{blocks - 1}.self_attn " in text  # the fused attention
     assert "layers.1.self_attn.q_proj" in every
     assert "layers.1.self_attn.q_proj" not in text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -14,11 +13,13 @@ import fp4graph
 from fp4graph.errors import CaptureError
 from fp4graph.graph.contractions import convolution
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.training import applied, assert_equal, stances, uncompiled
 
 # Torch warns of the copy that it pads for an even kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
-SPEC = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
-CONV = {"version": 1, "name": "conv", "rules": [{"name": "conv", "match": {"op": "conv"}, "quantize": SPEC}]}
+SPEC = quantizer(16)
+CONV = one_rule(quantize=SPEC, op="conv")
 CASES = {
     "plain": ((2, 4, 7, 6), (6, 4, 3, 3), {}),
     "stride and padding": ((2, 4, 7, 6), (6, 4, 3, 2), {"stride": (2, 1), "padding": (1, 0)}),
@@ -89,12 +90,8 @@ def by_hand(x, w, b, dy, options):
             inside = all(0 <= i < n for i, n in zip(where, x.shape[2:], strict=True))
             return (place[0], tap[0], *where) if inside else None
 
-        patches = torch.stack(
-            [
-                torch.stack([x[i] if (i := at(place, tap)) is not None else torch.zeros(()) for tap in taps])
-                for place in places
-            ]
-        )
+        values = [[x[i] if (i := at(place, tap)) else torch.zeros(()) for tap in taps] for place in places]
+        patches = torch.stack([torch.stack(row) for row in values])
         kernels = w[outs].reshape(out_group, -1)
         gradients = torch.stack([dy[(place[0], outs, *place[1:])] for place in places])
         products = quantized(patches) @ quantized(kernels).T
@@ -120,34 +117,27 @@ class Convolves(nn.Module):
         return self.conv(x)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["compiled", "uncompiled"])
-@pytest.mark.parametrize("case", [case for case in CASES if case != "one image"])
-def test_six_operands_by_hand(case, direct):
+@uncompiled
+@pytest.mark.parametrize(
+    ("case", "stance", "backend"),
+    [
+        *((case, stance, "eager") for case in CASES if case != "one image" for stance in ("default", "force_eager")),
+        pytest.param("stride and padding", "default", "inductor", marks=pytest.mark.long),
+        ("groups", "default", "inductor"),
+    ],
+)
+def test_six_operands_by_hand(case, stance, backend):
     function, (x, w, b), options = factors(case)
     dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
-    model = fp4graph.apply(Convolves(w, b, options), CONV, backend="eager")
-    with torch.compiler.set_stance("force_eager" if direct else "default"), warnings.catch_warnings(action="ignore"):
+    model = applied(Convolves(w, b, options), CONV, backend=backend)
+    with torch.compiler.set_stance(stance):
         y = model(x)
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), dy)
     with torch.no_grad():
         expected = by_hand(x, w, b, dy, options)
     # Operands are equal to the bit; sums of up to 80 products of size 10 in another order.
-    for one, other in zip((y, dx, dw), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("case", [pytest.param("stride and padding", marks=pytest.mark.long), "groups"])
-def test_compiled_as_eager(case):
-    function, (x, w, b), options = factors(case)
-    dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
-    found = []
-    for backend in ("eager", "inductor"):
-        model = fp4graph.apply(Convolves(w, b, options), CONV, backend=backend)
-        y = model(x)
-        found.append((y, *torch.autograd.grad(y, (x, model.conv.weight), dy)))
-    for one, other in zip(*found, strict=True):  # sums in another order, as above
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    for result, reference in zip((y, dx, dw), expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=0, atol=1e-4)
 
 
 class Small(nn.Module):
@@ -163,57 +153,46 @@ class Small(nn.Module):
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-def with_rule(match, **more):
-    return {**CONV, "rules": [{"name": "rule", "match": match, "quantize": SPEC}], **more}
-
-
 @pytest.mark.slow
 def test_a_rule_asks_for_convolutions_by_name():
-    sites = {s.module: s for s in fp4graph.explain(Small(), with_rule({"op": ["conv", "linear"]}), (IMAGES,)).sites}
-    assert all(site.quantized for site in sites.values())
-    assert {module: site.op for module, site in sites.items()} == {"stem": "conv", "deep": "conv", "head": "linear"}
-    kept = fp4graph.explain(Small(), with_rule({"op": "linear"}), (IMAGES,)).sites
+    sites = fp4graph.explain(Small(), one_rule(match={"op": ["conv", "linear"]}), (IMAGES,)).sites
+    assert all(site.quantized for site in sites)
+    assert {site.module: site.op for site in sites} == {"stem": "conv", "deep": "conv", "head": "linear"}
+    kept = fp4graph.explain(Small(), one_rule(), (IMAGES,)).sites
     assert [site.module for site in kept if site.quantized] == ["head"]
     assert all("op: conv" in site.reason for site in kept if site.op == "conv")
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["compiled", "uncompiled"])
-def test_a_convolution_that_no_rule_takes_by_its_sizes_stays_one(direct):
-    policy = with_rule({"op": ["conv", "linear"], "in_features": {"min": 30}}, default="keep")
-    model = fp4graph.apply(Small(), {**policy, "rules": [{**policy["rules"][0]}]}, backend="eager")
-    with torch.compiler.set_stance("force_eager" if direct else "default"), warnings.catch_warnings(action="ignore"):
+@uncompiled
+@stances
+def test_a_convolution_that_no_rule_takes_by_its_sizes_stays_one(stance):
+    match = {"op": ["conv", "linear"], "in_features": {"min": 30}}
+    model = applied(Small(), one_rule(quantize=SPEC, match=match, default="keep"))
+    with torch.compiler.set_stance(stance):
         model(IMAGES)
-    found = {site.module: site.quantized for site in runtime_of(model).sites}
-    assert found == {"stem": False, "deep": True, "head": False}  # K of 27, 36 and 16
+    quantized = {site.module: site.quantized for site in runtime_of(model).sites}
+    assert quantized == {"stem": False, "deep": True, "head": False}  # K of 27, 36 and 16
 
 
-def test_flops_are_those_of_the_convolution():
-    counts = [
-        {s.module: s.flops for s in fp4graph.explain(Small(), with_rule({"op": op}), (IMAGES,)).sites}
-        for op in ("conv", "linear")
-    ]
-    assert counts[0] == counts[1] == {"stem": 2 * 128 * 27 * 16, "deep": 2 * 72 * 36 * 16, "head": 2 * 2 * 16 * 4}
+@pytest.mark.parametrize("op", ["conv", "linear"])
+def test_flops_are_those_of_the_convolution(op):
+    flops = {site.module: site.flops for site in fp4graph.explain(Small(), one_rule(op=op), (IMAGES,)).sites}
+    assert flops == {"stem": 2 * 128 * 27 * 16, "deep": 2 * 72 * 36 * 16, "head": 2 * 2 * 16 * 4}
 
 
 def test_noise_differs_by_forward_and_repeats_by_seed():
-    noisy = with_rule({"op": "conv"}, rules=[
-        {"name": "rule", "match": {"op": "conv"}, "quantize": {**SPEC, "rounding": "stochastic"}}
-    ])  # fmt: skip
-    torch.manual_seed(3)
-    one = Small()
-    two = Small()
-    two.load_state_dict(one.state_dict())
-    for model in (one, two):
-        fp4graph.apply(model, noisy, backend="eager", seed=5)
-    first = [one(IMAGES) for _ in range(2)]
-    again = [two(IMAGES) for _ in range(2)]
+    noisy, models = one_rule(op="conv", quantize=SPEC | {"rounding": "stochastic"}), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(applied(Small(), noisy, seed=5))
+    first, second = ([model(IMAGES) for _ in range(2)] for model in models)
     assert not torch.equal(*first)
-    assert all(map(torch.equal, first, again))
+    assert_equal(first, second)
 
 
 def test_techniques_on_weights_are_refused_by_name():
     with pytest.raises(CaptureError, match=r"technique q_ema .*convolutions"):
-        fp4graph.apply(Small(), with_rule({"op": "conv"}, techniques=["q_ema"]), backend="eager")
+        applied(Small(), one_rule("q_ema", op="conv"))
 
 
 def test_a_convolution_of_three_axes_is_kept():

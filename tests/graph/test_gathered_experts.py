@@ -1,13 +1,12 @@
 """Experts' matrices that indices pick for each token are multiplied as a grouped product, or never in silence.
 
-The reference is a loop over experts with the program of an ordinary linear layer, and for noise and state the model
-that sorts its tokens itself and calls torch's grouped product.
+The reference is a loop over experts with the program of an ordinary linear layer. ``tests/model/test_uncompiled.py``
+compares training with that of torch's grouped product.
 """
 
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 
 import pytest
@@ -23,15 +22,16 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.technique.site import SiteView
-from tests.helpers.models import grouped_mm
-from tests.helpers.policies import NVFP4, TIES_UP, one_rule
-from tests.model.test_uncompiled import assert_equal
+from tests.helpers import experts
+from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.training import applied, assert_equal, stances, uncompiled
 
 EXPERTS, WIDTH, HIDDEN = 5, 48, 24
 #: Unsorted, the second expert without tokens, and more than a block for the third.
 IDS = torch.tensor([2, 0, 3, 2, 2, 4, 0, 3, 4, 4, *[2] * 30, 0, 2, 3, 4])
-STANCES = pytest.mark.parametrize("stance", ["default", "force_eager"])
-uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+pytestmark = uncompiled
+GROUPED = one_rule(op="grouped")
+REFUSAL = r"copy of its expert's matrix.*grouped product"
 
 
 def pick_without_gradient(w, ids):
@@ -44,7 +44,7 @@ class Gathers(nn.Module):
 
     def __init__(self, multiply, *shape: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        shape, generator = shape or (EXPERTS, WIDTH, HIDDEN), torch.Generator().manual_seed(0)
         # Experts of different size, so that a statistic of the wrong one shows.
         size = torch.logspace(1, -1, shape[0])[:, None, None]
         self.multiply, self.w = multiply, nn.Parameter(torch.randn(shape, generator=generator) * size)
@@ -53,16 +53,16 @@ class Gathers(nn.Module):
         return self.multiply(x, self.w, ids)
 
 
-def tokens(*shape):
-    """Tokens whose sizes differ by a factor of 10⁴."""
-    x = torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(1))
-    return (x * torch.logspace(-2, 2, shape[0]).reshape(-1, *[1] * len(shape))).requires_grad_()
+def tokens(count=44, rows=1):
+    """Return tokens ``[S, P, K]`` whose sizes differ by a factor of 10⁴."""
+    x = torch.randn(count, rows, WIDTH, generator=torch.Generator().manual_seed(1))
+    return (x * torch.logspace(-2, 2, count)[:, None, None]).requires_grad_()
 
 
 def run(model, policy, x, ids=IDS, stance="default", autocast=False, **options):
     """Return y, dX and dW under ``policy``."""
     x = x.detach().requires_grad_()
-    model = fp4graph.apply(model, policy, **{"backend": "eager", **options})
+    applied(model, policy, **options)
     with torch.compiler.set_stance(stance):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = model(x, ids)
@@ -110,11 +110,10 @@ FORMS = {
 }
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)), ("W[ids] @ x", 1)]
 )
-@uncompiled
 def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
     multiply, transposed = FORMS[name]
     shape = (EXPERTS, HIDDEN, WIDTH) if transposed else (EXPERTS, WIDTH, HIDDEN)
@@ -131,29 +130,28 @@ def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
         fp4graph.remove(model)
 
 
-@STANCES
-@pytest.mark.parametrize("cast", [False, True], ids=["autocast", "cast by hand"])
-@uncompiled
-def test_bf16(stance, cast):
+BF16 = {
+    "autocast": (True, lambda x, w, ids: torch.bmm(x, w[ids])),
+    "cast by hand": (False, lambda x, w, ids: x.bfloat16() @ w[ids].to(torch.bfloat16)),
+}
+
+
+@stances
+@pytest.mark.parametrize("name", BF16)
+def test_bf16(stance, name):
     """Autocast quantizes from bf16, as it does for a linear layer, also where the copies are cast in the model."""
-
-    def by_hand(x, w, ids):
-        return x.bfloat16() @ w[ids].to(torch.bfloat16)
-
-    policy, x = one_rule(op="grouped"), tokens(len(IDS), 1)
-    model = Gathers(by_hand if cast else FORMS["x @ W[ids]"][0], EXPERTS, WIDTH, HIDDEN)
-    stored = model.w.detach().mT
-    y, dx, dw = run(model, policy, x, stance=stance, autocast=not cast)
-    expected = looped(policy, x.detach(), stored, IDS, autocast=True)
+    autocast, multiply = BF16[name]
+    model, x = Gathers(multiply), tokens()
+    y, dx, dw = run(model, GROUPED, x, stance=stance, autocast=autocast)
+    expected = looped(GROUPED, x.detach(), model.w.detach().mT, IDS, autocast=True)
     assert y.dtype is torch.bfloat16
-    assert_equal([y, dx, dw.mT], list(expected))
+    assert_equal([y, dx, dw.mT], expected)
 
 
-@STANCES
-@uncompiled
+@stances
 def test_tokens_may_be_broadcast(stance):
-    model = Gathers(lambda x, w, ids: x.unsqueeze(1) @ w[ids.view(-1, 2)], EXPERTS, WIDTH, HIDDEN)
-    half, policy = tokens(len(IDS) // 2, 1), one_rule(op="grouped", operands={"backward": "keep"})
+    model = Gathers(lambda x, w, ids: x.unsqueeze(1) @ w[ids.view(-1, 2)])
+    half, policy = tokens(len(IDS) // 2), one_rule(op="grouped", operands={"backward": "keep"})
     y, dx, _ = run(model, policy, half, stance=stance)
     whole = half.detach().repeat_interleave(2, 0)
     expected, each, _ = looped(policy, whole, model.w.detach().mT, IDS)
@@ -161,34 +159,29 @@ def test_tokens_may_be_broadcast(stance):
     torch.testing.assert_close(dx, each.unflatten(0, (-1, 2)).sum(1), rtol=1e-6, atol=1e-6)
 
 
-@STANCES
-@uncompiled
+@stances
 def test_without_gradients(stance):
-    x, policy = tokens(len(IDS), 1), one_rule(op="grouped")
-    model = fp4graph.apply(Gathers(FORMS["x @ W[ids]"][0], EXPERTS, WIDTH, HIDDEN), policy, backend="eager")
+    x, model = tokens(), applied(Gathers(FORMS["x @ W[ids]"][0]), GROUPED)
     with torch.compiler.set_stance(stance), torch.no_grad():
         y = model(x, IDS)
-    assert_equal([y], [looped(policy, x.detach(), model.w.detach().mT, IDS)[0]])
+    assert_equal([y], [looped(GROUPED, x.detach(), model.w.detach().mT, IDS)[0]])
 
 
-@STANCES
-@uncompiled
+@stances
 def test_no_tokens(stance):
-    model = Gathers(FORMS["x @ W[ids]"][0], EXPERTS, WIDTH, HIDDEN)
-    y, dx, dw = run(model, one_rule(op="grouped"), tokens(0, 1), IDS[:0], stance=stance)
+    model = Gathers(FORMS["x @ W[ids]"][0])
+    y, dx, dw = run(model, GROUPED, tokens(0), IDS[:0], stance=stance)
     assert y.shape == (0, 1, HIDDEN)
     assert dx.shape == (0, 1, WIDTH)
     assert not dw.any()
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize(
     ("name", "ids"), [("x @ W[ids]", [0, EXPERTS]), ("x @ W[ids]", [0, -EXPERTS - 1]), ("index_select", [0, -1])]
 )
-@uncompiled
 def test_indices_that_torch_refuses_are_refused(name, ids, stance):
-    multiply, _ = FORMS[name]
-    model, x, ids = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), tokens(2, 1), torch.tensor(ids)
+    model, x, ids = Gathers(FORMS[name][0]), tokens(2), torch.tensor(ids)
     with pytest.raises(IndexError):
         model(x, ids)
     with pytest.raises(IndexError):
@@ -198,12 +191,9 @@ def test_indices_that_torch_refuses_are_refused(name, ids, stance):
 def test_one_graph_serves_any_number_of_tokens():
     results = []
     for dynamic in (True, False):
-        model = fp4graph.apply(
-            Gathers(FORMS["W[ids] @ x"][0], EXPERTS, HIDDEN, WIDTH), one_rule(op="grouped"), backend="eager",
-            dynamic=dynamic,
-        )  # fmt: skip
+        model = applied(Gathers(FORMS["W[ids] @ x"][0], EXPERTS, HIDDEN, WIDTH), GROUPED, dynamic=dynamic)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        results.append([model(tokens(len(IDS), 1)[:count], IDS[:count]) for count in (12, 20, 40)])
+        results.append([model(tokens()[:count], IDS[:count]) for count in (12, 20, 40)])
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
         if dynamic:
             assert graphs == 1
@@ -244,13 +234,13 @@ def copies(nodes):
 
 
 def test_no_matrix_is_copied():
-    model, x = Gathers(FORMS["x @ W[ids].mT"][0], EXPERTS, HIDDEN, WIDTH), tokens(len(IDS), 1)
+    model, x = Gathers(FORMS["x @ W[ids].mT"][0], EXPERTS, HIDDEN, WIDTH), tokens()
     kept = rewritten(model, "bf16", x, IDS)
     assert targets(kept)[0] is operator.getitem
     assert targets(kept)[-1] is torch.matmul
     assert len(targets(kept)) == 3
     assert len(copies(kept)) == 2
-    written = rewritten(model, one_rule(op="grouped"), x, IDS)
+    written = rewritten(model, GROUPED, x, IDS)
     (site,) = sites(written)
     assert site.target.__name__.startswith("fp4graph_site_grouped_")
     assert torch.matmul not in targets(written)
@@ -262,140 +252,63 @@ def test_copies_that_something_else_reads_stay():
         copies = w[ids]
         return torch.bmm(x, copies) + torch.bmm(x + 1, copies) + copies.sum()
 
-    model, x = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
-    found = rewritten(model, one_rule(op="grouped"), x, IDS)
+    model, x = Gathers(multiply), tokens()
+    found = rewritten(model, GROUPED, x, IDS)
     assert len(copies(found)) == 1
     assert torch.bmm not in targets(found)
     assert [site.target.__name__.startswith("fp4graph_site_grouped_") for site in sites(found)] == [True] * 2
-
-
-class Block(nn.Module):
-    """A mixture of experts by gathered matrices, or by torch's grouped product of tokens that it sorts itself."""
-
-    def __init__(self, gathers: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gathers, self.proj = gathers, nn.Linear(WIDTH, WIDTH)
-        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 6)
-        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 5)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
-
-    def forward(self, x, ids):
-        x = self.proj(x)
-        if self.gathers:
-            hidden = torch.bmm(self.w1[ids], x.unsqueeze(-1)).squeeze(-1)
-            hidden.add_(self.bias[ids])
-            return torch.bmm(F.silu(hidden).unsqueeze(1), self.w2[ids]).squeeze(1)
-        order = torch.argsort(ids, stable=True)
-        ends = (ids[:, None] == torch.arange(EXPERTS)).sum(0).cumsum(0).to(torch.int32)
-        back = torch.argsort(order)
-        hidden = grouped_mm(x[order], self.w1.mT, offs=ends)[back] + self.bias[ids]
-        return grouped_mm(F.silu(hidden)[order], self.w2, offs=ends)[back]
-
-
-class Model(nn.Module):
-    def __init__(self, gathers: bool = True, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.checkpoints, self.layers = checkpoints, nn.ModuleList(Block(gathers) for _ in range(2))
-
-    def forward(self, x, ids):
-        for layer in self.layers:
-            x = x + (checkpoint(layer, x, ids, use_reentrant=False) if self.checkpoints else layer(x, ids))
-        return x
-
-
-def train(model, policy, steps=3, stance="default", **options):
-    """Return outputs, gradients and the state after a few steps."""
-    model = fp4graph.apply(model, policy, **{"backend": "eager", **options})
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    seen = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x, ids = torch.randn(44, WIDTH, generator=generator), torch.randint(EXPERTS, (44,), generator=generator)
-        with torch.compiler.set_stance(stance):
-            y = model(x, ids)
-        y.square().mean().backward()
-        seen += [y.detach(), *(p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen + [value.clone() for value in model.state_dict().values()]
-
-
-STOCHASTIC = {"backward": {"rounding": "stochastic"}, "dgrad.weight": {"source": "fprop"}}
-TECHNIQUES = {
-    "q_ema": ({"q_ema": {"beta": 0.9}},),
-    "q_ramping": ({"q_ramping": {"t_update": 4, "t0": 2, "n_max": 2, "k1": 1.0}},),
-    "dampen": ({"dampen": {"strength": 0.1}},),
-    "freeze": ({"freeze": {"threshold": 0.01}},),
-    "hadamard": ("tensor_scaling", {"hadamard": {"block": 16}}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "q_ema" else pytest.param(name, marks=pytest.mark.long) for name in TECHNIQUES]
-)
-@uncompiled
-def test_noise_and_state_are_those_of_the_grouped_product(name):
-    policy = one_rule(*TECHNIQUES[name], op=["linear", "grouped"], quantize=TIES_UP, operands=STOCHASTIC)
-    steps = 5 if name == "q_ramping" else 3
-    expected = train(Model(gathers=False), policy, steps)
-    assert_equal(train(Model(), policy, steps), expected)
-    assert_equal(train(Model(), policy, steps, stance="force_eager"), expected)
-
-
-@pytest.mark.slow
-def test_checkpointing_repeats_the_noise():
-    policy = one_rule(op=["linear", "grouped"], operands=STOCHASTIC)
-    assert_equal(train(Model(checkpoints=True), policy), train(Model(), policy))
 
 
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_is_eager():
     """Sums of a compiled product may come in another order, which is some ulps of fp32."""
-    policy, x = one_rule(op="grouped"), tokens(len(IDS), 1)
     model, other = (Gathers(FORMS["W[ids] @ x"][0], EXPERTS, HIDDEN, WIDTH) for _ in range(2))
-    torch.testing.assert_close(run(model, policy, x, backend="inductor"), run(other, policy, x), rtol=1e-5, atol=1e-5)
+    x = tokens()
+    torch.testing.assert_close(run(model, GROUPED, x, backend="inductor"), run(other, GROUPED, x), rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="index out of bounds"):
         model(x, IDS + 1)
 
 
-def test_is_listed_as_the_grouped_product():
-    args = torch.randn(44, WIDTH), IDS
-    for policy in (one_rule(op=["linear", "grouped"]), one_rule(op="linear"), one_rule(op="grouped")):
-        ours, grouped = (fp4graph.explain(Model(gathers), policy, args) for gathers in (True, False))
-        assert ours.sites == grouped.sites
-        assert ours.problem is None
-    first, second = [site for site in ours.sites if site.module == "layers.1" and site.quantized]
-    assert first.shapes == ((44, WIDTH), (EXPERTS, WIDTH, HIDDEN))
-    assert second.shapes == ((44, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
-    assert first.flops == second.flops == 2 * 44 * WIDTH * HIDDEN
+@pytest.mark.parametrize("op", [["linear", "grouped"], "linear", "grouped"], ids=str)
+def test_is_listed_as_the_grouped_product(op):
+    policy, args = one_rule(match={"op": op}), experts.tokens()
+    explanation, grouped = (fp4graph.explain(experts.Mixture(form), policy, args) for form in ("gathered", "grouped"))
+    assert explanation.sites == grouped.sites
+    assert explanation.problem is None
+    count, width, hidden = experts.EXPERTS, experts.WIDTH, experts.HIDDEN
+    first, second = [site for site in explanation.sites if site.module == "layers.1.experts"]
+    assert first.shapes == ((70, width), (count, width, hidden))
+    assert second.shapes == ((70, hidden), (count, hidden, width))
+    assert first.flops == second.flops == 2 * 70 * width * hidden
+    assert first.quantized == second.quantized == ("grouped" in op)
 
 
-@STANCES
-@uncompiled
+@stances
 def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
-    """The rule for experts whose input silu makes quantizes one product; the other is kept, with its reason."""
-    x, ids = torch.randn(44, WIDTH), IDS
+    """Kept experts keep their reason, and a rule for experts whose input silu makes quantizes one product."""
+    args, plain = experts.tokens(), experts.Mixture("gathered")
     keep = {"name": "experts", "match": {"op": "grouped"}, "keep": "not these"}
-    rule = one_rule()["rules"][0]
-    kept = {
-        **one_rule(),
-        "rules": [keep, {**rule, "match": {"op": ["linear", "grouped"]}, "operands": {"fprop": "keep"}}],
-    }
-    plain = Model()
-    model = fp4graph.apply(Model(), kept, backend="eager")
+    policy = one_rule(op=["linear", "grouped"], operands={"fprop": "keep"})
+    policy["rules"].insert(0, keep)
+    model = applied(experts.Mixture("gathered"), policy)
     with torch.compiler.set_stance(stance):
-        assert_equal([model(x, ids)], [plain(x, ids)])
-    sites = [site for site in fp4graph.explain(plain, kept, (x, ids)).sites if site.op == "grouped"]
+        assert_equal([model(*args)], [plain(*args)])
+    sites = [site for site in fp4graph.explain(plain, policy, args).sites if site.op == "grouped"]
     assert [(site.rule, site.reason, site.standing) for site in sites] == [("experts", "not these", "kept")] * 4
-    one = one_rule(match={"op": "grouped", "producer": "silu"})
-    sites = [site for site in fp4graph.explain(plain, one, (x, ids)).sites if site.op == "grouped"]
+    after_silu = one_rule(match={"op": "grouped", "producer": "silu"})
+    sites = [site for site in fp4graph.explain(plain, after_silu, args).sites if site.op == "grouped"]
     assert [site.quantized for site in sites] == [False, True] * 2
 
 
 # What stays an error, or an ordinary product.
+
+
+def refused(model, policy=GROUPED, stance="default", x=None, *ids):
+    """Assert that a call of the model is refused."""
+    applied(model, policy)
+    with torch.compiler.set_stance(stance), pytest.raises(CaptureError, match=REFUSAL):
+        model(tokens() if x is None else x, *(ids or (IDS,)))
 
 
 def written(x, w, ids):
@@ -439,16 +352,13 @@ REFUSED = {
 }
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize(
     ("name", "ops"),
     [*((name, ["linear", "matmul", "grouped"]) for name in REFUSED), ("gather", "linear"), ("gather", "grouped")],
 )
 def test_other_ways_to_pick_are_refused(name, ops, stance):
-    model = fp4graph.apply(Gathers(REFUSED[name], EXPERTS, WIDTH, HIDDEN), one_rule(op=ops), backend="eager")
-    expected = pytest.raises(CaptureError, match=r"copy of its expert's matrix.*grouped product")
-    with torch.compiler.set_stance(stance), warnings.catch_warnings(action="ignore"), expected:
-        model(tokens(len(IDS), 1), IDS)
+    refused(Gathers(REFUSED[name]), one_rule(match={"op": ops}), stance)
 
 
 def writes_between(write):
@@ -493,50 +403,39 @@ WRITES = {
 }
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize("name", WRITES)
-@uncompiled
 def test_nothing_may_be_written_between_the_copies_and_their_product(name, stance):
     """What shares memory with what no graph shows, so a write into anything is refused."""
-    model, x = Gathers(writes_between(WRITES[name]), EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
-    model = fp4graph.apply(model, one_rule(op="grouped"), backend="eager")
-    with torch.compiler.set_stance(stance), torch.no_grad(), pytest.raises(CaptureError, match=r"copy of its expert's"):
-        model(x.detach(), IDS)
+    with torch.no_grad():
+        refused(Gathers(writes_between(WRITES[name])), GROUPED, stance, tokens().detach())
 
 
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-def test_inputs_that_share_memory():
+@stances
+def test_inputs_that_share_memory(stance):
     class Shares(Gathers):
         def forward(self, x, ids, same):
             copies = self.w[ids]
             same.zero_()
             return x @ copies
 
-    for stance in ("default", "force_eager"):
-        model = fp4graph.apply(Shares(None, EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager")
-        ids = IDS.clone()
-        with torch.compiler.set_stance(stance), pytest.raises(CaptureError, match=r"copy of its expert's"):
-            model(tokens(len(IDS), 1), ids, ids.view(4, -1))
+    ids = IDS.clone()
+    refused(Shares(None), GROUPED, stance, tokens(), ids, ids.view(4, -1))
 
 
-@uncompiled
-def test_a_write_that_the_forward_does_not_show_is_refused():
+@pytest.mark.parametrize("ids", [IDS, IDS * 0], ids=["copies", "indices"])
+def test_a_write_that_the_forward_does_not_show_is_refused(ids):
     """Uncompiled, an operation may hide from the forward; versions of the tensors show it."""
 
     def hidden(x, w, ids, copies):
         with torch._C.DisableTorchFunction():
             (copies if ids[0] else ids).zero_()
 
-    for ids in (IDS, IDS * 0):
-        model = fp4graph.apply(
-            Gathers(writes_between(hidden), EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager"
-        )
-        refused = pytest.raises(CaptureError, match=r"copy of its expert's")
-        with torch.compiler.set_stance("force_eager"), torch.no_grad(), refused:
-            model(tokens(len(IDS), 1), ids)
+    with torch.no_grad():
+        refused(Gathers(writes_between(hidden)), GROUPED, "force_eager", tokens(), ids)
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize(
     "writes",
     [
@@ -546,26 +445,23 @@ def test_a_write_that_the_forward_does_not_show_is_refused():
     ],
     ids=["after", "before", "none"],
 )
-@uncompiled
 def test_writes_elsewhere_are_fine(writes, stance):
-    model, x = Gathers(writes, EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
+    model, x = Gathers(writes), tokens()
     plain = model(x, IDS).detach()
-    y, _, _ = run(model, one_rule(op="grouped"), x, stance=stance)
+    y, _, _ = run(model, GROUPED, x, stance=stance)
     assert 0.02 < (y - plain).norm() / plain.norm() < 0.5
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("pick", [pick_without_gradient, lambda w, ids: w[ids].detach()], ids=["no_grad", "detach"])
-@uncompiled
 def test_copies_without_gradients_give_their_matrices_none(pick, gradient, stance):
     """Whether or not the tokens have a gradient: torch gives the weight none in either case."""
-    model = Gathers(lambda x, w, ids: (x @ pick(w, ids), x @ w[ids])[0], EXPERTS, WIDTH, HIDDEN)
-    model = fp4graph.apply(model, one_rule(op="grouped"), backend="eager")
-    x = tokens(len(IDS), 1).detach().requires_grad_(gradient)
+    model = applied(Gathers(lambda x, w, ids: (x @ pick(w, ids), x @ w[ids])[0]), GROUPED)
+    x = tokens().detach().requires_grad_(gradient)
     with torch.compiler.set_stance(stance):
         y = model(x, IDS)
-    expected, dx, _ = looped(one_rule(op="grouped"), x.detach(), model.w.detach().mT, IDS)
+    expected, dx, _ = looped(GROUPED, x.detach(), model.w.detach().mT, IDS)
     assert_equal([y], [expected])
     assert y.requires_grad == gradient
     if gradient:
@@ -574,16 +470,15 @@ def test_copies_without_gradients_give_their_matrices_none(pick, gradient, stanc
     assert model.w.grad is None
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("from_master", [False, True])
-@uncompiled
 def test_copies_cast_under_autocast_are_a_cast_weight(from_master, dtype, stance):
     """Autocast casts to bf16. A cast that overflows in fp16 does so here."""
     policy = one_rule(op="grouped", quantize={**NVFP4, "from_master": from_master})
-    x, found = tokens(len(IDS), 1), []
+    x, found = tokens(), []
     for casts in (lambda x, w, ids: x @ w[ids].to(dtype), lambda x, w, ids: x @ w.to(dtype)[ids]):
-        model = Gathers(casts, EXPERTS, WIDTH, HIDDEN)
+        model = Gathers(casts)
         with torch.no_grad():
             model.w[0, 0, 0] = 1e6
         whole = not found
@@ -592,7 +487,6 @@ def test_copies_cast_under_autocast_are_a_cast_weight(from_master, dtype, stance
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*found, strict=True))
 
 
-@uncompiled
 def test_an_uncompiled_forward_keeps_no_cast_of_all_experts():
     casts = []
 
@@ -607,24 +501,20 @@ def test_an_uncompiled_forward_keeps_no_cast_of_all_experts():
             assert casts[-1]() is None
             return x @ self.w[ids]
 
-    model = fp4graph.apply(Watches(multiply, EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager")
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        model(tokens(len(IDS), 1), IDS)
-    model = Gathers(lambda x, w, ids: x.bfloat16() @ w.bfloat16()[ids], EXPERTS, WIDTH, HIDDEN)
-    with pytest.raises(CaptureError, match=r"copy of its expert's"):
-        run(model, one_rule(op="grouped"), tokens(len(IDS), 1), stance="force_eager")
+        applied(Watches(multiply), GROUPED)(tokens(), IDS)
+    refused(Gathers(lambda x, w, ids: x.bfloat16() @ w.bfloat16()[ids]), GROUPED, "force_eager")
 
 
 def test_copies_picked_outside_of_a_checkpoint_are_refused():
     def multiply(x, w, ids):
         return checkpoint(torch.bmm, x, w[ids], use_reentrant=False)
 
-    model, args = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), (tokens(len(IDS), 1), IDS)
-    assert "copy of its expert's matrix" in fp4graph.explain(model, one_rule(op="grouped"), args).problem
+    model, args = Gathers(multiply), (tokens(), IDS)
+    assert "copy of its expert's matrix" in fp4graph.explain(model, GROUPED, args).problem
 
 
-@STANCES
-@uncompiled
+@stances
 def test_what_a_linear_layer_is_given_may_be_picked(stance):
     """Learned tokens [P, T, K], of which each sample has its own."""
     weight = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -640,7 +530,7 @@ def test_what_a_linear_layer_is_given_may_be_picked(stance):
 
     policy, model = one_rule(op=["linear", "grouped"]), Prompts()
     tokens = model.w.detach()[IDS]
-    model = fp4graph.apply(model, policy, backend="eager")
+    applied(model, policy)
     with torch.compiler.set_stance(stance):
         y = model(IDS).detach()
     expected = looped(policy, tokens.flatten(0, 1)[:, None], weight[None], IDS.repeat_interleave(6) * 0)[0]
@@ -654,14 +544,11 @@ ACTIVATIONS = {
 }
 
 
-@STANCES
+@stances
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@uncompiled
 def test_activations_that_copies_went_into_are_a_product_as_any_other(name, stance):
-    model = fp4graph.apply(
-        Gathers(ACTIVATIONS[name], EXPERTS, WIDTH, HIDDEN), one_rule(op="matmul"), backend="eager"
-    )  # fmt: skip
-    x = tokens(len(IDS), 1).detach().requires_grad_()
+    model = applied(Gathers(ACTIVATIONS[name]), one_rule(op="matmul"))
+    x = tokens().detach().requires_grad_()
     with torch.compiler.set_stance(stance):
         model(x, IDS).sum().backward()
     assert x.grad.isfinite().all()
@@ -674,5 +561,5 @@ def test_gathered_activations_are_a_product_as_any_other():
 
     policy = one_rule(op="matmul")
     x = torch.randn(len(IDS), 1, WIDTH)
-    sites = fp4graph.explain(Gathers(multiply, EXPERTS, WIDTH, HIDDEN), policy, (x, IDS)).sites
+    sites = fp4graph.explain(Gathers(multiply), policy, (x, IDS)).sites
     assert [site.op for site in sites if site.quantized] == ["matmul"]

@@ -12,19 +12,13 @@ import fp4graph
 from fp4graph.graph.attention import attention, encoder_layer
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
-
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
+from tests.helpers.policies import MXFP4, one_rule
+from tests.helpers.training import applied, prepared
 
 
 def swin():
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224",
-        img_size=56,
-        depths=(2, 1),
-        embed_dim=32,
-        num_heads=(1, 2),
-        num_classes=5,
-    )
+    sizes = {"img_size": 56, "depths": (2, 1), "embed_dim": 32, "num_heads": (1, 2), "num_classes": 5}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
     names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 1)) for b in range(d) for m in BLOCK]
     return model, (torch.randn(2, 3, 56, 56),), names
 
@@ -83,8 +77,7 @@ def test_sites_are_those_a_person_counts(make, training):
     assert sorted(site.module for site in explanation.sites if site.quantized) == sorted(names)
     assert explanation.problem is None
 
-    fp4graph.apply(model, "tetrajet-qema", backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+    optimizer = prepared(applied(model, "tetrajet-qema"))
     if training:
         for _ in range(2):
             out = model(*args)
@@ -95,41 +88,35 @@ def test_sites_are_those_a_person_counts(make, training):
     else:
         with torch.no_grad():
             model(*args)
-    sites = runtime_of(model).sites
-    assert {site.module for site in sites if site.quantized} == set(names)
+    assert {site.module for site in runtime_of(model).sites if site.quantized} == set(names)
+
+
+def keeps(match, **rest):
+    """Return a policy that keeps what ``match`` matches, and quantizes the ``rest``."""
+    policy = one_rule(match={"op": "linear", **rest})
+    policy["rules"].insert(0, {"name": "kept", "match": match, "keep": "for this reason"})
+    return policy
 
 
 @pytest.mark.slow
 def test_llama_knows_its_swiglu():
     model, args, _ = llama()
-    rules = [
-        {"name": "swiglu", "match": {"op": "linear", "producer": "swiglu"}, "quantize": QUANTIZE},
-    ]
-    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, args)
-    assert [s.module for s in explanation.sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    sites = fp4graph.explain(model, one_rule(match={"op": "linear", "producer": "swiglu"}), args).sites
+    assert [s.module for s in sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
 
 
-@pytest.mark.slow
 def test_a_quantized_linear_layer_is_known_as_a_producer():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    rules = [
-        {"name": "after linear", "match": {"producer": "linear"}, "keep": "its input is a linear layer's output"},
-        {"name": "rest", "match": {"op": "linear"}, "quantize": QUANTIZE},
-    ]
-    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, (torch.randn(4, 32),))
-    assert [(s.module, s.rule) for s in explanation.sites] == [("0", "rest"), ("1", "after linear"), ("3", "rest")]
+    sites = fp4graph.explain(model, keeps({"producer": "linear"}), (torch.randn(4, 32),)).sites
+    assert [(s.module, s.rule) for s in sites] == [("0", "all"), ("1", "kept"), ("3", "all")]
 
 
 @pytest.mark.slow
 def test_first_and_last_blocks():
     model, args, _ = deit()
-    rules = [
-        {"name": "ends", "match": {"first_blocks": 1}, "keep": "first block"},
-        {"name": "rest", "match": {"op": "linear", "block": True}, "quantize": QUANTIZE},
-    ]
-    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, args)
-    assert {s.module.split(".")[1] for s in explanation.sites if s.quantized} == {"1"}
-    assert all(s.reason == "first block" for s in explanation.sites if s.rule == "ends")
+    sites = fp4graph.explain(model, keeps({"first_blocks": 1}, block=True), args).sites
+    assert {s.module.split(".")[1] for s in sites if s.quantized} == {"1"}
+    assert {s.reason for s in sites if s.rule == "kept"} == {"for this reason"}
 
 
 class Forms(nn.Module):
@@ -159,9 +146,9 @@ def test_every_spelling_is_found_and_computes_the_same():
     torch.manual_seed(0)
     model, x = Forms(), torch.randn(2, 5, 32)
     rules = [
-        {"name": "weights", "match": {"op": "linear"}, "quantize": {**QUANTIZE, "element": "e4m3"}},
-        {"name": "activations", "match": {"op": "matmul"}, "quantize": QUANTIZE, "operands": {"weights": "keep"}},
-        {"name": "attention", "match": {"op": "sdpa"}, "quantize": QUANTIZE},
+        {"name": "weights", "match": {"op": "linear"}, "quantize": {**MXFP4, "element": "e4m3"}},
+        {"name": "activations", "match": {"op": "matmul"}, "quantize": MXFP4, "operands": {"weights": "keep"}},
+        {"name": "attention", "match": {"op": "sdpa"}, "quantize": MXFP4},
     ]
     explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, (x,))
     ops = [site.op for site in explanation.sites if site.quantized]
@@ -170,8 +157,8 @@ def test_every_spelling_is_found_and_computes_the_same():
     keep = [{**rule, "operands": {"fprop": "keep", "wgrad": "keep", "dgrad.weight": "keep"}} for rule in rules]
     expected = model(x)
     assert expected.isfinite().all()
-    got = fp4graph.apply(model, {"version": 1, "name": "p", "rules": keep}, backend="eager")(x)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.detach().abs().max().item())
+    y = applied(model, {"version": 1, "name": "p", "rules": keep})(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * expected.detach().abs().max().item())
 
 
 def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
@@ -196,9 +183,9 @@ def test_explain_touches_nothing(vit, images):
     fp4graph.explain(model, "tetrajet-qema", (images,))
     assert torch.equal(torch.get_rng_state(), before)
     assert list(model.state_dict()) == keys
-    applied = fp4graph.apply(model, "tetrajet", backend="eager")
-    assert "8 of 12 sites quantized" in str(fp4graph.explain(applied, "microscaling", (images,)))
-    applied(images)
+    applied(model, "tetrajet")
+    assert "8 of 12 sites quantized" in str(fp4graph.explain(model, "microscaling", (images,)))
+    model(images)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +221,6 @@ def test_the_entry_point_opens_the_fused_encoder_layer():
     layer.eval()
     with torch.no_grad():
         fused = torch.compile(layer, backend="fp4graph", options={"policy": "microscaling", "backend": "eager"})(x)
-        applied = fp4graph.apply(layer, "microscaling", backend="eager")(x)
-    torch.testing.assert_close(fused, applied)
-    assert not torch.allclose(applied, layer.norm2(x))
+        y = applied(layer, "microscaling")(x)
+    torch.testing.assert_close(fused, y)
+    assert not torch.allclose(y, layer.norm2(x))

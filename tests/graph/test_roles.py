@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +15,10 @@ from fp4graph.graph.names import Names
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers.models import grouped_mm
+from tests.helpers.policies import one_rule
+from tests.helpers.training import applied, prepared, train, uncompiled
 
-EVERY_LINEAR = {"version": 1, "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"block": 32}}]}
+EVERY_LINEAR = one_rule(quantize={"block": 32})
 QUANTIZED_ROUTER = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
 
 
@@ -47,19 +47,6 @@ class Mixture(nn.Module):
         return x + self.parts(x, self.chooses(getattr(self, self.router_name)(x)))
 
 
-class Model(nn.Module):
-    def __init__(self, name="pick", choose=None, depth=2) -> None:
-        super().__init__()
-        choose = softmax_then_top_k if choose is None else choose
-        self.layers = nn.ModuleList(Mixture(name, choose) for _ in range(depth))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def softmax_then_top_k(logits):  # Qwen3-MoE, Mixtral
     values, _ = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float), 2, dim=-1)
     return values / values.sum(-1, keepdim=True)
@@ -82,6 +69,16 @@ def noisy(logits):  # Shazeer et al.: the noise is a layer of its own, here the 
 
 def gate_by_all(logits):  # no choice: every expert works
     return F.softmax(logits, -1)[..., :2]
+
+
+class Model(nn.Module):
+    def __init__(self, name="pick", choose=softmax_then_top_k) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Mixture(name, choose) for _ in range(2)))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
 
 
 CHOOSING = [softmax_then_top_k, top_k_then_softmax, sigmoid_bias_top_k, noisy]
@@ -113,26 +110,15 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("choose", CHOOSING)
-def test_a_captured_router_is_exact(choose):
-    model = fp4graph.apply(Routed(choose), EVERY_LINEAR, backend="eager")
-    exact = F.linear(X, model.pick.weight, model.pick.bias)
-    assert torch.equal(model(X)[0], exact)
+def test_a_weight_that_only_the_graph_shows_to_be_a_routers_is_trained_exact(choose):
+    model = applied(Routed(choose), EVERY_LINEAR | {"techniques": ["q_ema"]})
 
+    def run(x):
+        logits, y = model(x)
+        assert torch.equal(logits, F.linear(x, model.pick.weight, model.pick.bias))
+        return y
 
-def test_a_weight_that_only_the_graph_shows_to_be_a_routers_is_trained_exact():
-    policy = {**EVERY_LINEAR, "techniques": ["q_ema"]}
-    model = fp4graph.apply(Routed(softmax_then_top_k), policy, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(3):
-        logits, y = model(X)
-        assert torch.equal(logits, F.linear(X, model.pick.weight, model.pick.bias))
-        y.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_linear_layer_that_chooses_nothing_is_quantized():
-    assert not kept(fp4graph.explain(Model("pick", gate_by_all), EVERY_LINEAR, (X,)))
+    train(model, prepared(model), [(X,)] * 3, run)
 
 
 class Predicts(Model):
@@ -142,10 +128,10 @@ class Predicts(Model):
 
 
 class SparseStream(Model):
-    """What is chosen is a part of the stream that every layer adds to."""
+    """Chooses a part of the stream that every layer adds to."""
 
     def forward(self, x):
-        return super().forward(x), self.layers[1](self.layers[0](x)).topk(8)[0]
+        return super().forward(x), self.layers(x).topk(8)[0]
 
 
 class SparseCode(nn.Module):
@@ -170,11 +156,18 @@ class MoEGatedMLP(nn.Module):
         return self.w2(F.silu(gate) * up)
 
 
+class OwnClassifier(Model):
+    """Has a method of the name of timm's."""
+
+    def get_classifier(self, name):
+        raise AssertionError
+
+
+NO_ROUTERS = [*(kind("pick", gate_by_all) for kind in (Model, Predicts, SparseStream, OwnClassifier)), SparseCode()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [Predicts("pick", gate_by_all), SparseStream("pick", gate_by_all), SparseCode(), MoEGatedMLP()],
-    ids=lambda model: type(model).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("model", [*NO_ROUTERS, MoEGatedMLP()], ids=lambda model: type(model).__name__)
 def test_what_is_no_router(model):
     assert not kept(fp4graph.explain(model, EVERY_LINEAR, (X,)))
 
@@ -192,16 +185,7 @@ class MixtureRouter(nn.Module):
 
 
 def test_experts_of_a_module_that_is_called_a_router_are_quantized():
-    policy = {**EVERY_LINEAR, "rules": [{**EVERY_LINEAR["rules"][0], "match": {"op": "grouped"}}]}
-    assert not kept(fp4graph.explain(nn.Sequential(MixtureRouter()), policy, (X,)))
-
-
-def test_a_method_of_the_users_own_by_the_name_of_timms():
-    class Own(Model):
-        def get_classifier(self, name):
-            raise AssertionError
-
-    assert "head" not in kept(fp4graph.explain(Own(), EVERY_LINEAR, (X,)))
+    assert not kept(fp4graph.explain(nn.Sequential(MixtureRouter()), one_rule(op="grouped"), (X,)))
 
 
 def test_a_rule_that_names_the_role_quantizes_routers():
@@ -248,17 +232,12 @@ def test_a_router_is_known_by_its_name(by_class):
     assert found.keys() == {"gate"}
 
 
+@uncompiled
 def test_an_unnamed_router_that_ran_uncompiled_is_refused_where_it_chooses():
-    named = fp4graph.apply(Model("router"), EVERY_LINEAR, backend="eager")
-    named.layers[0].parts = Experts()
-    model = fp4graph.apply(Model("pick"), EVERY_LINEAR, backend="eager")
-    with warnings.catch_warnings(action="ignore"), pytest.raises(CaptureError, match=r"layers.0.pick.*by top-k"):
-        model.layers[0](X)
+    with pytest.raises(CaptureError, match=r"layers.0.pick.*by top-k"):
+        applied(Model("pick"), EVERY_LINEAR).layers[0](X)
     keeps = {"name": "r", "match": {"module": "*.pick"}, "keep": "yes"}
-    policy = {**EVERY_LINEAR, "rules": [keeps, *EVERY_LINEAR["rules"]]}
-    model = fp4graph.apply(Model("pick"), policy, backend="eager")
-    with warnings.catch_warnings(action="ignore"):
-        model.layers[0](X)
+    applied(Model("pick"), {**EVERY_LINEAR, "rules": [keeps, *EVERY_LINEAR["rules"]]}).layers[0](X)
 
 
 class Language(nn.Module):

@@ -24,6 +24,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.training import applied, gradients
 
 
 class Lora(nn.Module):
@@ -126,6 +127,24 @@ class Net(nn.Module):
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
 
 
+def wrapped(net, wrap):
+    """Wrap the layers of a net, as PEFT does: in place."""
+    torch.manual_seed(1)
+    for block in net.blocks:
+        block.qkv = wrap(block.qkv)
+    return net
+
+
+def unwrapped(net):
+    for block in net.blocks:
+        block.qkv = block.qkv.base_layer
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
 def decided(model, policy="mxfp4"):
     """Return what ``explain`` says of the first block: quantized modules, and kept ones with the rule."""
     explanation = fp4graph.explain(model, policy, (X,))
@@ -140,36 +159,40 @@ def decided(model, policy="mxfp4"):
 def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(name):
     policy = fp4graph.load_policy(name)
     for phase in range(len(policy.phases) + 1):
-        wrapped, plain = (
-            PhasePlan(PeftModel(Net(Lora)), policy.in_phase(phase)),
-            PhasePlan(Net(), policy.in_phase(phase)),
-        )
-        names = [weight.name.removeprefix("base_model.model.").replace(".base_layer", "") for weight in wrapped.weights]
+        adapted, plain = (PhasePlan(m, policy.in_phase(phase)) for m in (PeftModel(Net(Lora)), Net()))
+        names = [weight.name.removeprefix("base_model.model.").replace(".base_layer", "") for weight in adapted.weights]
         assert names == [weight.name for weight in plain.weights]
-        assert [weight.plan for weight in wrapped.weights] == [weight.plan for weight in plain.weights]
-        assert wrapped.hosts() == set()
+        assert [weight.plan for weight in adapted.weights] == [weight.plan for weight in plain.weights]
+        assert adapted.hosts() == set()
 
 
 @pytest.mark.slow
-def test_what_is_kept_of_each_kind_of_adapter():
-    lora = [("qkv.lora_A.default", "adapters"), ("qkv.lora_B.default", "adapters")]
-    assert decided(Net(Lora)) == (["qkv.base_layer", "fc"], lora)
-    # A product of two parameters, which is the adapter's, and one with their product, in the wrapper's body.
-    assert decided(Net(Loha)) == (["qkv.base_layer", "fc"], [("qkv.hada_w1_b", "adapters"), ("qkv", "adapters")])
-    assert decided(Net(Handmade)) == (["qkv", "fc"], [("qkv", "adapters"), ("qkv", "adapters")])
+@pytest.mark.parametrize(
+    ("wrap", "layer", "adapters"),
+    [
+        (Lora, "qkv.base_layer", ["qkv.lora_A.default", "qkv.lora_B.default"]),
+        # A product of two parameters, which is the adapter's, and one with their product, in the wrapper's body.
+        (Loha, "qkv.base_layer", ["qkv.hada_w1_b", "qkv"]),
+        (Handmade, "qkv", ["qkv", "qkv"]),
+    ],
+)
+def test_what_is_kept_of_each_kind_of_adapter(wrap, layer, adapters):
+    assert decided(Net(wrap)) == ([layer, "fc"], [(name, "adapters") for name in adapters])
+
+
+BLOCKS = {"name": "rest", "match": {"block": True}, "quantize": {}}
+
+
+def policy_of(*rules):
+    return {"version": 1, "default": "keep", "rules": list(rules)}
 
 
 @pytest.mark.slow
 def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
-    rules = [
-        {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}},
-        {"name": "rest", "match": {"block": True}, "quantize": {}},
-    ]
-    policy = {"version": 1, "default": "keep", "rules": rules}
-    quantized, kept = decided(Net(Lora), policy)
-    assert quantized == ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
-    assert kept == []
-    named = {"version": 1, "rules": [{"match": {"module": "*.default"}, "quantize": {}}]}
+    role = {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}}
+    quantized = ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
+    assert decided(Net(Lora), policy_of(role, BLOCKS)) == (quantized, [])
+    named = policy_of({"match": {"module": "*.default"}, "quantize": {}})
     problem = fp4graph.explain(Net(Lora), named, (X,)).problem
     assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
     with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
@@ -190,16 +213,13 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     ],
 )
 def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, adapters, required):
-    rules = [
-        {"name": "rest", "match": {"block": True}, "quantize": {}},
-        {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required},
-    ]
-    quantized, kept = decided(Net(wrap), {"version": 1, "default": "keep", "rules": rules})
+    adapted = {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required}
+    quantized, kept = decided(Net(wrap), policy_of(BLOCKS, adapted))
     assert sorted(quantized) == sorted(["qkv.base_layer", *adapters, "fc"])
     assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's own product
     # Without adapters the layers are what they were.
     if not required:
-        assert decided(Net(), {"version": 1, "default": "keep", "rules": rules})[0] == ["qkv", "fc"]
+        assert decided(Net(), policy_of(BLOCKS, adapted))[0] == ["qkv", "fc"]
 
 
 def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
@@ -211,17 +231,12 @@ def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
     fp4graph.load_policy(path)
 
 
-def test_a_rule_that_names_a_layer_means_it_wrapped_too():
-    rules = [
-        {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"},
-        {"name": "rest", "match": {"op": "linear"}, "quantize": {}},
-    ]
-    policy = {"version": 1, "rules": rules}
-    for model in (Net(Lora), PeftModel(Net(Lora))):
-        sites = fp4graph.explain(model, policy, (X,)).sites
-        kept = [site.module.removeprefix("base_model.model.") for site in sites if site.rule == "kept"]
-        # The wrapper's adapter is not what the rule names.
-        assert kept == ["blocks.0.qkv.base_layer", "head"]
+@pytest.mark.parametrize("place", [lambda model: model, PeftModel], ids=["plain", "in PEFT's place"])
+def test_a_rule_that_names_a_layer_means_it_wrapped_too(place):
+    keep = {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"}
+    sites = fp4graph.explain(place(Net(Lora)), policy_of(keep, *one_rule()["rules"]), (X,)).sites
+    kept = [site.module.removeprefix("base_model.model.") for site in sites if site.rule == "kept"]
+    assert kept == ["blocks.0.qkv.base_layer", "head"]  # the rule does not name the wrapper's adapter
 
 
 def test_an_adapter_makes_no_block_of_its_layer():
@@ -242,31 +257,22 @@ def test_an_adapter_makes_no_block_of_its_layer():
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_a_reference_is_quantized_as_the_model_is(policy):
     """Trainers compare with the model without its adapters, or with a copy of it."""
-    torch.manual_seed(0)
-    model = PeftModel(Net(Lora))
-    plain = Net()
-    plain.load_state_dict(
-        {
-            key.removeprefix("base_model.model.").replace(".base_layer", ""): value
-            for key, value in model.state_dict().items()
-            if "lora_" not in key
-        }
-    )
-    fp4graph.apply(plain.eval(), {**fp4graph.load_policy(policy).to_data(), "name": "plain"}, backend="eager")
-    fp4graph.apply(model.eval(), policy, backend="eager")
+    plain, model = net().eval(), PeftModel(wrapped(net(), Lora)).eval()
+    for each in (plain, model):
+        applied(each, policy)
     reference = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, Lora):
+
+    def disable(model):
+        for module in model.modules():
             module.disabled = True
+
+    disable(model)
     with torch.no_grad():
         expected = plain(X)
         assert torch.equal(model(X), expected)
         assert runtime_of(reference) is not None
         assert not torch.equal(reference(X), expected)
-        fp4graph.remove(reference)
-        for module in reference.modules():
-            if isinstance(module, Lora):
-                module.disabled = True
+        disable(fp4graph.remove(reference))
         assert not torch.equal(reference(X), expected)  # in high precision, to show that the above were not
 
 
@@ -279,13 +285,8 @@ def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
         def forward(self, x):
             return self.top_layer(self.base_layer(x))
 
-    data = {
-        "version": 1,
-        "name": "p",
-        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}],
-    }
-    report = fp4graph.explain(Head(), data, (torch.randn(4, 32),))
-    assert {site.module: site.quantized for site in report.sites} == {"base_layer": True, "top_layer": True}
+    sites = fp4graph.explain(Head(), one_rule(), (X,)).sites
+    assert {site.module: site.quantized for site in sites} == {"base_layer": True, "top_layer": True}
 
 
 def quantizers(trainable: bool) -> tuple[int, int]:
@@ -318,95 +319,69 @@ def test_a_frozen_layer_quantizes_for_no_gradient_of_its_own():
     assert quantizers(trainable=False) == (4, 2)
 
 
-def wrapped(net, wrap):
-    """Wrap the layers of a net, as PEFT does: in place."""
-    torch.manual_seed(1)
-    for block in net.blocks:
-        block.qkv = wrap(block.qkv)
-    return net
-
-
-def net():
-    torch.manual_seed(0)
-    return Net()
-
-
-def step(model):
-    model.zero_grad()
-    y = model(X)
-    y.square().mean().backward()
-    return y.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def same_step(one, other):
-    (y, gradients), (z, others) = step(one), step(other)
-    return torch.equal(y, z) and all(torch.equal(gradients[name], others[name]) for name in others)
+def same_step(model, reference):
+    """Return whether a step under the policy that is in force is that of the policy applied again."""
+    results = []
+    for each in (model, reference):
+        each.zero_grad()
+        y = each(X)
+        y.square().mean().backward()
+        results.append([y.detach(), *gradients(each)])
+    return all(map(torch.equal, *results))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("called", [pytest.param(False, marks=pytest.mark.long), True])
-def test_adapters_join_and_leave_an_applied_model(called):
-    """Noise is drawn by the names of modules, which change: tetrajet's gradients show whether the new ones are used."""
-    model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))
+@pytest.mark.parametrize("rows", [False, True], ids=["layers", "layers and rows of the head"])
+def test_adapters_join_and_leave_an_applied_model(called, rows):
+    """Noise is drawn by the names of modules, which change: tetrajet's gradients show whether the new ones are used.
+
+    Rows of a head that is tied to the embedding train by PEFT's ``trainable_token_indices``.
+    """
+    model, reference = (applied(net(), "tetrajet") for _ in range(2))
     if called:
         assert same_step(model, reference)
     for each in (model, reference):
         wrapped(each, Lora)
-    fp4graph.apply(reference, "tetrajet", backend="eager")
+        if rows:
+            each.head = TrainedRows(each.head)
+    applied(reference, "tetrajet")
     assert same_step(model, reference)
     assert runtime_of(model).count == runtime_of(reference).count == 1 + called
+    if rows:
+        (head,) = [site for site in runtime_of(model).sites if site.module.startswith("head")]
+        assert head.module == "head.token_adapter"
+        keep = {"name": "kept", "match": {"module": "head"}, "keep": "sensitive"}
+        (kept,) = [s for s in fp4graph.explain(model, policy_of(keep, BLOCKS), (X,)).sites if s.rule == "kept"]
+        assert kept.module == "head.token_adapter"
     for each in (model, reference):
-        for block in each.blocks:
-            block.qkv = block.qkv.base_layer
-    fp4graph.apply(reference, "tetrajet", backend="eager")
+        unwrapped(each)
+        if rows:
+            each.head = each.head.token_adapter.base_layer
+    applied(reference, "tetrajet")
     assert same_step(model, reference)
     assert {site.module for site in runtime_of(model).sites} == {site.module for site in runtime_of(reference).sites}
 
 
 @pytest.mark.slow
 def test_adapters_join_a_model_whose_parts_are_called():
-    model = fp4graph.apply(net(), "tetrajet", backend="eager")
-    reference = fp4graph.apply(wrapped(net(), Lora), "tetrajet", backend="eager")
+    model, reference = applied(net(), "tetrajet"), applied(wrapped(net(), Lora), "tetrajet")
     wrapped(model, Lora)
     with torch.no_grad(), pytest.warns(PolicyWarning, match="called by itself"):
         assert torch.equal(model.blocks(X), reference.blocks(X))
 
 
 @pytest.mark.slow
-def test_rows_of_a_layer_that_train_join_with_adapters():
-    """PEFT's trainable_token_indices, of a head that is tied to the embedding."""
-    model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))
-    for each in (model, reference):
-        wrapped(each, Lora).head = TrainedRows(each.head)
-    fp4graph.apply(reference, "tetrajet", backend="eager")
-    assert same_step(model, reference)
-    (head,) = [site for site in runtime_of(model).sites if site.module.startswith("head")]
-    assert head.module == "head.token_adapter"
-    rule = {"name": "kept", "match": {"module": "head"}, "keep": "sensitive"}
-    data = {"version": 1, "rules": [rule, {"match": {"block": True}, "quantize": {}}]}
-    (kept,) = [site for site in fp4graph.explain(model, data, (X,)).sites if site.rule == "kept"]
-    assert kept.module == "head.token_adapter"
-    for each in (model, reference):
-        each.head = each.head.token_adapter.base_layer
-        for block in each.blocks:
-            block.qkv = block.qkv.base_layer
-    fp4graph.apply(reference, "tetrajet", backend="eager")
-    assert same_step(model, reference)
-
-
-@pytest.mark.slow
 def test_a_layer_that_joins_with_an_adapter_is_refused():
-    model = fp4graph.apply(net(), "tetrajet", backend="eager")
-    wrapped(model, Lora)
+    model = wrapped(applied(net(), "tetrajet"), Lora)
     model.head = nn.Sequential(nn.Linear(32, 32), model.head)
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"^head: adapters and head, head\.0 were added .*apply\(.*\) again"):
             model(X)
-    fp4graph.apply(model, "tetrajet", backend="eager")
-    step(model)
+    applied(model, "tetrajet")(X).sum().backward()
 
 
 def test_adapters_that_join_under_detect_nonfinite_are_named():
-    model = fp4graph.apply(net(), "tetrajet", backend="eager")
+    model = applied(net(), "tetrajet")
     with fp4graph.detect_nonfinite(model), pytest.raises(Error, match="adapters joined or left the model inside"):
         wrapped(model, Lora)(X)

@@ -1,9 +1,10 @@
-"""Weights that a forward computes (parametrized, pruned, generated) are quantized wherever their module has a key."""
+"""Weights that a forward computes (parametrized, pruned, generated) or that are those of no called layer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
@@ -12,6 +13,7 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.training import applied, prepared, stances, uncompiled
 
 STOCHASTIC = quantizer() | {"rounding": "stochastic"}
 POLICIES = {"no noise": one_rule(), "noise": one_rule(quantize=STOCHASTIC), "state": one_rule("q_ema")}
@@ -95,8 +97,8 @@ def made(technique, *, alone):
 )
 def test_explain_example_inputs_and_training_agree(technique, policy, alone):
     data, x = POLICIES[policy], torch.randn(8, 64)
-    model = fp4graph.apply(made(technique, alone=alone), data, backend="eager")
-    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = applied(made(technique, alone=alone), data)
+    prepared(model, torch.optim.SGD)
     outputs = []
 
     def train():
@@ -106,8 +108,7 @@ def test_explain_example_inputs_and_training_agree(technique, policy, alone):
 
     trains = verdict(train)
     assert verdict(lambda: fp4graph.explain(made(technique, alone=alone), data, (x,))) == trains
-    plain = made(technique, alone=alone)
-    assert verdict(lambda: fp4graph.apply(plain, data, backend="eager", example_inputs=x)) == trains
+    assert verdict(lambda: applied(made(technique, alone=alone), data, example_inputs=x)) == trains
     if policy == "state":
         assert trains is not None
         assert "q_ema keeps state for each weight, but this product multiplies with a tensor that the forward" in trains
@@ -148,11 +149,51 @@ def adapted():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+@uncompiled
 def test_dora_is_explained_and_tried_as_it_trains():
     data, x = POLICIES["noise"], torch.randn(8, 64)
-    model = fp4graph.apply(adapted(), data, backend="eager", example_inputs=x)
+    model = applied(adapted(), data, example_inputs=x)
     model(x).square().sum().backward()
     trained = {site.module for site in runtime_of(model).sites if site.quantized}
     explained = {site.module for site in fp4graph.explain(adapted(), data, x).sites if site.quantized}
     assert trained == explained == {"0.base_layer", "2.base_layer"}
+
+
+class Gated(nn.Module):
+    """Multiplies with a matrix that is the weight of no layer, as SwiftFormer and MViTv2 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gate = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return self.fc(x @ self.gate)
+
+
+@pytest.mark.slow
+@uncompiled
+@stances
+def test_a_technique_with_state_asks_to_keep_a_matrix_that_is_no_weight(stance):
+    policy = {"version": 1, "name": "kept", "extends": "tetrajet-qema", "rules": {"before": []}}
+    with torch.compiler.set_stance(stance):
+        for number in range(2):  # each error asks for a rule for the module that it names, and no more
+            model = applied(nn.Sequential(Gated(), Gated()), policy if number else "tetrajet-qema")
+            text = r"q_ema keeps .* parameter 'gate', the weight of no layer"
+            with pytest.raises(fp4graph.CaptureError, match=text) as error:
+                model(torch.randn(8, 64))
+            rule = yaml.safe_load(str(error.value).partition("[...]}'): ")[2])
+            policy["rules"]["before"].append(rule | {"name": f"gate-{number}"})
+        applied(model, policy)(torch.randn(8, 64)).sum().backward()
+
+
+class Borrows(nn.Sequential):
+    def forward(self, x):
+        return F.linear(F.gelu(F.linear(x, self[0].weight, self[0].bias)), self[1].weight, self[1].bias)
+
+
+@pytest.mark.inductor
+def test_all_borrowed_weights_are_marked_at_once():
+    model = nn.Sequential(*(Borrows(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
+    torch._dynamo.utils.counters.clear()
+    applied(model, "tetrajet-qema")(torch.randn(8, 64)).sum().backward()
+    assert torch._dynamo.utils.counters["frames"]["total"] == 2

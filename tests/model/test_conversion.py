@@ -11,6 +11,8 @@ from torch.func import functional_call, grad, vmap
 
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
+from tests.helpers.policies import one_rule
+from tests.helpers.training import applied
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
@@ -29,7 +31,7 @@ def net():
     return nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), nn.Linear(32, 8))
 
 
-POLICY = {"version": 1, "rules": [{"match": {"op": "linear"}, "quantize": {"block": 16}}]}
+POLICY = one_rule()
 MODELS = {"the model": lambda m: m, "a part": lambda m: m[0], "a wrapper": Wrapper}
 CONVERSIONS = {
     "jit.script": lambda m: torch.jit.script(m),
@@ -54,14 +56,14 @@ def deprecations():
     "ran", [False, pytest.param(True, marks=pytest.mark.long)], ids=["before the first call", "after a call"]
 )
 def test_an_applied_model_is_not_converted(how, of, ran):
-    model = fp4graph.apply(net(), POLICY, backend="eager")
+    model = applied(net(), POLICY)
     if ran:
         model(X)
     # Dynamo wraps what is raised while torch.export traces; its own error carries our sentence.
     raised = torch._dynamo.exc.Unsupported if how == "strict export" else Error
     with pytest.raises(raised, match=r"call fp4graph\.remove\(model\) first"):
         CONVERSIONS[how](MODELS[of](model))
-    expected = fp4graph.apply(net(), POLICY, backend="eager")(X)
+    expected = applied(net(), POLICY)(X)
     assert torch.equal(model(X), expected)  # nothing is left of the attempt
     converted = CONVERSIONS[how](MODELS[of](fp4graph.remove(model)))
     converted = converted.module() if "export" in how else converted
@@ -81,7 +83,7 @@ def transformed(model):
 
 
 def test_transforms_of_torch_func_are_refused_and_run_in_a_bypass():
-    model = fp4graph.apply(net(), POLICY, backend="eager")
+    model = applied(net(), POLICY)
     with pytest.raises(Error, match=r"torch\.func .* use loss\.backward\(\) .* fp4graph\.bypass\(model\)"):
         transformed(model)
     with pytest.raises(Error, match=r"torch\.func"):
@@ -89,15 +91,15 @@ def test_transforms_of_torch_func_are_refused_and_run_in_a_bypass():
     with fp4graph.bypass(model):
         found = transformed(model)
     assert all(map(torch.equal, found, transformed(net())))
-    nothing = fp4graph.apply(net(), "bf16", backend="eager")  # quantizes nothing, so there is nothing to refuse
+    nothing = applied(net(), "bf16")  # quantizes nothing, so there is nothing to refuse
     with pytest.warns(PolicyWarning, match=r"runs uncompiled.* torch\.func"):
         assert all(map(torch.equal, transformed(nothing), found))
 
 
 def test_functional_call_is_a_call_with_other_parameters():
-    model, other = fp4graph.apply(net(), POLICY, backend="eager"), net()
+    model, other = applied(net(), POLICY), net()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    given = {name: p.detach().clone() for name, p in other.named_parameters()}
-    assert torch.equal(functional_call(model, given, (X,)), fp4graph.apply(other, POLICY, backend="eager")(X))
+    parameters = {name: p.detach().clone() for name, p in other.named_parameters()}
+    assert torch.equal(functional_call(model, parameters, (X,)), applied(other, POLICY)(X))

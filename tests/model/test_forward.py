@@ -3,104 +3,79 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.forward import DUTIES, Kind
 from fp4graph.model.hooks import mark_hooks
-from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.breaks import Looping
 from tests.helpers.policies import one_rule
+from tests.helpers.training import stances, uncompiled
 
 pytestmark = pytest.mark.slow
 
 
-class Looping(nn.Module):
-    """A module whose loop over the values of a tensor, with a weight of its own, is in no graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in (x[:, 0] > 0).nonzero():
-            x = x + F.linear(x, self.weight) * float(index)
-        return x
-
-
 class Model(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
+    def __init__(self, body):
         super().__init__()
         self.body, self.head = body, nn.Linear(32, 32)
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         return self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.body(x))
 
 
 X = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
 
-def applied(body: nn.Module | None = None) -> tuple[Model, Runtime]:
+def applied(body=None, policy=None, kind=Model):
     torch.manual_seed(0)
-    model = Model(body or nn.Linear(32, 32))
-    fp4graph.apply(model, one_rule(), backend="eager", methods=["encode"])
-    runtime = runtime_of(model)
-    assert runtime is not None
-    return model, runtime
+    model = kind(body or nn.Linear(32, 32))
+    fp4graph.apply(model, policy or one_rule(), backend="eager", methods=["encode"])
+    return model, runtime_of(model)
 
 
-def counts(runtime: Runtime, run: Callable[[], object]) -> Iterator[int]:
+def counts(runtime, run):
     """Yield the count of finished forwards after each of three runs."""
     for _ in range(3):
         run()
-        assert runtime.root_state is not None
         yield runtime.root_state.count
 
 
-def run_in_checkpoint(run: Callable[[Tensor], Tensor]) -> Tensor:
+def run_in_checkpoint(run):
     """Run within a checkpoint, with the backward, which runs it again; return the gradient of the input."""
     x = X.clone().requires_grad_()
     checkpoint(lambda x: run(x).sin(), x, use_reentrant=False).sum().backward()
-    assert x.grad is not None
     return x.grad
 
 
-def run_of(kind: Kind, model: Model) -> Callable[[], Tensor]:
-    def recomputed() -> Tensor:
-        y: Tensor = checkpoint(model.body, X.clone().requires_grad_(), use_reentrant=False)
-        y.sum().backward()
-        return y
-
-    def part() -> Tensor:
-        return model.body(X)  # type: ignore[no-any-return]
-
-    runs: dict[Kind, Callable[[], Tensor]] = {
-        Kind.CALL: lambda: model(X),
-        Kind.METHOD: lambda: model.encode(X),
-        Kind.REPEATED: lambda: run_in_checkpoint(model),
-        Kind.PART: part,
-        Kind.RECOMPUTED: recomputed,
-        Kind.UNCAPTURED: lambda: model(X),
-    }
-    return runs[kind]
+RUNS = {
+    Kind.CALL: lambda model: model(X),
+    Kind.METHOD: lambda model: model.encode(X),
+    Kind.REPEATED: run_in_checkpoint,
+    Kind.PART: lambda model: model.body(X),
+    Kind.RECOMPUTED: lambda model: run_in_checkpoint(model.body),
+    Kind.UNCAPTURED: lambda model: model(X),
+}
 
 
-def test_the_table_has_a_row_for_each_kind() -> None:
+def test_the_table_has_a_row_for_each_kind():
     assert set(DUTIES) == set(Kind)
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+@uncompiled
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -113,20 +88,20 @@ def test_the_table_has_a_row_for_each_kind() -> None:
     ],
     ids=str,
 )
-def test_which_forwards_count(kind: Kind, expected: list[int]) -> None:
+def test_which_forwards_count(kind, expected):
     model, runtime = applied(Looping() if kind is Kind.UNCAPTURED else None)
-    assert list(counts(runtime, run_of(kind, model))) == expected
+    assert list(counts(runtime, partial(RUNS[kind], model))) == expected
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+@uncompiled
 @pytest.mark.parametrize("kind", [Kind.CALL, Kind.METHOD, Kind.PART], ids=str)
-def test_no_forward_counts_without_gradients(kind: Kind) -> None:
+def test_no_forward_counts_without_gradients(kind):
     model, runtime = applied()
     with torch.no_grad():
-        assert list(counts(runtime, run_of(kind, model))) == [0, 0, 0]
+        assert list(counts(runtime, partial(RUNS[kind], model))) == [0, 0, 0]
 
 
-def test_a_method_whose_result_has_no_gradients_does_not_count() -> None:
+def test_a_method_whose_result_has_no_gradients_does_not_count():
     model, runtime = applied()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -134,10 +109,39 @@ def test_a_method_whose_result_has_no_gradients_does_not_count() -> None:
     assert list(counts(runtime, lambda: model(X))) == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-def test_a_recomputation_has_the_step_of_its_forward() -> None:
+@uncompiled
+def test_a_call_ends_a_forward_of_parts():
     model, runtime = applied()
-    seen: list[Tensor] = []
+    for _ in range(3):
+        model.head(model.body(X)).mean().backward()
+    assert (runtime.root_state.count, runtime.count) == (2, 3)  # the third has begun and is not over
+    assert runtime_of(copy.deepcopy(model)).count == 3
+    model(X)
+    assert runtime.root_state.count == 4
+    with torch.no_grad():
+        model.body(X)
+    assert runtime.root_state.count == 4
+
+
+@uncompiled
+@pytest.mark.parametrize(("kind", "met", "unmet"), [(Kind.PART, "body", "head"), (Kind.METHOD, "head", "body")])
+def test_training_without_the_call_warns_of_a_rule_that_it_does_not_meet(kind, met, unmet):
+    policy = one_rule(match={"module": met})
+    model, _ = applied(policy=policy)
+    for _ in range(3):
+        RUNS[kind](model)
+    other = {**policy["rules"][0], "name": "other", "match": {"module": unmet}}
+    model, _ = applied(policy={**policy, "rules": [other, *policy["rules"]]})
+    RUNS[kind](model)
+    with pytest.warns(PolicyWarning, match="have trained for a step by themselves, but .*rule 'other' matches no site"):
+        RUNS[kind](model)
+    RUNS[kind](model)
+
+
+@uncompiled
+def test_a_recomputation_has_the_step_of_its_forward():
+    model, runtime = applied()
+    seen = []
     model.body.register_forward_pre_hook(lambda *_: seen.append(runtime.step.clone()))
     first = checkpoint(model.body, X.clone().requires_grad_(), use_reentrant=False)
     checkpoint(model.body, X.clone().requires_grad_(), use_reentrant=False)
@@ -147,11 +151,10 @@ def test_a_recomputation_has_the_step_of_its_forward() -> None:
     assert torch.equal(again, forward)
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+@uncompiled
 @pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
-def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early: bool) -> None:
+def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early):
     model, runtime = applied()
-    assert runtime.root_state is not None
     with set_checkpoint_early_stop(early):
         body, head = (checkpoint(m, X.clone().requires_grad_(), use_reentrant=False) for m in (model.body, model.head))
     model.body(X)
@@ -162,9 +165,9 @@ def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early: 
 
 
 @pytest.mark.parametrize("kind", list(Kind), ids=str)
-def test_which_forwards_warn_that_they_run_uncompiled(kind: Kind) -> None:
+def test_which_forwards_warn_that_they_run_uncompiled(kind):
     model, _ = applied(Looping() if kind is Kind.UNCAPTURED else None)
-    run = run_of(kind, model)
+    run = partial(RUNS[kind], model)
     told = []
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:
@@ -175,14 +178,14 @@ def test_which_forwards_warn_that_they_run_uncompiled(kind: Kind) -> None:
     assert told == [[PolicyWarning] if once else [], [], []]
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@uncompiled
+@stances
 @pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
 @pytest.mark.parametrize("method", ["__call__", "encode"])
-def test_a_checkpoint_around_a_model_repeats_the_noise_of_its_calls(method: str, early: bool, stance: str) -> None:
+def test_a_checkpoint_around_a_model_repeats_the_noise_of_its_calls(method, early, stance):
     (model, runtime), (plain, other) = applied(), applied()
 
-    def twice(model: Model) -> Callable[[Tensor], Tensor]:
+    def twice(model):
         call = getattr(model, method)
         return lambda x: call(call(x) * 2)
 
@@ -193,26 +196,23 @@ def test_a_checkpoint_around_a_model_repeats_the_noise_of_its_calls(method: str,
             with set_checkpoint_early_stop(early):
                 assert torch.equal(run_in_checkpoint(twice(model)), x.grad)
         assert runtime.count == other.count
-    assert model.head.weight.grad is not None
     assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
 
 
 class Streaming(Model):
-    def encode(self, x: Tensor) -> Iterator[Tensor]:  # type: ignore[override]
+    def encode(self, x):
         for _ in range(2):
             x = self.head(x)
             yield x
 
 
-def test_a_method_that_yields_counts() -> None:
-    model = fp4graph.apply(Streaming(nn.Linear(32, 32)), one_rule(), backend="eager", methods=["encode"])
-    runtime = runtime_of(model)
-    assert runtime is not None
+def test_a_method_that_yields_counts():
+    model, runtime = applied(kind=Streaming)
     assert list(counts(runtime, lambda: list(model.encode(X)))) == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-def test_a_part_that_raises_is_no_forward() -> None:
+@uncompiled
+def test_a_part_that_raises_is_no_forward():
     model, runtime = applied()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -226,13 +226,13 @@ def test_a_part_that_raises_is_no_forward() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_threads_may_evaluate_one_model_at_the_same_time() -> None:
+def test_threads_may_evaluate_one_model_at_the_same_time():
     model, _ = applied()
     model.eval()
     with torch.no_grad():
         expected = model(X)
 
-    def evaluate(_: int) -> bool:
+    def evaluate(_):
         with torch.no_grad():
             return torch.equal(model(X), expected)
 
@@ -240,8 +240,41 @@ def test_threads_may_evaluate_one_model_at_the_same_time() -> None:
         assert all(pool.map(evaluate, range(100)))
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-def test_removing_a_model_leaves_modules_that_another_has_taken_over() -> None:
+class InAnotherThread(nn.Module):
+    """Runs ``call`` in a thread of its own, in the middle of a forward, and keeps the error."""
+
+    def __init__(self):
+        super().__init__()
+        self.call, self.errors = None, []
+
+    @torch.compiler.disable
+    def forward(self, x):
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        thread.join()
+        return x
+
+    def _run(self):
+        try:
+            self.call()
+        except fp4graph.Error as error:
+            self.errors.append(str(error))
+
+
+@uncompiled
+@stances
+def test_two_threads_are_refused(stance):
+    other = InAnotherThread()
+    model, _ = applied(nn.Sequential(nn.Linear(32, 32), other))
+    other.call = partial(model, X) if stance == "default" else partial(model.head, X)
+    with torch.compiler.set_stance(stance):
+        model(X)
+    (error,) = other.errors
+    assert "threads" in error
+
+
+@uncompiled
+def test_removing_a_model_leaves_modules_that_another_has_taken_over():
     former, _ = applied()
     former(X)
     model = fp4graph.apply(nn.Sequential(former.body, nn.Linear(32, 8)), one_rule(), backend="eager")
@@ -255,7 +288,7 @@ def test_removing_a_model_leaves_modules_that_another_has_taken_over() -> None:
     assert not [hook for each in (former, model) for hook in mark_hooks(each)]
 
 
-def test_a_model_takes_its_modules_back_when_another_is_removed() -> None:
+def test_a_model_takes_its_modules_back_when_another_is_removed():
     (former, runtime), (plain, _) = applied(), applied()
     other = fp4graph.apply(nn.Sequential(former.body, nn.Linear(32, 8)), one_rule(), backend="eager")
     fp4graph.remove(other)
@@ -264,19 +297,19 @@ def test_a_model_takes_its_modules_back_when_another_is_removed() -> None:
 
 
 class Distilled(nn.Module):
-    def __init__(self, teacher: nn.Module) -> None:
+    def __init__(self, teacher):
         super().__init__()
         self.teacher, self.layer = [teacher], nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             target = self.teacher[0](x)
-        return self.layer(x) - target  # type: ignore[no-any-return]
+        return self.layer(x) - target
 
 
-@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
-def test_a_part_that_runs_uncompiled_calls_another_applied_model(stance: str) -> None:
+@uncompiled
+@stances
+def test_a_part_that_runs_uncompiled_calls_another_applied_model(stance):
     (teacher, runtime), (plain, _) = applied(), applied()
     student = fp4graph.apply(nn.Sequential(Distilled(teacher), nn.GELU()), one_rule(), backend="eager")
     with torch.compiler.set_stance(stance):

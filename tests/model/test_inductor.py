@@ -12,6 +12,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from tests.helpers.models import Mlp
+from tests.helpers.policies import one_rule
 
 pytestmark = pytest.mark.inductor
 
@@ -92,21 +93,7 @@ def test_an_edited_technique_never_runs_the_old_code():
     x, outputs = torch.randn(8, 64), []
     for factor in (1.0, 2.0):
         torch._dynamo.reset()
-        policy = fp4graph.load_policy(
-            {
-                "version": 1,
-                "name": "p",
-                "rules": [
-                    {
-                        "name": "all",
-                        "match": {"op": "linear"},
-                        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}},
-                        "techniques": ["scaled"],
-                    }
-                ],
-            },
-            registry=version(factor),
-        )
+        policy = fp4graph.load_policy(one_rule("scaled"), registry=version(factor))
         model = nn.Linear(64, 32, bias=False)
         nn.init.constant_(model.weight, 0.5)
         with torch.no_grad():

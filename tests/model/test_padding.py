@@ -11,6 +11,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
+from tests.helpers.policies import one_rule
 
 KEEP_DGRAD = {"dgrad": "keep"}
 
@@ -18,11 +19,6 @@ KEEP_DGRAD = {"dgrad": "keep"}
 class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ x.mT @ x
-
-
-def policy(block: Any, op: Any = "linear", **rule: Any) -> dict[str, Any]:
-    rules = [{"name": "all", "match": {"op": op}, "quantize": {"block": block}, **rule}]
-    return {"version": 1, "name": "p", "rules": rules}
 
 
 def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
@@ -58,7 +54,7 @@ def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
 )
 def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str | None) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    found = warned(model, policy(block, **rule))
+    found = warned(model, one_rule(quantize={"block": block}, **rule))
     if sizes is None:
         assert not found
     else:
@@ -70,7 +66,7 @@ def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str
 @pytest.mark.slow
 def test_products_of_activations_are_not_judged() -> None:
     model = nn.Sequential(nn.Linear(64, 64), Attention())
-    assert not warned(model, policy(33, op=["linear", "matmul"]))
+    assert not warned(model, one_rule(quantize={"block": 33}, match={"op": ["linear", "matmul"]}))
 
 
 @pytest.mark.slow

@@ -8,45 +8,36 @@ from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import Mlp
+from tests.helpers.policies import one_rule
+from tests.helpers.training import applied
 
-WIDE = {"version": 1, "name": "p", "rules": [{"name": "wide", "match": {"in_features": 12345}, "quantize": {}}]}
+WIDE, GLOB = one_rule(match={"in_features": 12345}), one_rule(match={"module": "frist"})
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("given", [lambda x: (x,), lambda x: x, lambda x: {"x": x}], ids=["tuple", "alone", "keywords"])
-def test_the_model_is_untouched_where_something_is_wrong(vit, images, given):
-    model = vit()
-    keys, state = list(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(fp4graph.PolicyError, match="'wide' matches no site"):
-        fp4graph.apply(model, WIDE, backend="eager", example_inputs=given(images))
+@pytest.mark.parametrize(
+    ("policy", "inputs", "text"),
+    [
+        (WIDE, (X,), "'all' matches no site"),
+        (WIDE, X, "'all' matches no site"),
+        (WIDE, {"x": X}, "'all' matches no site"),
+        (GLOB, None, "frist.*first"),
+        (one_rule(phases=[{"at": 100, "rules": WIDE["rules"]}]), X, "'all' matches no site"),
+        (one_rule(phases=[{"at": 0.5, "default": "keep"}]), X, "total_forwards"),
+        (one_rule(phases=[{"at": 2, "default": "keep"}, {"at": 1, "default": "keep"}]), X, "reorder"),
+    ],
+    ids=["tuple", "alone", "keywords", "without inputs", "phase", "phase of unknown length", "phases out of order"],
+)
+def test_the_model_is_untouched_where_something_is_wrong(policy, inputs, text):
+    model = Mlp(32, 48, 32)
+    keys, state, expected = list(model.state_dict()), torch.get_rng_state(), model(X)
+    with pytest.raises(fp4graph.PolicyError, match=text):
+        applied(model, policy, example_inputs=inputs)
     assert runtime_of(model) is None
     assert list(model.state_dict()) == keys
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_it_trains_as_without_where_nothing_is(vit, images):
-    with_it = fp4graph.apply(vit(), "tetrajet", backend="eager", example_inputs=images)
-    without = fp4graph.apply(vit(), "tetrajet", backend="eager")
-    assert torch.equal(with_it(images), without(images))
-
-
-@pytest.mark.slow
-def test_every_phase_is_tried(vit, images):
-    policy = {
-        **WIDE,
-        "rules": [{"name": "all", "match": {}, "quantize": {}}],
-        "phases": [{"at": 100, "rules": WIDE["rules"]}],
-    }
-    with pytest.raises(fp4graph.PolicyError, match="'wide' matches no site"):
-        fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
-
-
-def test_phases_out_of_order_or_of_unknown_length_are_found(vit, images):
-    for phases in ([{"at": 0.5, "default": "keep"}], [{"at": 2, "default": "keep"}, {"at": 1, "default": "keep"}]):
-        policy = {"version": 1, "extends": "tetrajet", "phases": phases}
-        with pytest.raises(fp4graph.PolicyError, match=r"total_forwards|reorder"):
-            fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
+    assert torch.equal(model(X), expected)
 
 
 @pytest.mark.slow
@@ -57,9 +48,9 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
 
     model = nn.Sequential(Model(32, 32))
     with pytest.raises(fp4graph.CaptureError, match=r"depends on the values.*leave example_inputs out"):
-        fp4graph.apply(model, "microscaling", backend="eager", example_inputs=torch.randn(4, 32))
+        applied(model, "microscaling", example_inputs=X)
     with pytest.warns(fp4graph.errors.PolicyWarning, match="'0' runs uncompiled.*does not fit into one graph"):
-        fp4graph.apply(model, "microscaling", backend="eager")(torch.randn(4, 32))
+        applied(model, "microscaling")(X)
 
 
 @pytest.mark.slow
@@ -71,4 +62,4 @@ def test_the_backward_is_tried(monkeypatch):
 
     monkeypatch.setattr(ElementSlope, "element_surrogate", element_surrogate)
     with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
-        fp4graph.apply(nn.Sequential(nn.Linear(32, 32)), "wang-dge", backend="eager", example_inputs=torch.randn(4, 32))
+        applied(nn.Sequential(nn.Linear(32, 32)), "wang-dge", example_inputs=X)
