@@ -59,6 +59,7 @@ def test_every_name_is_there_after_one_import(name: str) -> None:
     assert name in dir(fp4graph)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_modules_need_no_import_of_their_own() -> None:
     code = f"import fp4graph; print(*[getattr(fp4graph, name).__name__ for name in {MODULES}])"

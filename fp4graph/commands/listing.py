@@ -13,6 +13,7 @@ from fp4graph.commands import catalogue, reference
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
 from fp4graph.policy import ALIASES, load_policy, shipped_policies
+from fp4graph.policy.editor import json_schema
 
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe only this one, in full.")]
 
@@ -33,9 +34,17 @@ def techniques(name: Name = None, as_json: AsJson = False) -> None:
     return show(rows, table, as_json=as_json)
 
 
-def policies(name: Name = None, as_json: AsJson = False) -> None:
+def policies(
+    name: Name = None,
+    as_json: AsJson = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of policy files, for editors.")
+    ] = False,
+) -> None:
     """List the policies that have names, or describe one."""
     registry = installed_registry()
+    if schema:
+        return show(json_schema(registry), "", as_json=True)
     shipped = shipped_policies(registry)
     if name is not None:
         _entry(name, shipped, "policy")

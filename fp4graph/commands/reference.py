@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import json
 import re
 import sys
 import typing
@@ -24,6 +25,7 @@ from fp4graph import QuantSpec
 from fp4graph.commands import catalogue
 from fp4graph.commands.catalogue import COLUMNS, default_of, loadable_policies, one_line, option_fields, weight_of
 from fp4graph.policy import Policy
+from fp4graph.policy.editor import json_schema
 from fp4graph.technique import OPTIMIZER_STAGES, Technique, checked_plan, gemms_at, operands_at, parts_of
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
@@ -37,6 +39,20 @@ PARTS = {
     "Cost:": "Cost",
     "The complexity weight is ours:": "Complexity weight",
     "Use it": "When to use it",
+}
+
+#: Sections of a policy file, by their definition in the JSON schema.
+SECTIONS = {
+    "PolicySection": "Policy",
+    "RuleSection": "Rule",
+    "Match": "Match",
+    "QuantizeSection": "Quantizer",
+    "ScaleSection": "Scale",
+    "DefaultSection": "Default",
+    "RulesAheadSection": "Rules ahead",
+    "PhaseSection": "Phase",
+    "ExpectSection": "Expectation",
+    "Range": "Range",
 }
 
 
@@ -89,6 +105,51 @@ def policy_page(policy: Policy) -> str:
     return _page(lines)
 
 
+def language_page(registry: Registry) -> str:
+    """Return the page of every key of a policy file, Markdown, from the schema that editors read."""
+    definitions = json_schema(registry)["definitions"]
+    lines = ["# Keys of a policy file", "", "[The policy language](../policy.md) explains them with examples.", ""]
+    for name, heading in SECTIONS.items():
+        section = definitions[name]
+        section = next((part for part in section.get("anyOf", ()) if "properties" in part), section)
+        rows = (
+            (
+                f"`{key}`{', required' if key in section.get('required', ()) else ''}",
+                _markdown(_value(value)),
+                _markdown(value["description"]),
+            )
+            for key, value in section["properties"].items()
+        )
+        lines += [
+            f"## {heading}",
+            "",
+            _markdown(section["description"]),
+            "",
+            *_table(("key", "value", "meaning"), rows),
+            "",
+        ]
+    return _page(lines)
+
+
+def _value(schema: Mapping[str, Any]) -> str:
+    """Return in words what a key may hold, by its JSON schema."""
+    if (reference := schema.get("$ref", "").rpartition("/")[2]) in SECTIONS:
+        heading = SECTIONS[reference]
+        return f"[{heading}](#{heading.lower().replace(' ', '-')})"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if alternatives := schema.get("anyOf", schema.get("oneOf")):
+        words = [_value(alternative) for alternative in alternatives]
+        return " or ".join("a list of these" if word == f"a list of {words[0]}" else word for word in words)
+    if schema.get("type") == "array":
+        return f"a list of {_value(schema['items'])}" if "items" in schema else "a pair of numbers"
+    if schema.get("type") == "object":
+        return f"a mapping from operands to {_value(schema['additionalProperties'])}"
+    return {"integer": "a whole number", "number": "a number", "boolean": "`true` or `false`", "string": "text"}.get(
+        schema.get("type", ""), "a technique: its name, or `{name: {option: value}}`"
+    )
+
+
 def _rules_lines(policy: Policy) -> list[str]:
     lines: list[str] = []
     for rule in (*policy.rules, policy.default):
@@ -114,6 +175,7 @@ def index_page(registry: Registry) -> str:
         (f"[{name}](policies/{name}.md)", f"{p.complexity:g}", ", ".join(sorted(p.weights)), _markdown(p.description))
         for name, p in loadable_policies(registry).items()
     )
+    note += " [The keys of a policy file](policy.md); [their JSON schema](policy.schema.json), for editors."
     lines = ["# Reference", "", note, "", "## Techniques", "", *_table(("technique", "Ω", "what it does"), techniques)]
     return _page([*lines, "", "## Policies", "", *_table(("policy", "Ω", "techniques", "what it is"), policies)])
 
@@ -268,6 +330,8 @@ def pages(registry: Registry) -> dict[str, str]:
     """Return every page, by its path in the reference's folder."""
     return {
         "README.md": index_page(registry),
+        "policy.md": language_page(registry),
+        "policy.schema.json": json.dumps(json_schema(registry), indent=1, ensure_ascii=False) + "\n",
         **{f"techniques/{name}.md": technique_page(cls, registry) for name, cls in sorted(registry.techniques.items())},
         **{f"policies/{name}.md": policy_page(policy) for name, policy in loadable_policies(registry).items()},
     }
@@ -275,10 +339,14 @@ def pages(registry: Registry) -> dict[str, str]:
 
 def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
     """Return a line for each page under ``directory`` that differs from the expected pages."""
-    present = {path.relative_to(directory).as_posix(): path.read_text("utf-8") for path in directory.rglob("*.md")}
+    present = {path.relative_to(directory).as_posix(): path.read_text("utf-8") for path in _written(directory)}
     lines = [f"missing: {name}" for name in expected if name not in present]
     lines += [f"stale: {name}" for name, text in expected.items() if present.get(name, text) != text]
     return lines + [f"superfluous: {name}" for name in sorted(present) if name not in expected]
+
+
+def _written(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.suffix in (".md", ".json")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in [*outdated, "run: make docs"] if outdated else []:
             print(line)
         return 1 if outdated or failures else 0
-    for path in list(options.directory.rglob("*.md")):
+    for path in _written(options.directory):
         path.unlink()
     for name, text in expected.items():
         path = options.directory / name

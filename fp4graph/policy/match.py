@@ -7,7 +7,7 @@ import math
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fp4graph.policy.adapters import names_adapters, names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
@@ -23,9 +23,9 @@ class Range(Section):
     A policy writes ``{min, max, multiple_of}``, or the one allowed value by itself or as ``{exactly: value}``.
     """
 
-    min: Size | None = None
-    max: Size | None = None
-    multiple_of: Count | None = None
+    min: Size | None = Field(None, description="The least number.")
+    max: Size | None = Field(None, description="The largest number.")
+    multiple_of: Count | None = Field(None, description="A divisor of the number.")
 
     @model_validator(mode="before")
     @classmethod
@@ -87,38 +87,36 @@ def _blocks(wanted: int | float | None, total: int) -> int:
 
 
 class Match(Section):
-    """Predicates on a site, all of which must hold; a predicate that is None holds for every site.
+    """Predicates on a site, all of which must hold; a predicate that is None holds for every site."""
 
-    Attributes:
-        op: kinds of operation. None means linear, matmul and grouped (products of experts) in a rule that quantizes.
-            Fused attention needs ``op: sdpa``, because splitting it into products takes O(N²) memory. A convolution
-            (conv1d, conv2d) needs ``op: conv``, because as a product it takes the memory of its input times the number
-            of positions in its kernel. None means every kind in a rule that keeps.
-        module: globs for the fully qualified name; one match is enough. Case-sensitive; ``*`` matches any text, dots
-            included, so ``*.attn.qkv`` matches in every block and ``head`` only the top-level head. The name that a
-            module had before PEFT wrapped it matches too: ``head`` matches ``base_model.model.head.base_layer``.
-        block: whether the site is inside a repeated stack of blocks.
-        first_blocks, last_blocks: the site is in the first or last blocks of its stack: this number of blocks, or this
-            share (a fraction below 1, rounded up to whole blocks: ``last_blocks: 0.15`` is 2 of 12 blocks). If both are
-            given, both must hold; write two rules for either.
-        in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
-            that is symbolic in the captured graph satisfies none of them.
-        producer: operations that may have computed the input.
-        role: roles of the site: adapter (LoRA and the like), router (of a mixture of experts), head. None means every
-            site in a rule that keeps. In a rule that quantizes, None excludes routers, and adapters unless ``module``
-            names them (``*lora_A*``).
-    """
-
-    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
-    module: Globs | None = None
-    block: StrictBool | None = None
-    first_blocks: Blocks | None = None
-    last_blocks: Blocks | None = None
-    in_features: Range | None = None
-    out_features: Range | None = None
-    min_numel: Count | None = None
-    producer: Texts | None = None
-    role: Annotated[OneOrMore[Role], must_be("adapter, router, head or a list of these")] | None = None
+    # Fused attention needs `op: sdpa`, because splitting it into products takes O(N²) memory. A convolution needs
+    # `op: conv`, because as a product it takes the memory of its input times the positions in its kernel.
+    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = Field(
+        None,
+        description="Kinds of operation. By default a rule that quantizes matches linear, matmul and grouped (products "
+        "of experts), and a rule that keeps matches every kind.",
+    )
+    module: Globs | None = Field(
+        None,
+        description="Globs for the module's full name; one match is enough. * matches any text, dots included. The "
+        "name that a module had before PEFT wrapped it matches too.",
+    )
+    block: StrictBool | None = Field(None, description="Whether the site is inside a repeated stack of blocks.")
+    first_blocks: Blocks | None = Field(
+        None,
+        description="The site is in the first blocks of its stack: a number of blocks, or a share of them below 1, "
+        "rounded up to whole blocks.",
+    )
+    last_blocks: Blocks | None = Field(None, description="The same for the last blocks of the stack.")
+    in_features: Range | None = Field(None, description="Size K of the product; a symbolic size never matches.")
+    out_features: Range | None = Field(None, description="Size N of the product; a symbolic size never matches.")
+    min_numel: Count | None = Field(None, description="The fewest elements of the second factor.")
+    producer: Texts | None = Field(None, description="Operations that may have computed the input.")
+    role: Annotated[OneOrMore[Role], must_be("adapter, router, head or a list of these")] | None = Field(
+        None,
+        description="Roles of the site: adapter (LoRA and the like), router (of a mixture of experts), head. By "
+        "default a rule that quantizes excludes routers, and adapters unless module names them.",
+    )
 
     @model_validator(mode="after")
     def _can_match(self) -> Self:

@@ -36,28 +36,40 @@ _BLOCKS = "a whole number from 1, a pair of these, row or tensor"
 
 
 class ScaleSection(Section):
-    """The written fields of a :class:`~fp4graph.numerics.spec.ScaleSpec`."""
+    """The scale of a block: the fields that are written. The others are those of the surroundings."""
 
-    format: Text | None = None
-    max: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
-    rounding: ScaleRounding | None = None
-    convention: Convention | None = None
-    zero: Zero | None = None
-    ties: ScaleTies | None = None
+    format: Text | None = Field(None, description="Format of a stored scale: e8m0, e4m3, fp32, ...")
+    max: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="The largest scale that is used, where this is not the format's largest."
+    )
+    rounding: ScaleRounding | None = Field(None, description="How the ideal scale becomes a value of the format.")
+    convention: Convention | None = Field(
+        None, description="decode: elements are multiplied by the scale; encode: divided by it."
+    )
+    zero: Zero | None = Field(None, description="What a scale that underflows becomes.")
+    ties: ScaleTies | None = Field(None, description="Where nearest_even rounds a tie between powers of two.")
 
 
 class QuantizeSection(Section):
-    """The written fields of a :class:`~fp4graph.numerics.spec.QuantSpec`."""
+    """A quantizer: the fields that are written. The others are those of the rule, or of the default."""
 
-    element: Texts | None = None
-    selector: Selector | None = None
-    block: Annotated[Block, must_be(_BLOCKS)] | None = None
-    scale: ScaleSection | None = None
-    rounding: Rounding | None = None
-    ties: Ties | None = None
-    random_bits: Annotated[StrictInt, Field(ge=1, le=24)] | None = None
-    source: Source | None = None
-    from_master: StrictBool | None = None
+    element: Texts | None = Field(None, description="Format of the elements, or formats that each block chooses from.")
+    selector: Selector | None = Field(None, description="The error by which a block chooses one of several formats.")
+    block: Annotated[Block, must_be(_BLOCKS)] | None = Field(
+        None, description="Elements with one scale: n along K, [rows, n], row, or tensor."
+    )
+    scale: ScaleSection | None = Field(None, description="The scale of a block.")
+    rounding: Rounding | None = Field(None, description="Rounding of elements.")
+    ties: Ties | None = Field(None, description="Where nearest rounds a tie.")
+    random_bits: Annotated[StrictInt, Field(ge=1, le=24)] | None = Field(
+        None, description="Random bits of stochastic rounding."
+    )
+    source: Source | None = Field(
+        None, description="What is quantized for the backward: the original operand, or the one that fprop quantized."
+    )
+    from_master: StrictBool | None = Field(
+        None, description="Whether the operand is quantized before autocast rounds it to 16 bits."
+    )
 
     @field_validator("block", mode="before")
     @classmethod
@@ -94,9 +106,9 @@ class _HasOperands(Section):
 
 
 class DefaultSection(QuantizeSection, _HasOperands):
-    """A quantize block with exceptions for operands."""
+    """A quantizer with exceptions for operands."""
 
-    operands: dict[str, OperandException] = Field(default={})
+    operands: dict[str, OperandException] = Field(default={}, description="Exceptions by operand or group of operands.")
 
 
 _Default = Annotated[_Keep | Annotated[DefaultSection, Tag("quantized")], Discriminator(_kept_or_quantized)]
@@ -121,13 +133,21 @@ class TechniqueEntry(BaseModel, frozen=True):
 
 
 class RuleSection(_HasOperands):
-    name: Name | None = None
-    match: Match
-    quantize: QuantizeSection | None = None
-    operands: dict[str, OperandException] = Field(default={})
-    techniques: tuple[TechniqueEntry, ...] = ()
-    required: StrictBool = True
-    keep: Annotated[Text, must_be("the reason to keep these in high precision, as text")] | None = None
+    """A rule: the sites that it matches, and what becomes of them. The first rule that matches a site decides."""
+
+    name: Name | None = Field(None, description="Name of the rule in reports and errors.")
+    match: Match = Field(description="The sites of the rule; all predicates must hold.")
+    quantize: QuantizeSection | None = Field(None, description="The quantizer of all six operands.")
+    operands: dict[str, OperandException] = Field(
+        default={}, description="Exceptions by operand or group of operands, later ones win."
+    )
+    techniques: tuple[TechniqueEntry, ...] = Field(
+        (), description="Techniques of this rule; they replace those of the policy with the same name."
+    )
+    required: StrictBool = Field(True, description="Whether it is an error if the rule matches no site of the model.")
+    keep: Annotated[Text, must_be("the reason to keep these in high precision, as text")] | None = Field(
+        None, description="Keep the sites in high precision; the text is the reason that explain shows."
+    )
 
     @model_validator(mode="after")
     def _one_action(self) -> Self:
@@ -145,7 +165,7 @@ _RuleList = Annotated[tuple[RuleSection, ...], Field(max_length=MOST_RULES)]
 class RulesAheadSection(Section):
     """Rules ahead of the inherited ones: of the policy that this policy extends, or that a phase changes."""
 
-    before: _RuleList
+    before: _RuleList = Field(description="Rules that are asked before the inherited ones.")
 
 
 def _listed_or_ahead(value: Any) -> Any:
@@ -165,19 +185,20 @@ _Rules = Annotated[
 
 
 class ExpectSection(Section):
-    quantized: Range | None = None
-    kept: Range | None = None
+    """Numbers of sites; another number is an error at the first forward."""
+
+    quantized: Range | None = Field(None, description="How many sites are quantized.")
+    kept: Range | None = Field(None, description="How many sites are kept in high precision.")
 
 
 class PhaseSection(_HasOperands):
-    """The changes at one point of the training: rules, default and techniques, merged as under ``extends``, and
-    exceptions for the operands of every rule."""
+    """Changes from one point of the training on, merged as under ``extends``."""
 
-    at: int | float
-    operands: dict[str, OperandException] = Field(default={})
-    default: _Default | None = None
-    rules: _Rules | None = None
-    techniques: tuple[TechniqueEntry, ...] = ()
+    at: int | float = Field(description="The training forward from which the phase holds, or a share of total_steps.")
+    operands: dict[str, OperandException] = Field(default={}, description="Exceptions for the operands of every rule.")
+    default: _Default | None = Field(None, description="What becomes of sites that no rule matches.")
+    rules: _Rules | None = Field(None, description="Rules in place of the inherited ones, or ahead of them.")
+    techniques: tuple[TechniqueEntry, ...] = Field((), description="Techniques beside the inherited ones.")
 
     @field_validator("at", mode="before")
     @classmethod
@@ -194,17 +215,21 @@ class PhaseSection(_HasOperands):
 
 
 class PolicySection(Section):
-    """A whole policy."""
+    """A policy file."""
 
-    version: StrictInt
-    name: Name | None = None
-    extends: Text | None = None
-    description: Annotated[str, Field(strict=True)] = ""
-    default: _Default | None = None
-    rules: _Rules = ()
-    techniques: tuple[TechniqueEntry, ...] = ()
-    phases: Annotated[tuple[PhaseSection, ...], Field(max_length=MOST_PHASES)] = ()
-    expect: ExpectSection = ExpectSection()
+    version: StrictInt = Field(description="Version of the language: 1.")
+    name: Name | None = Field(None, description="Name of the policy; the file's by default.")
+    extends: Text | None = Field(None, description="The policy that this one changes: a shipped name or a path.")
+    description: Annotated[str, Field(strict=True)] = Field("", description="One line for reports.")
+    default: _Default | None = Field(
+        None, description="What becomes of sites that no rule matches: keep (the default), or a quantizer."
+    )
+    rules: _Rules = Field((), description="Rules in order; the first one that matches a site decides.")
+    techniques: tuple[TechniqueEntry, ...] = Field((), description="Techniques of every rule that quantizes.")
+    phases: Annotated[tuple[PhaseSection, ...], Field(max_length=MOST_PHASES)] = Field(
+        (), description="Changes at points of the training."
+    )
+    expect: ExpectSection = Field(ExpectSection(), description="Numbers of sites that the model must have.")
 
     @field_validator("version")
     @classmethod

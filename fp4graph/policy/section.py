@@ -70,7 +70,7 @@ def must_be(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
@@ -80,7 +80,7 @@ Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Size = Annotated[StrictInt, Field(ge=0)]
 #: One item, or several as a list.
-OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_listed)]
+OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(listed)]
 Texts = Annotated[OneOrMore[Text], Field(min_length=1), must_be("text, or a list of at least one text")]
 #: The root module is called "", hence an empty text is a glob.
 Globs = Annotated[

@@ -159,6 +159,7 @@ def test_check_of_a_wrong_policy_names_the_line(text, says, fp4graph, written):
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_installed_command(tmp_path):
     path = tmp_path / "wrong.yaml"
@@ -231,6 +232,7 @@ def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_pat
     assert registry.default_registry() is not broken
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_explain_prints_schedules(fp4graph, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -220,11 +221,17 @@ def _module(block: Block) -> types.ModuleType:
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
-    """Policies load, with the techniques that README defines; so do search spaces."""
+    """Policies load, with the techniques that README defines, or fail in the line and words of ``# error:``; search
+    spaces load."""
     file = tmp_path / "block.yaml"
     file.write_text(block.text, encoding="utf-8")
     if "\nparameters:" in block.text:
         assert load_space(str(file)).size() > 1
+        return
+    if refusal := re.search(r"# error: (.*)", block.text):
+        with pytest.raises(fp4graph.PolicyError, match=re.escape(refusal[1])) as caught:
+            fp4graph.load_policy(file)
+        assert caught.value.line == block.text[: refusal.start()].count("\n") + 1
         return
     plugins = [b for b in blocks("README.md") if "@fp4graph.hookimpl" in b.text]
     policy = fp4graph.load_policy(file, Registry([(str(b), _module(b)) for b in plugins]))

@@ -125,6 +125,7 @@ exit 1"""
     assert [path for path in (fresh / "cache").rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.long
 def test_a_compiler_that_has_gone_since_the_cache_was_filled(
     fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_compiler_that_has_gone_since_the_cache_was_filled(
         assert_same_bits(train(POLICY), trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gcc", "ccache gcc", " "])
 def test_a_c_compiler(name: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It links no C++ library by itself. PEFT's BOFT leaves CXX=gcc behind; ccache stands before a compiler. A blank
@@ -170,6 +172,7 @@ def test_a_folder_that_cannot_be_used(case: str, fresh: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.long
 def test_a_folder_that_libraries_cannot_be_loaded_from(
     fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_former_variable_is_refused_with_what_to_write_now(environment: dict[s
     assert str(read({"FP4GRAPH_KERNELS": now})) == now
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
     command = [sys.executable, "-c", "import fp4graph; fp4graph.apply"]

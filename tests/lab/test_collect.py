@@ -99,6 +99,7 @@ def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
     assert {r["tensor"] for r in rows.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
 
 
+@pytest.mark.long
 def test_phases_of_techniques_that_act_at_the_step(tmp_path):
     """A phase hooks its techniques anew while torch goes through the hooks of a step."""
     recipe = policy(techniques=["q_ema"], phases=[phase(3, {"q_ema": {"beta": 0.5}})])
@@ -473,6 +474,7 @@ def test_gradient_norms(tmp_path):
     assert got == pytest.approx({key: norm for key, norm in seen.items() if key[0] in (2, 4)}, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nvfp4-te", "tetrajet-qema"])
 def test_experts_are_recorded(name, tmp_path):
     model = experts.applied(name)

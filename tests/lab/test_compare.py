@@ -135,6 +135,7 @@ def test_a_trainer_is_run(compare, tmp_path, applies):
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.long
 def test_a_lightning_pair_is_run(compare, tmp_path):
     lightning = pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 
@@ -168,6 +169,7 @@ def test_a_lightning_pair_is_run(compare, tmp_path):
     assert run["loss"] != run["curve"][-1][1]  # of the validation
 
 
+@pytest.mark.long
 def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(compare, tmp_path):
     broken = [True]
 
@@ -307,6 +309,7 @@ def test_policies_that_do_not_fit_are_all_named_before_the_first_training(compar
     assert not (tmp_path / "bf16-0").exists()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was called by itself:fp4graph.errors.PolicyWarning")
 def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(compare):
     def train(policy, seed, log):
@@ -318,6 +321,7 @@ def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(compare):
     assert math.isfinite(result.rows[1]["loss"])
 
 
+@pytest.mark.long
 def test_goes_on_where_it_was_stopped(compare, tmp_path):
     began = []
 
@@ -628,6 +632,7 @@ def test_a_mistake_is_one_sentence(command, tmp_path, arguments, says):
     assert not list(tmp_path.rglob("report.html"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("train", "noted"), [(lambda policy, seed, log: loop(policy, 7, log), True), (loop, False)])
 def test_a_training_that_sets_one_seed_for_all_is_noted(compare, train, noted):
     notes = compare(train, "mxfp4", seeds=2, statistics=0).notes

@@ -73,6 +73,7 @@ def test_a_planted_outlier_channel(tmp_path, policy):
         assert name in diagnosis.headline
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "seed"), [("int4-per-tensor", 1), ("mxfp4", 2), ("tetrajet", 3), ("nvfp4", 4)])
 def test_a_healthy_run(tmp_path, policy, seed):

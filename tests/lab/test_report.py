@@ -87,6 +87,7 @@ def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
     assert all(legend.get_texts() for legend in legends)
 
 
+@pytest.mark.long
 @pytest.mark.service
 def test_in_a_browser(page):
     """No console message, no error, no request."""
@@ -181,6 +182,7 @@ def test_a_report_that_cannot_be_written(run, tmp_path):
 DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--validate-every=9", "--steps=12", "--json"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_training_and_its_report(command, tmp_path):
     """Statistics change nothing of the training, and the report has every picture."""

@@ -240,6 +240,7 @@ def test_bad_input_is_named(options, message):
         search(model_of(), loss, **{"formats": FORMATS, "batches": batches(1), **options})
 
 
+@pytest.mark.long
 def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
     words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",

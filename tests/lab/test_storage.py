@@ -166,6 +166,7 @@ except fp4graph.Error as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are POSIX's")
 def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):

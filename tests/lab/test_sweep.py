@@ -185,6 +185,7 @@ def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(url, small, c
     assert Counter(states(study)) == {"complete": 13, "diverged": 6, "refused": 6, "withdrawn": 6}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("space", "target"), [("small", 19), ("table10", 17)])
 def test_tpe_suggests_configurations_of_the_space_and_none_twice(space, target, url, request):
     searched = request.getfixturevalue(space)
@@ -529,6 +530,7 @@ def _a_worker(url, process, results=4):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_server_that_is_restarted_in_between_costs_nothing(postgres, table10):
     study = make(postgres.url, table10, name="restarted")
 

@@ -114,6 +114,7 @@ def test_repeats_itself_and_depends_on_the_seed():
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_options_change_what_is_computed():
     variants = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}, {"optimizer": "sgd", "lr": 0.1}]
@@ -137,6 +138,7 @@ def test_the_last_short_validation_batch_counts_each_sample_once():
 PHASED = {"extends": "mxfp4", "techniques": ["loss_scaling"], "phases": [{"at": 0.5, "operands": {"backward": "keep"}}]}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "complexity"),
@@ -163,6 +165,7 @@ def test_report_hears_each_validation_and_may_end_the_training(tmp_path):
     assert read_metrics(tmp_path)[-1]["step"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_watch_is_entered_with_the_prepared_model_and_optimizer_and_keeps_no_model_alive():
     """A sweep trains hundreds in one process."""
@@ -242,6 +245,7 @@ def test_goes_on_to_the_last_bit(tmp_path):
         train(chosen, directory=folder, resume=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path):
     chosen = run(steps=4, validate_every=4)
@@ -259,6 +263,7 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_
     assert curves(tmp_path / "stopped") == curves(tmp_path / "whole")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_folder_has_one_writer_until_its_process_dies(tmp_path):
     """Even if a worker that it forked lives on, as those of a DataLoader may."""

@@ -100,6 +100,7 @@ def test_two_parts_of_one_kind_that_would_draw_the_same_bits_are_refused() -> No
         fp4graph.load_policy(one_rule("twice", quantize=quantizer(16)), registry)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_program_has_one_text_in_every_process() -> None:
     """Functions of compiled graphs are named after it, and torch's caches find them by name."""

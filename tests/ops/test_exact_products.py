@@ -190,6 +190,7 @@ def test_elsewhere_gemms_are_as_they_were():
     assert for_cuda(step, arguments)[1] == [("aten.mm", BF16, BF16)] * 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "exact"),

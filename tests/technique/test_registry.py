@@ -272,6 +272,7 @@ def test_first_party_techniques_come_through_the_same_door() -> None:
         assert found.origin(name) == name
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_importing_loads_no_plugin_and_no_torch_device() -> None:
     code = (

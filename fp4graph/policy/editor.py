@@ -1,0 +1,82 @@
+"""The JSON schema of policy files, by which editors complete and check them while they are written.
+
+It describes keys, types, and the names of what is installed. What depends on the rest of the policy or on the model is
+checked when the policy is loaded or applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+
+from fp4graph.policy.match import Range
+from fp4graph.policy.schema import PolicySection, QuantizeSection, ScaleSection, TechniqueEntry
+from fp4graph.policy.section import listed
+from fp4graph.technique.operands import ADDRESSES
+from fp4graph.technique.registry import Registry
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+
+
+def json_schema(registry: Registry) -> dict[str, Any]:
+    """Return the schema of a policy file that may name the formats, policies and techniques of ``registry``."""
+    techniques = dict(sorted(registry.techniques.items()))
+    quantizers = QuantizeSection, *QuantizeSection.__subclasses__()
+    models: Any = (PolicySection, TechniqueEntry, ScaleSection, *quantizers, *techniques.values())
+    references, schema = models_json_schema(
+        [(model, "validation") for model in models], schema_generator=_Generator, ref_template="#/definitions/{model}"
+    )
+    definitions: dict[str, Any] = schema["$defs"]
+    named = {model: references[model, "validation"] for model in models}
+    of_model = {model: definitions[reference["$ref"].rpartition("/")[2]] for model, reference in named.items()}
+    of_model[TechniqueEntry].clear()
+    of_model[TechniqueEntry]["anyOf"] = [{"enum": list(techniques)}] + [
+        {"type": "object", "properties": {name: named[cls]}, "required": [name], "additionalProperties": False}
+        for name, cls in techniques.items()
+    ]
+    of_model[ScaleSection]["properties"]["format"]["enum"] = sorted(registry.scales)
+    elements = {"enum": sorted(registry.elements)}
+    for section in quantizers:
+        written = of_model[section]["properties"]["element"]
+        written["anyOf"] = [elements, {"type": "array", "items": elements, "minItems": 1}]
+    for definition in definitions.values():
+        operands = definition.get("properties", {}).get("operands", {})
+        if "additionalProperties" in operands:
+            operands["propertyNames"] = {"enum": list(ADDRESSES)}
+    return {"$schema": DIALECT, **named[PolicySection], "definitions": definitions}
+
+
+class _Generator(GenerateJsonSchema):
+    """Writes what a policy file may hold, where pydantic's schema describes the validated object."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Leave titles out: they repeat the keys."""
+        return False
+
+    def nullable_schema(self, schema: Any) -> JsonSchemaValue:
+        """Leave null out: a key that is written has a value."""
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        """Leave defaults out but for switches: other keys have a default of their surroundings, or an empty one."""
+        written = super().default_schema(schema)
+        if not isinstance(written.get("default"), bool):
+            written.pop("default", None)
+        return written
+
+    def function_before_schema(self, schema: Any) -> JsonSchemaValue:
+        """Allow one item in place of a list of one, where the validator does."""
+        inner = super().function_before_schema(schema)
+        if schema["function"]["function"] is listed:
+            return {"anyOf": [inner["items"], inner]}
+        return inner
+
+    def model_schema(self, schema: Any) -> JsonSchemaValue:
+        """Allow what a range may be besides its fields."""
+        written = super().model_schema(schema)
+        if schema["cls"] is Range:
+            whole = {"type": "integer", "minimum": 0}
+            written["properties"]["exactly"] = whole | {"description": "The only number."}
+            return {"anyOf": [whole, written]}
+        return written

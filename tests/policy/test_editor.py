@@ -1,0 +1,51 @@
+"""The JSON schema that editors read: it accepts what loads, and sees the usual slips."""
+
+from __future__ import annotations
+
+import re
+
+import jsonschema
+import pytest
+import yaml
+
+from fp4graph.policy.editor import json_schema
+from fp4graph.technique.registry import default_registry
+from tests.docs.blocks import of_language
+from tests.helpers.policies import one_rule
+
+REGISTRY = default_registry()
+SCHEMA = json_schema(REGISTRY)
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+
+
+def test_it_is_a_schema():
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY.policies))
+def test_shipped_policies_fit(name):
+    VALIDATOR.validate(yaml.safe_load(REGISTRY.policies[name].read_text("utf-8")))
+
+
+@pytest.mark.parametrize("block", [b for b in of_language("yaml") if "# error: " not in b.text], ids=str)
+def test_policies_of_the_pages_fit(block):
+    policy = yaml.safe_load(block.text)
+    if "parameters" not in policy and not {"e1m2", "mse_scale"} & {*re.findall(r"\w+", block.text)}:
+        VALIDATOR.validate(policy)
+
+
+SLIPS = {
+    "a misspelt key": (one_rule() | {"rule": []}, "$"),
+    "no match": (one_rule() | {"rules": [{"quantize": {}}]}, "$.rules"),
+    "an unknown operand": (one_rule(operands={"fprop.wieght": "keep"}), "$.rules"),
+    "an unknown element": (one_rule(quantize={"element": "e2m2"}), "$.rules"),
+    "an unknown technique": (one_rule(techniques=["hadmard"]), "$.techniques[0]"),
+    "an unknown option": (one_rule(techniques=[{"hadamard": {"blok": 16}}]), "$.techniques[0]"),
+    "a predicate of another type": (one_rule(match={"first_blocks": "one"}), "$.rules"),
+    "a key without a value": (one_rule() | {"description": None}, "$.description"),
+}
+
+
+@pytest.mark.parametrize(("data", "path"), SLIPS.values(), ids=SLIPS)
+def test_slips_are_seen(data, path):
+    assert [error.json_path for error in VALIDATOR.iter_errors(data)] == [path]
