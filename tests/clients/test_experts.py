@@ -120,6 +120,7 @@ def to_nearest(name):
     return policy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 def test_weights_gathered_for_each_token_train_as_grouped_ones(name):

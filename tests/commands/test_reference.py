@@ -56,6 +56,7 @@ def test_the_example_of_a_page_is_accepted(name):
         SHIPPED.techniques[name].model_validate(options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", sorted(reference.pages(SHIPPED)))
 def test_links_lead_somewhere(page):
     pages = reference.pages(SHIPPED)

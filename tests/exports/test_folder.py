@@ -61,6 +61,7 @@ def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
     assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_the_folder_is_copied_and_a_given_one_written(tmp_path):
     llama().save_pretrained(tmp_path / "in")
     tokenizer().save_pretrained(tmp_path / "in")

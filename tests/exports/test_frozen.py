@@ -191,6 +191,7 @@ def test_a_packed_model_saves_the_values_of_fprop_under_plain_names():
     fp4graph.pack_frozen(net)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_packed_models_are_copied_adapted_removed_and_applied_again():
     plain, net = applied(), packed()

@@ -85,7 +85,7 @@ CASES = {
     "conv1d": Case("gpt2", policy(match={"module": "lm_head"}), 1, options={}),  # beside kept Conv1D
 }
 VISION = ("mxfp4 vit", "nvfp4 vit", "modelopt vit")
-QUICK = (*VISION, "mxfp4 llama", "modelopt llama")
+QUICK = (*VISION, "mxfp4 llama")
 
 
 def cases(*names: str, steps: tuple[int, ...] = (2,), quick: tuple[str, ...] = QUICK) -> Any:
@@ -272,6 +272,7 @@ def test_modelopt_dequantizes_to_what_fprop_multiplies_with(made):
     torch.testing.assert_close(read, weight, rtol=2**-22, atol=0)  # the scales' product is rounded first
 
 
+@pytest.mark.long
 @cases("modelopt llama", "modelopt moe")
 def test_the_configuration_of_modelopt(name, steps, made):
     gates = [f"model.layers.{i}.mlp.gate" for i in range(3)] if name == "modelopt moe" else []

@@ -65,6 +65,7 @@ def trial(kernel: str) -> str | None:
         return triton_trial.failure(CPU)
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, in
             assert_all_same(expected, quantizer(*args))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in quantizers()])
 def test_machine_code(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:

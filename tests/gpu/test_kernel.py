@@ -149,6 +149,7 @@ def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
             yield values.to(dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
     """Along rows, along columns, and along both in one read; bytes of rows beside their values, and of columns beside
@@ -234,6 +235,7 @@ def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoo
             assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
 
 
+@pytest.mark.long
 @BY_BLOCK
 @BY_NAMES
 def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:

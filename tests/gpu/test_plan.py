@@ -30,6 +30,7 @@ def counted(
     return compiler.submit(figures, block, policy, "H200", "bfloat16", linears).result()
 
 
+@pytest.mark.long
 def test_a_block(compiler: ProcessPoolExecutor) -> None:
     """Its products are three for each linear, each of which reads its factors and writes its result in bf16."""
     found = counted(compiler, "unquantized")

@@ -195,6 +195,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", FAMILIES)
 def test_listed_flops_are_counted_flops(make):
     torch.manual_seed(0)

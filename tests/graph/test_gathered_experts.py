@@ -270,6 +270,7 @@ def test_compiled_is_eager():
         model(x, IDS + 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", [["linear", "grouped"], "linear", "grouped"], ids=str)
 def test_is_listed_as_the_grouped_product(op):
     policy, args = one_rule(match={"op": op}), experts.tokens()
@@ -284,6 +285,7 @@ def test_is_listed_as_the_grouped_product(op):
     assert first.quantized == second.quantized == ("grouped" in op)
 
 
+@pytest.mark.long
 @stances
 def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
     """Kept experts keep their reason, and a rule for experts whose input silu makes quantizes one product."""

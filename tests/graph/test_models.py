@@ -176,6 +176,7 @@ def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
     assert sorted(reasons) == ["a matrix-vector product", "not floating point"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_explain_touches_nothing(vit, images):
     model = vit(drop_rate=0.5)

@@ -64,6 +64,7 @@ def changed(folder: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [another, changed])
 def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> None:
@@ -74,6 +75,7 @@ def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> N
     assert torch.equal(layer._fp4graph_q_ema_weight, layer.weight.detach())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_shard_size": "20kB"}, {}], ids=["sharded", "one file"])
 def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> None:

@@ -133,6 +133,7 @@ def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[
     assert losses(run)[-1] < losses(run)[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own(trainer: Any, llama: Any) -> None:
     model = llama()

@@ -324,6 +324,7 @@ def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
     assert all(r["relative_error"] < 0.1 for r in weight)
 
 
+@pytest.mark.long
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     model, optimizer = make(policy(phases=[{"at": 5, "operands": {"backward": "keep"}}]))

@@ -221,6 +221,7 @@ def test_bits_count_scales():
     assert bits_per_element(None, 64) == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -154,6 +154,7 @@ def test_complexity_counts_the_optimizer(options, complexity):
     assert (outcome.diverged, outcome.complexity) == (False, complexity)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_report_hears_each_validation_and_may_end_the_training(tmp_path):
     heard = []

@@ -38,6 +38,7 @@ def test_variants_are_named_in_the_order_of_the_table():
         variants("tetrajet", "gem")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(default_registry().policies))
 def test_every_shipped_policy_can_be_taken_apart(name):
     policy = fp4graph.load_policy(name)

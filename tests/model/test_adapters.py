@@ -201,6 +201,7 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_two_forwards_before_one_backward():
         assert_equal(gradients(other), expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_dynamic_batch_sizes_do_not_recompile_without_end(vit):
     model = applied(vit(), "tetrajet", backend="aot_eager")

@@ -436,16 +436,16 @@ ROWS = [
     *rows(["linear"], ["stochastic"], ["uncompiled", "forward", "copy"]),
     *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
     *rows(["borrows"], ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "tetrajet-dampen"], ["call", "uncompiled"]),
-    *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[3:], "tetrajet"]),
-    *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"]),
-    *rows(["branches", "attends", "attends, in evaluation"], ["stochastic"], ["uncompiled"]),
+    *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"]),
+    *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"], long=["first block kept"]),
+    *rows(["branches", "attends", "attends, in evaluation"], ["stochastic"], ["uncompiled"], long=["attends, in evaluation"]),
     *rows(["owner"], ["nearest"], ["uncompiled"]),
     *rows(["grouped"], ["nvfp4-te", "tetrajet-qema", "mxfp4-best"], ["uncompiled"]),
-    *rows(["grouped"], OPTIMIZER_SIDE, ["resumed"]),
+    *rows(["grouped"], OPTIMIZER_SIDE, ["resumed"], long=OPTIMIZER_SIDE[1:]),
     *rows(["gathered"], [*OPTIMIZER_SIDE, "hadamard"], ["call", "uncompiled"], long=[*OPTIMIZER_SIDE[1:], "hadamard"]),
-    *rows(["gathered, checkpointed"], ["hadamard"], ["call"]),
-    *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["uncompiled", "resumed", "copy"], long=["tetrajet"]),
-    *rows(LOOPS, ["tetrajet"], ["call"], long=[*LOOPS[3:]]),
+    *rows(["gathered, checkpointed"], ["hadamard"], ["call"], long=["hadamard"]),
+    *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["uncompiled", "resumed", "copy"], long=["tetrajet", "resumed", "copy"]),
+    *rows(LOOPS, ["tetrajet"], ["call"], long=[*LOOPS[1:]]),
 ]  # fmt: skip
 
 

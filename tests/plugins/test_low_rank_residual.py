@@ -293,6 +293,7 @@ def test_eager_and_inductor_agree(options, dtype, far, inductor):
             assert (a.float() - b.float()).nan_to_num().norm() <= far * w.nan_to_num().norm()
 
 
+@pytest.mark.long
 def test_eager_and_inductor_agree_on_batches(inductor):
     def f(w):
         return tuple(term.values for term in site({"rank": 4}).operand(Operand.FPROP_WEIGHT)(w, DRAW))

@@ -147,6 +147,7 @@ def test_until_channels_are_split_nothing_is_another() -> None:
     assert not torch.equal(y, reference)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, SPLIT, 5])  # before measuring, in it, at the split, after it
 def test_resumes_bit_for_bit(at: int) -> None:
@@ -181,6 +182,7 @@ def compared(backend: str) -> None:
     assert torch.equal(one["fc._fp4graph_out_control_norms"], two["fc._fp4graph_out_control_norms"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_same_through_aot_autograd() -> None:
     compared("aot_eager")

@@ -206,6 +206,7 @@ def test_elements_of_the_rotated_basis_beside_hadamard():
     assert (y - x @ w.mT).norm() / (x @ w.mT).norm() < 0.2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"quantile": 0.9}, {"residual": False}])
 def test_eager_and_inductor_agree(options, inductor):
     def f(x):

@@ -160,6 +160,7 @@ def change(applied, optimizer, options):
 MOMENTS = [3, 5, 8, 11, 22]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("other", [{"t0": 4}, {"t0": 12}, {"t_update": 14}, {"t_update": 27}, {"n_max": 2}], ids=str)

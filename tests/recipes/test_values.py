@@ -11,6 +11,7 @@ from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of
 pytestmark = pytest.mark.slow
 #: Those that take longest; most are variants of others.
 LONG = {
+    "if4", "nvint4", "quartet", "quartet-ii",
     "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop",
     "nvfp4-te-last-blocks", "tetrajet-v2",
 }  # fmt: skip

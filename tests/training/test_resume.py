@@ -10,12 +10,10 @@ import torch
 from tests.helpers.processes import python, run
 from tests.helpers.steps import differences
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 
-@pytest.fixture(
-    scope="module", params=["eager", pytest.param("inductor", marks=[pytest.mark.compiler, pytest.mark.long])]
-)
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a whole run and an interrupted one left."""
     path = tmp_path_factory.mktemp(request.param)

@@ -73,6 +73,7 @@ def test_training_in_16_bits(images, policy, options):
     assert result[-1].dtype is options.get("dtype", torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
@@ -99,6 +100,7 @@ def test_clipping_comes_before_techniques_that_change_gradients(images):
     torch.testing.assert_close(applied.blocks[0].mlp.fc1.weight, expected, rtol=0, atol=1e-7)  # two fp32 roundings
 
 
+@pytest.mark.long
 def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(images):
     applied = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     ema = timm.utils.ModelEmaV3(applied, decay=0.5)
