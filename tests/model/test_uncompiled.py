@@ -438,13 +438,15 @@ ROWS = [
     *rows(["borrows"], ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "tetrajet-dampen"], ["call", "uncompiled"]),
     *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"]),
     *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"], long=["first block kept"]),
-    *rows(["branches", "attends", "attends, in evaluation"], ["stochastic"], ["uncompiled"], long=["attends, in evaluation"]),
+    *rows(["branches", "attends"], ["stochastic"], ["uncompiled"]),
+    *rows(["attends, in evaluation"], ["stochastic"], ["uncompiled"], long=["stochastic"]),
     *rows(["owner"], ["nearest"], ["uncompiled"]),
     *rows(["grouped"], ["nvfp4-te", "tetrajet-qema", "mxfp4-best"], ["uncompiled"]),
     *rows(["grouped"], OPTIMIZER_SIDE, ["resumed"], long=OPTIMIZER_SIDE[1:]),
     *rows(["gathered"], [*OPTIMIZER_SIDE, "hadamard"], ["call", "uncompiled"], long=[*OPTIMIZER_SIDE[1:], "hadamard"]),
     *rows(["gathered, checkpointed"], ["hadamard"], ["call"], long=["hadamard"]),
-    *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["uncompiled", "resumed", "copy"], long=["tetrajet", "resumed", "copy"]),
+    *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["uncompiled"], long=["tetrajet"]),
+    *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["resumed", "copy"], long=["resumed", "copy"]),
     *rows(LOOPS, ["tetrajet"], ["call"], long=[*LOOPS[1:]]),
 ]  # fmt: skip
 
