@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_run import SPAWN, Case, prepared_together, side_by_side
+from benchmarks.gpu.run import SPAWN, Case, prepared_together, side_by_side
 
 pytestmark = pytest.mark.process
 CPU = torch.device("cpu")
