@@ -69,7 +69,7 @@ gpu: $(STAMP)
 
 # Predicts the cost of policies on a GPU from the program that Inductor writes for it: minutes a policy, without a GPU.
 gpu-plan: $(STAMP)
-	$(BIN)/python -m benchmarks.gpu_plan --blocks vit-b,deit-tiny,llama-350m
+	$(BIN)/python -m benchmarks.gpu.plan --blocks vit-b,deit-tiny,llama-350m
 
 # On a machine with a GPU, without a network: checks bits and parity, and measures times, memory and switches beside the
 # prediction. It ends after about seven minutes a part and prints the cases that are left; run it again to continue. Exit
@@ -77,7 +77,7 @@ gpu-plan: $(STAMP)
 GPU_PYTHON ?= python3
 gpu-validate:
 	@s=0; for part in kernels quantizers parity steps switches; do \
-		$(GPU_PYTHON) -m benchmarks.gpu_validate --part $$part; \
+		$(GPU_PYTHON) -m benchmarks.gpu.validate --part $$part; \
 		case $$? in 0) ;; 2) exit 2;; 127) exit 127;; 3) test $$s -ne 0 || s=3;; *) s=1;; esac; \
 	done; exit $$s
 

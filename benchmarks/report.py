@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import experts, first_step, gpu_plan, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks.gpu import plan
 from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
 from fp4graph.files import replacing
@@ -51,7 +52,7 @@ def predicted(folder: Path) -> str:
     rows = [row for content in contents for row in content["rows"]]
     if not rows:
         return "Nothing has been predicted yet."
-    return "\n\n".join([tables.markdown(gpu_plan.COLUMNS, rows), *(measured(c["runs"], c["rows"]) for c in contents)])
+    return "\n\n".join([tables.markdown(plan.COLUMNS, rows), *(measured(c["runs"], c["rows"]) for c in contents)])
 
 
 def section(contents: Mapping[str, Mapping[str, Any]]) -> str:

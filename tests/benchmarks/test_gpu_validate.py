@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_checks, gpu_page, gpu_run, gpu_steps, gpu_validate
+from benchmarks.gpu import checks, run, steps, validate
+from benchmarks.gpu.page import failure, markdown
 from fp4graph.kernels import operators
 from tests.gpu.cases import operands
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 def rehearse(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
     """Run the command; returns its exit status, the rows of its file and its page."""
-    status = gpu_validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
+    status = validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
     files = list(folder.glob("gpu_validate.*"))
     assert sorted(file.suffix for file in files) == [".json", ".md"]  # and no half-written one
     texts = {file.suffix: file.read_text("utf-8") for file in files}
@@ -60,7 +61,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert "0 of 1 cases have the same bits" in page
     assert f"{again['case']['dtype']}: other bits than expected" in page.partition("## Failed")[2]
-    kinds = len(list(operands(gpu_checks.SHAPE, next(iter(gpu_checks.kernel_specs().values())))))
+    kinds = len(list(operands(checks.SHAPE, next(iter(checks.kernel_specs().values())))))
     assert f"quantize, rows {kinds}, quantize, columns {kinds}\n" in page
 
 
@@ -68,8 +69,8 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.compiler
 def test_kernels_that_draw() -> None:
     """A draw counts the elements of what is quantized: x along rows, its transpose along columns."""
-    spec = next(spec for spec in gpu_checks.kernel_specs().values() if spec.needs_key)
-    figures = gpu_checks.kernels(spec, torch.float32, CPU)
+    spec = next(spec for spec in checks.kernel_specs().values() if spec.needs_key)
+    figures = checks.kernels(spec, torch.float32, CPU)
     assert figures["equal"], figures["differs"]
 
 
@@ -78,7 +79,7 @@ def test_kernels_that_draw() -> None:
 def test_every_part(tmp_path: Path) -> None:
     status, rows, page = rehearse(tmp_path)
     assert status == 0
-    assert {row["case"]["part"] for row in rows} == set(gpu_validate.PARTS)
+    assert {row["case"]["part"] for row in rows} == set(validate.PARTS)
     for heading in ("Kernels beside", "Quantizers that", "Short trainings", "Training steps"):
         assert f"## {heading}" in page
     (parity,) = [row["figures"] for row in rows if row["case"]["part"] == "parity"]
@@ -99,11 +100,11 @@ def test_a_training_that_inductor_compiles(tmp_path: Path) -> None:
 
 
 PARITY = {"ratio": 2.0, "eager": [2.0, 1.0], "compiled": [2.0, 1.5]}
-Planned = Callable[..., list[gpu_validate.Case]]
+Planned = Callable[..., list[validate.Case]]
 
 
-def case(model: str, run: Any = lambda: dict(PARITY)) -> gpu_validate.Case:
-    return gpu_validate.Case("parity", {"model": model, "policy": "p", "dtype": "float32"}, run)
+def case(model: str, run: Any = lambda: dict(PARITY)) -> validate.Case:
+    return validate.Case("parity", {"model": model, "policy": "p", "dtype": "float32"}, run)
 
 
 def fault(*_: Any) -> Any:
@@ -114,9 +115,9 @@ def fault(*_: Any) -> Any:
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     """Give the command these cases and no other, in a list that may be changed."""
 
-    def plan(*cases: gpu_validate.Case) -> list[gpu_validate.Case]:
+    def plan(*cases: validate.Case) -> list[validate.Case]:
         made = list(cases)
-        monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+        monkeypatch.setattr(validate, "cases", lambda *_: iter(made))
         return made
 
     return plan
@@ -162,7 +163,7 @@ def test_differences_above_the_bound_are_failures(tmp_path: Path, planned: Plann
     ],
 )
 def test_what_counts_as_failed(part: str, figures: dict[str, Any], fails: bool) -> None:
-    assert (gpu_page.failure({"case": {"part": part}, "figures": figures}) is not None) is fails
+    assert (failure({"case": {"part": part}, "figures": figures}) is not None) is fails
 
 
 def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
@@ -176,15 +177,15 @@ def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
 
     made = planned(*(case(name, partial(run, name, ratio)) for name, ratio in (("a", 1.0), ("b", 4.0), ("c", 1.0))))
     times = (f"2026-01-01T00:00:{second:02}+00:00" for second in range(60))
-    monkeypatch.setattr(gpu_validate, "_now", lambda: next(times))
-    monkeypatch.setattr(gpu_validate, "_commit", lambda: "one")
+    monkeypatch.setattr(validate, "_now", lambda: next(times))
+    monkeypatch.setattr(validate, "_commit", lambda: "one")
     assert rehearse(tmp_path)[0] == 1
     made.append(case("new", partial(run, "new", 1.0)))
     ran.clear()
     assert rehearse(tmp_path)[0] == 1
     assert ran == ["new", "b"]
     ran.clear()
-    monkeypatch.setattr(gpu_validate, "_commit", lambda: "two")
+    monkeypatch.setattr(validate, "_commit", lambda: "two")
     rehearse(tmp_path)
     assert ran == ["a", "c", "new", "b"]  # the longest ago first
 
@@ -212,7 +213,7 @@ def test_a_device_that_answers_no_longer_ends_the_command(
     tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned(case("bad", fault), case("good"))
-    monkeypatch.setattr(gpu_run, "answers", lambda device: False)
+    monkeypatch.setattr(run, "answers", lambda device: False)
     status, rows, _ = rehearse(tmp_path)
     assert (status, models(rows)) == (1, ["bad"])
     said = capsys.readouterr().out
@@ -223,10 +224,10 @@ def test_a_device_that_answers_no_longer_ends_the_command(
 
 def test_whether_a_device_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    assert gpu_run.answers(CPU)
-    assert not gpu_run.answers(torch.device("cuda"))
+    assert run.answers(CPU)
+    assert not run.answers(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert gpu_run.answers(torch.device("cuda"))
+    assert run.answers(torch.device("cuda"))
 
 
 def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_command_goes_on(
@@ -240,7 +241,7 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
         return dict(PARITY)
 
     planned(*(case(name, run) for name in "abcd"))
-    monkeypatch.setattr(gpu_validate.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(validate.time, "perf_counter", lambda: now[0])
     for minutes, expected, names in ((10, 3, "ab"), (1, 3, "abc"), (1, 0, "abcd")):
         status, rows, _ = rehearse(tmp_path, f"--minutes={minutes}")
         assert (status, models(rows)) == (expected, [*names])
@@ -249,9 +250,9 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
 
 
 def test_a_rehearsal_writes_where_git_looks_away() -> None:
-    ignored = (gpu_validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
-    assert f"{gpu_validate._folder(True).relative_to(gpu_validate.ROOT).parts[0]}/" in ignored
-    assert gpu_validate._folder(False) == gpu_validate.ROOT / "benchmarks" / "results"
+    ignored = (validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
+    assert f"{validate._folder(True).relative_to(validate.ROOT).parts[0]}/" in ignored
+    assert validate._folder(False) == validate.ROOT / "benchmarks" / "results"
 
 
 def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,11 +261,11 @@ def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch: pytest.M
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu_validate.sysconfig, "get_path", lambda *_: str(tmp_path))
-    assert gpu_validate._lacks() == []
+    monkeypatch.setattr(validate.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert validate._lacks() == []
     monkeypatch.setenv("CC", "another")
     (tmp_path / "Python.h").unlink()
-    compiler, headers = gpu_validate._lacks()
+    compiler, headers = validate._lacks()
     assert compiler.startswith("no C compiler (another), which Triton needs: install gcc")
     assert headers.startswith(f"no Python.h in {tmp_path}, which Triton needs: install python3-dev")
 
@@ -289,8 +290,8 @@ def test_the_exit_status_of_every_part_together(tmp_path: Path, statuses: str, e
     )
     python.chmod(0o755)
     command = ["make", "gpu-validate", f"GPU_PYTHON={python}"]
-    done = subprocess.run(command, cwd=gpu_validate.ROOT, capture_output=True, text=True, check=False)
-    assert (tmp_path / "parts").read_text("utf-8").split() == list(gpu_validate.PARTS[:parts])
+    done = subprocess.run(command, cwd=validate.ROOT, capture_output=True, text=True, check=False)
+    assert (tmp_path / "parts").read_text("utf-8").split() == list(validate.PARTS[:parts])
     assert done.returncode == (2 if expected else 0)  # make's own for any
     assert ("Error" in done.stderr) == bool(expected)
     assert not expected or f"Error {expected}\n" in done.stderr
@@ -299,13 +300,13 @@ def test_the_exit_status_of_every_part_together(tmp_path: Path, statuses: str, e
 def test_what_is_missing_is_named_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = gpu_validate.util.find_spec
-    monkeypatch.setattr(gpu_validate.util, "find_spec", lambda name: None if name == "yaml" else find(name))
-    assert gpu_validate.main(["--rehearse", f"--folder={tmp_path}"]) == 2
+    find = validate.util.find_spec
+    monkeypatch.setattr(validate.util, "find_spec", lambda name: None if name == "yaml" else find(name))
+    assert validate.main(["--rehearse", f"--folder={tmp_path}"]) == 2
     assert "not installed: pyyaml." in capsys.readouterr().out
     monkeypatch.undo()
     if not torch.cuda.is_available():
-        assert gpu_validate.main([f"--folder={tmp_path}"]) == 2
+        assert validate.main([f"--folder={tmp_path}"]) == 2
         assert "--rehearse" in capsys.readouterr().out
 
 
@@ -321,22 +322,22 @@ def test_the_prediction_stands_beside_what_was_measured() -> None:
         {"case": {**own, "quantizers": "tensor code"}, "figures": {"estimate": 1.68}},
         {"case": {**own, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
     ]
-    page = gpu_page.page({"machine": machine, "rows": rows}, predicted)
+    page = markdown({"machine": machine, "rows": rows}, predicted)
     line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.10 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
     assert line in page
-    page = gpu_page.page({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
+    page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
 
 
 def test_there_are_predictions_for_the_models_that_are_timed() -> None:
-    found = gpu_validate.predictions(gpu_validate.ROOT / "benchmarks" / "results")
+    found = validate.predictions(validate.ROOT / "benchmarks" / "results")
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
-    assert set(gpu_steps.PREDICTED.values()) <= blocks
+    assert set(steps.PREDICTED.values()) <= blocks
 
 
 def test_the_cases_on_a_card() -> None:
     """Every part has its cases: models, policies, dtypes and switches that docs/gpu.md lists."""
-    made = [one.name for one in gpu_validate.cases(list(gpu_validate.PARTS), CPU, "inductor", False, 1.0)]
+    made = [one.name for one in validate.cases(list(validate.PARTS), CPU, "inductor", False, 1.0)]
     steps = [one for one in made if one["part"] == "steps"]
     assert {one["model"] for one in steps} == {"deit-small", "deit-base", "llama-350m"}
     assert {one["dtype"] for one in steps} == {"bfloat16", "float32"}
@@ -344,10 +345,10 @@ def test_the_cases_on_a_card() -> None:
     assert {"tetrajet", "microscaling", "nvfp4"} <= policies
     assert len(steps) == 3 * 2 * len(policies)
     switches = {one["switch"] for one in made if one["part"] == "switches"}
-    page = (gpu_validate.ROOT / "docs" / "gpu.md").read_text("utf-8")
+    page = (validate.ROOT / "docs" / "gpu.md").read_text("utf-8")
     assert switches
     assert f"There are {len(made)} cases" in page
-    for part in gpu_validate.PARTS:
+    for part in validate.PARTS:
         assert f"| `{part}` | {sum(one['part'] == part for one in made)} |" in page
     for switch in switches:
         assert switch.partition("=")[2].strip("\"'") in page
@@ -360,15 +361,15 @@ def test_caches_of_compilers_are_gone_when_a_case_ends(tmp_path: Path, monkeypat
 
     def ready(*arguments: Any) -> Any:
         caches = arguments[-1]
-        with gpu_steps._fresh_cache("inductor", caches):
+        with steps._fresh_cache("inductor", caches):
             folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
             (folder / "kernel.so").touch()
         seen.append([str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.so")])
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(gpu_steps, "_ready", ready)
+    monkeypatch.setattr(steps, "_ready", ready)
     with pytest.raises(RuntimeError, match="out of memory"):
-        gpu_steps.step("trial-stack", "tetrajet", "bfloat16", "default", CPU, "inductor", 1.0)
+        steps.step("trial-stack", "tetrajet", "bfloat16", "default", CPU, "inductor", 1.0)
     assert len(seen[0]) == 1  # there as long as the case runs
     assert not list(tmp_path.iterdir())

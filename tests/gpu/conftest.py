@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[ProcessPoolExecutor]:
-    """A process that believes in a GPU, for the functions of absent_gpu.py."""
-    from benchmarks.absent_gpu import worker  # not above: it imports Triton, without which the tests are skipped
+    """A process that believes in a GPU, for the functions of benchmarks.gpu.absent."""
+    from benchmarks.gpu.absent import worker  # not above: it imports Triton, without which the tests are skipped
 
     with worker() as pool:
         yield pool
@@ -20,7 +20,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton functions are interpreted."""
-    from benchmarks.absent_gpu import worker
+    from benchmarks.gpu.absent import worker
     from tests.gpu import interpreted
 
     with worker(TRITON_INTERPRET="1") as pool:

@@ -30,7 +30,7 @@ from triton.runtime.interpreter import (
     TensorHandle,
 )
 
-from benchmarks.absent_gpu import Generated
+from benchmarks.gpu.absent import Generated
 
 
 def prepare() -> None:

@@ -13,10 +13,9 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
-from benchmarks import gpu_program
-from benchmarks.absent_gpu import GPUS
-from benchmarks.gpu_plan import BLOCKS
-from benchmarks.gpu_program import Kernel
+from benchmarks.gpu.absent import GPUS
+from benchmarks.gpu.plan import BLOCKS
+from benchmarks.gpu.program import Kernel, program
 
 pytestmark = [pytest.mark.process, pytest.mark.gpu]
 
@@ -27,7 +26,7 @@ def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
     For a worker process.
     """
     block = BLOCKS["trial-vit"]
-    made = gpu_program.program(block.module(), block.inputs(), policy, GPUS["H200"], torch.float32)
+    made = program(block.module(), block.inputs(), policy, GPUS["H200"], torch.float32)
     return dict(made.flops), [kernel for kernel in made.kernels if kernel.kind == "gemm"]
 
 

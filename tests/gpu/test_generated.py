@@ -20,7 +20,7 @@ if not torch.cuda._is_compiled():
 
 from torch import Tensor
 
-from benchmarks import absent_gpu as absent
+from benchmarks.gpu import absent
 from fp4graph.commands.catalogue import stages_of
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.noise import derive, mix

@@ -19,7 +19,7 @@ if not torch.cuda._is_compiled():
 
 from torch import Tensor
 
-from benchmarks import absent_gpu as absent
+from benchmarks.gpu import absent
 from fp4graph.kernels import gpu as kernels
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants

@@ -14,8 +14,8 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
-from benchmarks.gpu_plan import RATES, Rates, compared, figures
-from benchmarks.gpu_program import _variants
+from benchmarks.gpu.plan import RATES, Rates, compared, figures
+from benchmarks.gpu.program import _variants
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

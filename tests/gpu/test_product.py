@@ -13,7 +13,7 @@ if not torch.cuda._is_compiled():
 
 from torch import Tensor
 
-from benchmarks import absent_gpu as absent
+from benchmarks.gpu import absent
 from fp4graph.kernels import gpu, switches, triton_product
 from fp4graph.kernels.triton_kernels import product_kernel
 from tests.gpu.test_generated import GPUS, assert_machine_code

@@ -1,6 +1,6 @@
 """Predicts the cost of a policy on a GPU from its generated program, without a GPU.
 
-For one block of a model in training, Inductor writes the program for an absent card (:mod:`benchmarks.gpu_program`).
+For one block of a model in training, Inductor writes the program for an absent card (:mod:`benchmarks.gpu.program`).
 docs/figures.md, "Predicted, not measured", defines the figures. In the estimate attention counts by its bytes.
 ``--quantizers`` chooses the kernels of this project, or the tensor code that Inductor fuses.
 """
@@ -156,13 +156,13 @@ def figures(
 
 
 def _figures(block: str, policy: str, gpu: str, dtype: str, linears: bool) -> dict[str, Any]:
-    from benchmarks import gpu_program
-    from benchmarks.absent_gpu import GPUS
+    from benchmarks.gpu.absent import GPUS
+    from benchmarks.gpu.program import program
 
     subject = BLOCKS[block]
     with torch.random.fork_rng(devices=[]):
         try:
-            written = gpu_program.program(subject.module(), subject.inputs(), policy, GPUS[gpu], options.DTYPES[dtype])
+            written = program(subject.module(), subject.inputs(), policy, GPUS[gpu], options.DTYPES[dtype])
         except fp4graph.PolicyError as error:
             raise Inapplicable(str(error).partition(";")[0]) from None
     counted = {
@@ -194,13 +194,13 @@ def _linears(block: Block) -> list[tuple[int, int, int]]:
 
 
 def _saved_by_linear(tokens: int, inside: int, outside: int, policy: str, gpu: str) -> int:
-    from benchmarks import gpu_program
-    from benchmarks.absent_gpu import GPUS
+    from benchmarks.gpu.absent import GPUS
+    from benchmarks.gpu.program import program
 
     linear = nn.Linear(inside, outside, bias=False, dtype=torch.bfloat16)
     x = torch.zeros(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
     try:
-        written = gpu_program.program(linear, [x], policy, GPUS[gpu], torch.float32)
+        written = program(linear, [x], policy, GPUS[gpu], torch.float32)
     except fp4graph.Error as error:  # such as a policy for all blocks but the first
         raise Inapplicable(str(error).partition(";")[0]) from None
     return written.saved + written.saved_parameters
@@ -274,7 +274,7 @@ def main(
     missing: Annotated[bool, typer.Option(help="Only cases without figures in the folder.")] = False,
     folder: options.Folder = RESULTS,
 ) -> None:
-    from benchmarks.absent_gpu import worker
+    from benchmarks.gpu.absent import worker
 
     names = [(UNQUANTIZED, "–")]
     names += [

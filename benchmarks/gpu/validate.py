@@ -1,8 +1,8 @@
 """Validates the GPU code on a machine with a GPU, part by part: ``make gpu-validate``.
 
-    python -m benchmarks.gpu_validate --part kernels
-    python -m benchmarks.gpu_validate                  # every part, within the time limit
-    python -m benchmarks.gpu_validate --rehearse       # on the CPU, at a small size
+    python -m benchmarks.gpu.validate --part kernels
+    python -m benchmarks.gpu.validate                  # every part, within the time limit
+    python -m benchmarks.gpu.validate --rehearse       # on the CPU, at a small size
 
 Parts: ``kernels``, every operator beside tensor code, bit by bit; ``quantizers``, every quantizer with its techniques
 as Inductor compiles it, beside eager mode, bit by bit; ``parity``, short trainings beside eager mode; ``steps``, time
@@ -34,20 +34,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_run import Case, Figures, Outcome, one_by_one, prepared_together, side_by_side
+from benchmarks.gpu.run import Case, Figures, Outcome, one_by_one, prepared_together, side_by_side
 
 #: Required modules, with the name of the package if that differs.
 NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich", "numpy", "timm", "transformers"), "")
 NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
 PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 POLICIES = ("tetrajet", "tetrajet-qema", "microscaling", "nvfp4", "fp4-all-the-way")
 
 
 def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: float) -> Iterator[Case]:
     """Yield the cases of ``parts``, the most informative first."""
-    from benchmarks import gpu_checks as checks
-    from benchmarks import gpu_steps as steps
+    from benchmarks.gpu import checks, steps
     from tests.gpu import cases as cases_of_tests
 
     dtypes = ("bfloat16",) if rehearse else ("bfloat16", "float32")
@@ -105,12 +104,12 @@ class Record:
 
     def failure(self, case: Case) -> str | None:
         """Return why the case is not done, or None if it succeeded at this commit."""
-        from benchmarks import gpu_page
+        from benchmarks.gpu.page import failure
 
         row = self._row(case)
         if row is None:
             return "never tried"
-        return gpu_page.failure(row) if row["commit"] == self._commit else "done at another commit"
+        return failure(row) if row["commit"] == self._commit else "done at another commit"
 
     def tried(self, case: Case) -> str:
         """Return when the case was last tried, as text that sorts by time; "" if never, which sorts first."""
@@ -128,13 +127,13 @@ class Record:
 
     def add(self, case: Case, figures: Figures) -> None:
         """Add the figures of a case to both files."""
-        from benchmarks import gpu_page
+        from benchmarks.gpu.page import markdown
 
         self.rows = [row for row in self.rows if row["case"] != case.name]
         self.rows.append({"case": case.name, "commit": self._commit, "date": _now(), "figures": figures})
         content = {"benchmark": "gpu_validate", "machine": self.machine, "rows": self.rows}
         _write(self.file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        _write(self.page, gpu_page.page(content, predictions(ROOT / "benchmarks" / "results")))
+        _write(self.page, markdown(content, predictions(ROOT / "benchmarks" / "results")))
 
     def _row(self, case: Case) -> dict[str, Any] | None:
         return next((row for row in self.rows if row["case"] == case.name), None)
@@ -148,7 +147,7 @@ def predictions(folder: Path) -> list[dict[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    cli = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
+    cli = argparse.ArgumentParser("benchmarks.gpu.validate", description=__doc__, formatter_class=_Help)
     cli.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
     cli.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
     cli.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")

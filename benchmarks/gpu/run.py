@@ -149,9 +149,9 @@ def _attempt_on(device: Any, run: Callable[[], Figures]) -> tuple[Figures, bool]
 
 def answers(device: Any) -> bool:
     """Return whether ``device`` still works in this process: after a fault, CUDA fails every later call."""
-    import torch
-
     if device.type == "cuda":
+        import torch
+
         try:
             torch.cuda.synchronize(device)
         except RuntimeError:

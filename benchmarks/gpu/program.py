@@ -7,7 +7,7 @@ on fake tensors of the CPU, by code that is told to trace for CUDA, and then tra
 ``scaled_dot_product_attention`` asks the driver for a kernel, so this module chooses it: flash attention for 16 bits,
 memory-efficient attention for fp32.
 
-For worker processes only (:func:`benchmarks.absent_gpu.worker`).
+For worker processes only (:func:`benchmarks.gpu.absent.worker`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4graph
-from benchmarks.absent_gpu import Gpu, install
+from benchmarks.gpu.absent import Gpu, install
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels import product
 from fp4graph.kernels.inductor import EXACT

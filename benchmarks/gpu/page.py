@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_steps import PREDICTED, SWITCHES
+from benchmarks.gpu.steps import PREDICTED, SWITCHES
 
 Row = Mapping[str, Any]
 #: The largest allowed difference of losses of a short training, as a multiple of an ulp's effect.
@@ -27,7 +27,7 @@ def failure(row: Row) -> str | None:
     return None
 
 
-def page(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
+def markdown(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
     """Return the page; ``predicted`` are the rows of ``make gpu-plan``."""
     machine, rows = content["machine"], content["rows"]
     parts: dict[str, list[Row]] = {}
@@ -40,7 +40,7 @@ def page(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
         f"# Validated on: {machine['device']}",
         "",
         f"{len(rows)} cases, {dates[0]} to {dates[-1]}, commit {', '.join(commits) or 'unknown'}; Python "
-        f"{machine['python']}, CUDA {machine['cuda']}, {versions}. Written by `python -m benchmarks.gpu_validate`.",
+        f"{machine['python']}, CUDA {machine['cuda']}, {versions}. Written by `python -m benchmarks.gpu.validate`.",
         "",
     ]
     for part, write in (("kernels", _kernels), ("quantizers", _quantizers), ("parity", _parity)):
