@@ -11,20 +11,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import (
-    Gemm,
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    Share,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    gemms_at,
-    hookimpl,
-)
+from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteView, WeightUpdate, gemms_at
 
 #: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
 #: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.

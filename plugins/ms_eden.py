@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.kernels.measures import block_moments
 from fp4graph.kernels.statistics import block_scale
 from fp4graph.numerics import scaling
@@ -19,16 +20,12 @@ from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.technique import (
     BackwardOperands,
     BlockScale,
-    Context,
     OperandSpecs,
-    Overhead,
     Part,
     Positive,
     Quantization,
     Rounding,
     SiteView,
-    Technique,
-    hookimpl,
 )
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ

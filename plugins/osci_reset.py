@@ -8,19 +8,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import (
-    Gemm,
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    gemms_at,
-    hookimpl,
-)
+from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, SiteView, WeightUpdate, gemms_at
 
 
 class OsciReset(Technique):

@@ -9,19 +9,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Operand, Overhead, Technique, hookimpl
 from fp4graph.errors import Error
-from fp4graph.technique import (
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    OptimizerStep,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    hookimpl,
-)
+from fp4graph.technique import OperandSpecs, OptimizerHook, OptimizerStep, Part, SiteView, WeightUpdate
 from fp4graph.training.conditioning import HELD
 
 #: The parameter's value from before a detection that will be undone.

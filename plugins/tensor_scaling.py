@@ -9,24 +9,11 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operand,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    Quantization,
-    SiteView,
-    StateEntry,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, Positive, Quantization, SiteView
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
 _GRADIENTS = frozenset((Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT))

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
@@ -19,18 +20,13 @@ from fp4graph.technique import (
     GROUPS,
     QUANTIZER_STAGES,
     BlockScale,
-    Context,
     Gradient,
-    Operand,
     OperandSpecs,
-    Overhead,
     Part,
     Positive,
     SiteView,
-    Technique,
     acts_at,
     check_kind,
-    hookimpl,
 )
 
 
