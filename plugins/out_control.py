@@ -31,7 +31,6 @@ from fp4graph.technique import (
 
 #: The operands whose chosen channels have another quantizer. In dgrad all channels have the same.
 _APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
-_FORWARD = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
 _RECENT = f"{Operand.FPROP_INPUT.replace('.', '_')}_recent"  # the entry as the optimizer's stages know it
 _MOST_TOKENS = 1 << 24
 
@@ -105,7 +104,7 @@ class OutControl(Technique):
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason if an operand of fprop is not quantized: then no channels are chosen."""
-        kept = [operand for operand in _FORWARD if specs.get(operand) is None]
+        kept = [operand for operand in Gemm.FPROP.operands if specs.get(operand) is None]
         return f"{kept[0]} stays in high precision" if kept else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
@@ -141,23 +140,17 @@ class OutControl(Technique):
         """Return s, the same on all ranks, and the sums of this rank since the last step; fp32 ``[K]``."""
         if channels is None:
             return ()
-        writer: Literal["graph", "optimizer"] = "graph" if self.mode == "measure" else "optimizer"
         zeros = _Zeros(channels)
-        return (
-            StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False),
-            StateEntry("recent", Operand.FPROP_INPUT, zeros, writer=writer, weight_like=False),
-        )
+        norms = StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False)
+        recent = StateEntry("recent", Operand.FPROP_INPUT, zeros, weight_like=False)
+        return norms, replace(recent, writer="graph") if self.mode == "measure" else recent
 
 
 class SplitChannels(ChannelSplit):
-    """Chooses the channels with the largest norms.
-
-    Attributes:
-        channels: K, or None if it is unknown.
-    """
+    """Chooses the channels with the largest norms."""
 
     options: OutControl
-    channels: int | None
+    channels: int | None  # K, if it is known
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
         """Return the chosen channels and their quantizers."""
@@ -165,12 +158,9 @@ class SplitChannels(ChannelSplit):
         if options.mode != "split" or self.channels is None or options.inert(specs, {}) is not None:
             return None
         plain = QuantSpec(element=ELEMENTS[options.element], block=options.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
-        apart = []
-        for operand in _APART:
-            spec = specs.get(operand)
-            if spec is not None:
-                apart.append((operand, plain if spec.source == "original" else replace(plain, source=spec.source)))
-        return Partition("norms", options.count(self.channels), tuple(apart))
+        quantized = {operand: spec for operand in _APART if (spec := specs.get(operand)) is not None}
+        apart = tuple((operand, replace(plain, source=spec.source)) for operand, spec in quantized.items())
+        return Partition("norms", options.count(self.channels), apart)
 
 
 class MeasureChannels(Part):
@@ -181,8 +171,8 @@ class MeasureChannels(Part):
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the sums since the last step plus the norms of this call, bit for bit alike under compilers."""
-        parts = quantization.group_scales
-        values = quantization.blocking.join(parts[0].values() if parts else quantization.values)
+        scales = quantization.group_scales
+        values = quantization.blocking.join(scales[0].values() if scales else quantization.values)
         x = values.flatten(0, -2).abs()
         if x.shape[0] == 0:
             return {"recent": context.state["recent"].clone()}
@@ -205,10 +195,8 @@ class SumOverRanks(OptimizerHook):
         if self.options.mode == "measure":
             norms += update.over_ranks(recent)
             recent.zero_()
-        elif (
-            self.options.mode == "split" and "measured" not in update.memory
-        ):  # checked once, because it waits for the device
-            if not bool((norms > 0).any()):
+        elif self.options.mode == "split" and "measured" not in update.memory:
+            if not bool((norms > 0).any()):  # checked once, because it waits for the device
                 raise Error(
                     f"out_control splits the input channels of {update.name}, and none were measured: no step of the "
                     "optimizer fell into a phase with mode: measure. Put such a phase before, for at least a step and "
