@@ -71,7 +71,7 @@ def constant(value: float, like: Tensor) -> Tensor:
 
 
 def group_scale(g: Tensor, kappa: float) -> Tensor:
-    """Return γ = g/κ, fp32: 1 where ``g`` is 0, and at least fp32's smallest normal number, so that x/γ stays finite."""
+    """Return γ = g/κ, fp32: 1 where ``g`` is 0, at least fp32's smallest normal number, so that x/γ stays finite."""
     return torch.where(g == 0, 1.0, (g / constant(kappa, g)).clamp(min=2.0**-126))
 
 
