@@ -113,8 +113,7 @@ class ResetOscillating(OptimizerHook):
             if apart is not None:
                 oscillates &= ~apart
             weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
-            for name in ("last", "last_q", "moved", "moved_q"):
-                del memory[name]
+            del memory["moved"], memory["moved_q"], memory["last"], memory["last_q"]
 
 
 @hookimpl

@@ -38,26 +38,22 @@ _MOST_TOKENS = 1 << 24
 class OutControl(Technique):
     """Multiplies a share of a linear layer's input channels, those with the largest activations, in MXFP8.
 
-    While channels are measured (``mode: measure``), every call of the layer with gradients adds, for each input channel
-    k,
+    The modes are phases of a policy. ``wait`` computes nothing; it gives checkpoints of all phases the same keys. In
+    ``measure`` every call of the layer with gradients adds over its tokens t, for each input channel k,
 
-        s_k ← s_k + √(Σ_t X_tk²)
+        s_k ← s_k + √(Σ_t X_tk²),
 
-    over the tokens t of the call; after each step of the optimizer the sums of all ranks are added. Once channels are
-    split (``mode: split``), C are the k channels with the largest s and R are the others, both in falling order of s.
-    X and W are gathered, and
+    nothing for a channel with NaN or Inf, and each step of the optimizer adds up the ranks. End the phase at a step:
+    sums measured after its last step are lost. In ``split`` C are the channels with the largest s and R the others,
+    both in falling order of s. X and W are gathered, and
 
         Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
 
     with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
     rounded up, to nearest, and not rotated. dX is one product with all channels in the layer's order, under the site's
-    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
-    in a call add nothing. End a measuring phase at a step: sums measured after its last step are lost.
-    Frozen weights, which no step changes, are refused if other weights train beside them.
-
-    The modes are phases of a policy: ``wait`` or ``measure`` at first, ``split`` later. ``wait`` computes nothing; it
-    gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to a
-    multiple of ``multiple``, and at least ``multiple``.
+    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. The number of channels in
+    C is ``channels``·K to the nearest whole number, rounded up to a multiple of ``multiple``, and at least
+    ``multiple``. Frozen weights, which no step changes, are refused if other weights train beside them.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control" (a tenth of the channels), and the authors' code, which takes whole 128s
@@ -65,9 +61,9 @@ class OutControl(Technique):
 
     Stages: partition, state, observe, optimizer after the step.
 
-    Cost: a gather of X and W and a scatter of dW. GEMMs take as many FLOPs as before, a share of them in FP8.
-    Measuring takes a pass over X. The complexity weight is ours: 1.5, the middle of what Table 2's rules give for
-    unfusable work with O(1) memory.
+    Cost: a gather of X and W and a scatter of dW; GEMMs take as many FLOPs as before, a share of them in FP8. Measuring
+    takes a pass over X. The complexity weight is ours: 1.5, the middle of what Table 2's rules give for unfusable work
+    with O(1) memory.
 
     Use it where a few channels of the activations hold outliers for the whole training, as in language models.
     """
@@ -130,20 +126,16 @@ class OutControl(Technique):
         return count
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        measures = self.mode == "measure" and site.multiplies_weight
+        measures, channels = self.mode == "measure" and site.multiplies_weight, site.in_features
         operands = frozenset({Operand.FPROP_INPUT} if measures else ())
-        split = SplitChannels(options=self, channels=site.in_features, state=self._state(site.in_features))
+        state: tuple[StateEntry, ...] = ()
+        if channels is not None:  # s, the same on all ranks, and the sums of this rank since the last step; fp32 [K]
+            norms = StateEntry("norms", Operand.FPROP_WEIGHT, _Zeros(channels), weight_like=False)
+            recent = StateEntry("recent", Operand.FPROP_INPUT, _Zeros(channels), weight_like=False)
+            state = norms, replace(recent, writer="graph") if self.mode == "measure" else recent
+        split = SplitChannels(options=self, channels=channels, state=state)
         hook = SumOverRanks(options=self, operands=operands)
         return (split, MeasureChannels(options=self, operands=operands), hook) if measures else (split, hook)
-
-    def _state(self, channels: int | None) -> tuple[StateEntry, ...]:
-        """Return s, the same on all ranks, and the sums of this rank since the last step; fp32 ``[K]``."""
-        if channels is None:
-            return ()
-        zeros = _Zeros(channels)
-        norms = StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False)
-        recent = StateEntry("recent", Operand.FPROP_INPUT, zeros, weight_like=False)
-        return norms, replace(recent, writer="graph") if self.mode == "measure" else recent
 
 
 class SplitChannels(ChannelSplit):

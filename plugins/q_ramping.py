@@ -34,13 +34,12 @@ class QRamping(Technique):
     optimizer begins anew, by an ordinary step of all its elements. Schedules and the memory of other techniques go on.
     An optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is refused.
 
-    Options may change during training, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
-    take effect when a detection begins or ends. A detection is undone if ``restore`` was set when it began.
+    Options that change during training, by a phase or another policy, take effect when a detection begins or ends; one
+    is undone if ``restore`` was set when it began.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
-    with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, and does not say whether training goes
-    on from the state after detection. In the authors' code both are the steps of one epoch, state is restored, and
-    weight decay goes on while an element waits.
+    with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, nor the state from which training goes
+    on. In the authors' code both are the steps of one epoch, state is restored, and weight decay goes on in waiting.
 
     Stage: optimizer, before and after the step.
 
@@ -50,8 +49,7 @@ class QRamping(Technique):
     memory.
 
     Use it against oscillation if ``q_ema``, with which it cannot be combined, does not help or its average in the
-    forward is not wanted. Forward weights must round to nearest: a quantizer that draws noise moves without the weight,
-    which R cannot tell from oscillation.
+    forward is not wanted. Forward weights must round to nearest: R cannot tell drawn noise from oscillation.
     """
 
     name: ClassVar[str] = "q_ramping"
@@ -132,8 +130,7 @@ class RampBatches(OptimizerHook):
             return
         if "stepping" not in update.scratch:
             return
-        stepping, old = update.scratch["stepping"], update.scratch["old"]
-        factor = memory["factor"]
+        stepping, old, factor = update.scratch["stepping"], update.scratch["old"], memory["factor"]
         far = (old.to(torch.float32) + factor * (weight.to(torch.float32) - old.to(torch.float32))).to(weight.dtype)
         weight.copy_(torch.where(stepping, torch.where(factor == 1, weight, far), old))
         held = _released(memory)
@@ -143,22 +140,17 @@ class RampBatches(OptimizerHook):
         memory["summed"].masked_fill_(stepping, 0.0)
 
     def _place(self, memory: dict[str, Tensor]) -> int:
-        """Return the steps since the latest detection began; 0 begins one.
-
-        The count is kept on the CPU, where reading it waits for nothing.
-        """
+        """Return the steps since the latest detection began; 0 begins one."""
         if int(memory.get("steps", self.options.t_update)) >= self.options.t_update:
-            memory["steps"] = torch.zeros((), dtype=torch.int64)
+            memory["steps"] = torch.zeros((), dtype=torch.int64)  # on the CPU, where reading waits for nothing
         return int(memory["steps"])
 
     def _set_factors(self, memory: dict[str, Tensor]) -> None:
         """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
-        options = self.options
-        moved, moved_q = memory["moved"], memory["moved_q"]
+        options, moved, moved_q = self.options, memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
         factor = (options.k2 * (ratio / options.k1).floor() + 1).clamp(max=options.n_max).to(torch.int16)
-        for name in ("moved", "moved_q", "last", "last_q"):
-            del memory[name]
+        del memory["moved"], memory["moved_q"], memory["last"], memory["last_q"]
         if bool((factor > 1).any()):
             memory["factor"], memory["summed"] = factor, torch.zeros_like(moved)
             memory["ramped"] = torch.zeros((), dtype=torch.int64)

@@ -43,7 +43,9 @@ class TensorScaling(Technique):
     Stages: scale (group scale), observe (the held γ).
 
     Cost: a maximum over n/l block statistics, and a multiplication of the accumulator. The complexity weight is that of
-    the paper's Table 9. Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
+    the paper's Table 9.
+
+    Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
     """
 
     name: ClassVar[str] = "tensor_scaling"

@@ -159,7 +159,6 @@ class PairTransform(Part):
 
     stages: ClassVar[tuple[str, ...]] = ("pair_context", "transform", "inverse")
     required: ClassVar[frozenset[str]] = frozenset({"transform", "inverse"})
-
     gemms: frozenset[Gemm] = frozenset(Gemm)
     operands: frozenset[Operand] | None = frozenset()
     block_rotation: int | None = None
@@ -171,7 +170,6 @@ class PairTransform(Part):
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...] | None:
         """Return tensors that both operands ``[..., K]`` of a GEMM share, such as random signs or channel scales."""
-        return None
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return an operand in the new basis, contraction axis last."""
@@ -190,7 +188,6 @@ class Wrapper(Part):
     """
 
     stages: ClassVar[tuple[str, ...]] = ("split", "around", "after", "observe")
-
     draws_in_evaluation: bool = False
 
     @property
@@ -198,11 +195,8 @@ class Wrapper(Part):
         return super().sees_blocks and (self.acts_at("around") or self.acts_at("observe"))
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None] | None:
-        """Return ``x`` as (part to quantize, residual or None), both of its dtype.
-
-        The residual is multiplied apart, in high precision, and added to the product.
-        """
-        return None
+        """Return ``x`` as (part to quantize, residual or None), both of its dtype; the residual is multiplied apart, in
+        high precision, and added to the product."""
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor | None:
         """Return the operand quantized, by calls of ``quantize`` on tensors of the shape of ``x``.
@@ -210,11 +204,9 @@ class Wrapper(Part):
         Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
         weight and not a residual of it.
         """
-        return None
 
     def after(self, x: Tensor, context: Context) -> Tensor | None:
         """Return the dequantized operand, changed, in the shape and dtype of ``x``."""
-        return None
 
 
 class BlockScale(Part):
@@ -230,7 +222,6 @@ class BlockScale(Part):
     stages: ClassVar[tuple[str, ...]] = (
         "block_statistic", "group_statistic", "group_scale", "scale", "rescale", "observe",
     )  # fmt: skip
-
     group_granularity: Granularity | None = None
     normalizes: bool = False
 
@@ -245,34 +236,25 @@ class BlockScale(Part):
 
     def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
-        return None
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before."""
-        return None
 
     def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
 
-        Args:
-            group: returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
-                proportional to the g asked for (EL Eq. 3).
-
-        Returns:
-            γ, broadcastable to ``z``; or γ and the block statistic of x/γ, if the latter is not ``z / γ``.
+        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
+        proportional to the g asked for (EL Eq. 3). γ is broadcastable to ``z``; return γ and the block statistic of x/γ
+        if the latter is not ``z / γ``.
         """
-        return None
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec."""
-        return None
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
-        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
-        elements were rounded under."""
-        return None
+        """Return the scales stored for rounded elements, fp32, in place of ``quantization.scale`` and in its shape."""
 
 
 class Rounding(Part):
@@ -286,7 +268,6 @@ class Rounding(Part):
         ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which were
         divided by the group scales γ as the values were.
         """
-        return None
 
 
 class Gradient(Part):
@@ -297,40 +278,31 @@ class Gradient(Part):
 
     def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Return the surrogate Q'(u) at ``ratio = u``; None is 1."""
-        return None
 
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return the surrogate q'(s) at the unrounded scale of the convention; None is 1."""
-        return None
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
-        group scales."""
-        return None
+        """Return dZ/dX of ``values`` and ``z`` before group scales, shape of ``values``; None is a constant scale."""
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""
-        return None
 
 
 class ChannelSplit(Part):
     """Has some input channels of a linear layer multiplied apart, under other specs."""
 
     stages: ClassVar[tuple[str, ...]] = ("partition",)
-
     operands: frozenset[Operand] | None = frozenset()
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
-        """Return the channels and their specs; None for none. ``specs`` are the site's after every technique's
-        ``plan``. Raise ValueError if options do not fit."""
-        return None
+        """Return the channels and their specs, or None; ``specs`` are the site's after every technique's ``plan``."""
 
 
 class OptimizerHook(Part):
     """Acts around ``optimizer.step()``. It must not depend on the site, because it acts on weights of many sites."""
 
     stages: ClassVar[tuple[str, ...]] = ("before_step", "before_optimizer", "after_step", "after_optimizer")
-
     mixes: Mixes = "none"
 
     def before_step(self, update: WeightUpdate) -> None:

@@ -61,9 +61,8 @@ class Registry:
             try:
                 self._add(name, _loaded(candidate))
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
-                if not isinstance(error, PluginError):
-                    error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
-                self.failures[name] = error
+                unloaded = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
+                self.failures[name] = error if isinstance(error, PluginError) else unloaded
 
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
@@ -170,8 +169,5 @@ def default_registry() -> Registry:
 
 
 def _loaded(candidate: Any) -> object:
-    """Return a plugin, loaded where ``candidate`` is its entry point.
-
-    Once importlib_metadata is imported, as mlflow does, entry points are of its class and not of importlib's.
-    """
+    """Return a plugin, loaded where ``candidate`` is its entry point, of importlib's class or importlib_metadata's."""
     return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

@@ -56,7 +56,6 @@ class Technique(BaseModel):
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
         """Return the technique, with options, that a policy gets by writing ``spec``, or None; Ω counts it."""
-        return None
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
@@ -68,16 +67,13 @@ class Technique(BaseModel):
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return the reason why this technique changes nothing beside the others, or None; the author is warned."""
-        return None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs | None:
         """Return new specs of a site's operands; None leaves them. Raise ValueError if options do not fit the site."""
-        return None
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
         """The arguments of torch's ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None asks for none."""
-        return None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
