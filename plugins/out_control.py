@@ -43,9 +43,9 @@ class OutControl(Technique):
 
         s_k ← s_k + √(Σ_t X_tk²),
 
-    nothing for a channel with NaN or Inf, and each step of the optimizer adds up the ranks. End the phase at a step:
-    sums measured after its last step are lost. In ``split`` C are the channels with the largest s and R the others,
-    both in falling order of s. X and W are gathered, and
+    but nothing for a channel with NaN or Inf; each step of the optimizer adds up the sums of all ranks. End the phase
+    at a step: sums measured after its last step are lost. In ``split`` C are the channels with the largest s and R the
+    others, both in falling order of s. X and W are gathered, and
 
         Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
 

@@ -18,16 +18,18 @@ from fp4graph.training.conditioning import HELD
 class QRamping(Technique):
     """Gives each weight element its own batch size and learning rate, N times those of the run.
 
-    The first T0 of every T_update optimizer steps are a detection. Their distances set N for the other steps:
+    The first T0 of every T_update optimizer steps are a detection, which measures the distances that each element w and
+    its quantized value move. The distances set N for the other steps:
     R = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]),  N = min(k2·⌊R/k1⌋ + 1, N_max).
-    Here 0/0 is 0, and x/0 gives N_max. An element that oscillates has R far above 1. An element with N > 1 adds up its
-    gradients for N − 1 steps, in which it and its entries of the optimizer's state do not change. At the N-th step the
-    optimizer steps with the mean of the N gradients, and the element moves N times as far: w ← w + N·Δw. That is a step
-    with learning rate N·lr and a batch N times as large, in any optimizer whose learning rate multiplies its update;
-    decoupled weight decay acts every N-th step at N times the rate. Step counts and state that is not of the weight's
-    shape (bias corrections) advance at every step. A reset of the moments (``stable_spam``,
-    ``fp4graph.optim.StableSPAM``) also reaches waiting elements. N_max is at most T_update − T0, the steps between two
-    detections. Gradients of a batch that the next detection cuts short are dropped.
+    Here 0/0 is 0, and x/0 gives N_max. An element that oscillates has R far above 1, because its quantized value jumps
+    while the weight creeps. An element with N > 1 adds up its gradients for N − 1 steps, in which it and its entries of
+    the optimizer's state do not change. At the N-th step the optimizer steps with the mean of the N gradients, and the
+    element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times as large, in
+    any optimizer whose learning rate multiplies its update; decoupled weight decay acts every N-th step at N times the
+    rate. Step counts and state that is not of the weight's shape (bias corrections) advance at every step. A reset of
+    the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches waiting elements. N_max is at most
+    T_update − T0, the steps between two detections. Gradients of a batch that the next detection cuts short are
+    dropped.
 
     With ``restore``, weights, all other parameters and the optimizer's state return after a detection to their previous
     values, so that its steps only measure; else they are ordinary steps. A parameter without previous state in the
@@ -39,7 +41,8 @@ class QRamping(Technique):
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
     with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, nor the state from which training goes
-    on. In the authors' code both are the steps of one epoch, state is restored, and weight decay goes on in waiting.
+    on. In the authors' code both are the steps of one epoch, state is restored, and weight decay also acts on elements
+    that wait.
 
     Stage: optimizer, before and after the step.
 
@@ -105,7 +108,8 @@ class RampBatches(OptimizerHook):
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
-        if "moved" in memory or "factor" not in memory or memory.pop("begins", None) is not None:
+        detects = "moved" in memory
+        if detects or "factor" not in memory or memory.pop("begins", None) is not None:
             return
         factor, summed, ramped = memory["factor"], memory["summed"], memory["ramped"]
         summed += grad

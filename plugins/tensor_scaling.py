@@ -29,12 +29,13 @@ class TensorScaling(Technique):
     headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the largest block, whose own scale is among the coarse
     subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
     range to spare, κ = 1 unless ``target`` is given. ``gradient_target`` replaces ``target`` for dY, if forward
-    operands leave room for four_over_six. A tensor scale is applied after the GEMM: the fp32 accumulator is multiplied
-    by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+    operands leave room for four_over_six. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
+    accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1
+    for a group of zeros.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
-    running maximum; values that outgrow it saturate. A backward must follow its own forward: if compiled code runs two
-    forwards before one backward with a held γ, torch raises an error.
+    running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must
+    follow its own forward: if compiled code runs two forwards before one backward with a held γ, torch raises an error.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3

@@ -58,8 +58,8 @@ class StateEntry:
 class Partition:
     """Input channels that a linear layer multiplies apart from its others, under specs of their own.
 
-    The layer's X and W are cut along K into the chosen channels C, those of the largest scores, and the rest R. Each
-    part is gathered by falling score; of equal scores the first channel comes first::
+    X and W are cut along K into the channels C of the largest scores and the rest R. Each part is gathered by falling
+    score; of equal scores the first channel comes first::
 
         fprop   Y       = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
         dgrad   dX      = Q3(dY) @ Q4(Wᵀ)ᵀ

@@ -43,9 +43,9 @@ class Part:
             needs to list them.
     """
 
-    stages: ClassVar[tuple[str, ...]] = ("observe",)  # methods at which parts of the kind may act, in their order
-    acted: ClassVar[frozenset[str]] = frozenset()  # those of them that a class defines
-    required: ClassVar[frozenset[str]] = frozenset()  # those without which a class cannot act
+    stages: ClassVar[tuple[str, ...]] = ("observe",)  # the methods of the kind, in the order in which they act
+    acted: ClassVar[frozenset[str]] = frozenset()  # the methods that a class defines
+    required: ClassVar[frozenset[str]] = frozenset()  # the methods that a class must define
     kind: ClassVar[str] = "Part"  # the class of this module that a part is of
 
     options: Any
@@ -149,7 +149,7 @@ class Part:
 
 
 class PairTransform(Part):
-    """Transforms both operands of a GEMM so that it cancels: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``.
+    """Transforms both operands of a GEMM so that the product stays: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``.
 
     Attributes:
         gemms: the GEMMs whose operands are transformed.
@@ -283,7 +283,8 @@ class Gradient(Part):
         """Return the surrogate q'(s) at the unrounded scale of the convention; None is 1."""
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return dZ/dX of ``values`` and ``z`` before group scales, shape of ``values``; None is a constant scale."""
+        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
+        group scales."""
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""

@@ -31,8 +31,7 @@ class Technique(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     name: ClassVar[str]
-    #: Row of the paper's Table 2, shown by ``fp4graph techniques``.
-    overhead: ClassVar[Overhead]
+    overhead: ClassVar[Overhead]  # row of the paper's Table 2, shown by ``fp4graph techniques``
     #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
     conflicts: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -60,9 +59,7 @@ class Technique(BaseModel):
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
 
-        Args:
-            specs: the specs of the rule's operands, after every technique's :meth:`plan`.
-            techniques: all techniques of the rule by name, this one included.
+        ``specs`` are the rule's after every technique's :meth:`plan`, ``techniques`` all of the rule, by name.
         """
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
