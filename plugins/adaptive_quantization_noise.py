@@ -8,7 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import Context, Overhead, Part, Positive, SiteView, Technique, Wrapper, hookimpl
+from fp4graph import Context, Overhead, Technique, hookimpl
+from fp4graph.technique import Part, Positive, SiteView, Wrapper
 
 
 class AdaptiveQuantizationNoise(Technique):

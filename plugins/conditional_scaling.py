@@ -10,19 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
 
 _LARGEST = torch.finfo(torch.float32).max
 

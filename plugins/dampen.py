@@ -10,18 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import (
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    Positive,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    hookimpl,
-)
+from fp4graph import Operand, Overhead, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Positive, SiteView, WeightUpdate
 
 
 class Dampen(Technique):

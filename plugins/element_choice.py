@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
+from fp4graph import Overhead, Technique, hookimpl
 from fp4graph.numerics.formats import ElementFormat, element_format
 from fp4graph.numerics.spec import QuantSpec, Selector
-from fp4graph.technique import Operands, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Operands, OperandSpecs, SiteView
 
 
 class ElementChoice(Technique):

@@ -9,21 +9,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.kernels.measures import block_errors
 from fp4graph.kernels.statistics import block_scale
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.spec import Selector
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
 
 
 class FourOverSix(Technique):

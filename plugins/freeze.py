@@ -11,20 +11,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import (
-    Gemm,
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    Share,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    gemms_at,
-    hookimpl,
-)
+from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteView, WeightUpdate, gemms_at
 
 #: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
 #: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.
@@ -53,9 +41,8 @@ class Freeze(Technique):
     Stage: optimizer, after the step; also before the first step, for the first q.
 
     Cost: five tensors of the weight's size, one of its dtype, two fp32, one int8 and one boolean, which are saved with
-    the optimizer; the weight's quantizer once more at each step.
-
-    The complexity weight is ours: 3.0, the upper end of what Table 2's rules give for unfusable work with O(n) memory.
+    the optimizer; the weight's quantizer once more at each step. The complexity weight is ours: 3.0, the upper end of
+    what Table 2's rules give for unfusable work with O(n) memory.
 
     Use it to compare remedies for oscillation, or to fine-tune at small learning rates: in pre-training, where weights
     flip because they move far, it freezes most of them early and ruins the result (Chen et al., Table 4).
@@ -69,9 +56,7 @@ class Freeze(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
     momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
-    threshold: Share = Field(
-        0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
-    )
+    threshold: Share = Field(0.01, description="θ, flips per step that freeze an element; several times momentum.")
     final_threshold: Share | None = Field(None, description="The final value of θ; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
@@ -93,8 +78,7 @@ class Freeze(Technique):
                     f"{name} transforms weights before they are rounded, so the rounded values that oscillate are not "
                     f"the elements that freeze would stop; take fprop out of the scope of {name}"
                 )
-        spec = specs.get(Operand.FPROP_WEIGHT)
-        if spec is None:
+        if (spec := specs.get(Operand.FPROP_WEIGHT)) is None:
             return
         if "stochastic" in (spec.rounding, spec.scale.rounding):
             raise ValueError("fprop.weight rounds stochastically and flips by itself; round it to nearest")
@@ -152,12 +136,12 @@ class FreezeOscillating(OptimizerHook):
 
     def _threshold(self, update: WeightUpdate) -> Tensor | float:
         """Count the step and return its θ."""
-        options = self.options
+        options, first = self.options, self.options.threshold
         if options.total_steps is None:
-            return options.threshold
+            return first
         progress = update.count_progress(options.total_steps, options.start)
-        end = options.threshold if options.final_threshold is None else options.final_threshold
-        theta = end + (options.threshold - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
+        end = first if options.final_threshold is None else options.final_threshold
+        theta = end + (first - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
         return torch.where(progress < 0, math.inf, theta)
 
 

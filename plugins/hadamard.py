@@ -9,9 +9,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Gemm, Overhead, Technique, hookimpl
 from fp4graph.kernels import rotation
 from fp4graph.numerics.blocking import block_length
-from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, PairTransform, Part, SiteView, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, PairTransform, Part, SiteView
 
 
 class Hadamard(Technique):

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fp4graph.technique import Overhead, Positive, Share, Technique, hookimpl
+from fp4graph import Overhead, Technique, hookimpl
+from fp4graph.technique import Positive, Share
 
 
 class LossScaling(Technique):

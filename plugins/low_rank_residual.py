@@ -12,21 +12,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import (
-    Context,
-    Operand,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    Wrapper,
-    hookimpl,
-)
+from fp4graph.technique import Operands, OperandSpecs, Part, SiteView, Wrapper
 
 
 class LowRankResidual(Technique):

@@ -8,18 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
 
 
 class MacroBlockScaling(Technique):

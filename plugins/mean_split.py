@@ -11,21 +11,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.exact import total_by
 from fp4graph.numerics.rounding import power_of_two
-from fp4graph.technique import (
-    Context,
-    Gemm,
-    Operand,
-    OperandList,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    Wrapper,
-    hookimpl,
-)
+from fp4graph.technique import OperandList, Part, SiteView, Wrapper
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 _MOST_TOKENS = 1 << 24

@@ -10,28 +10,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.kernels.measures import block_moments
 from fp4graph.kernels.statistics import block_scale
-from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
-from fp4graph.technique import (
-    BackwardOperands,
-    BlockScale,
-    Context,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    Quantization,
-    Rounding,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.numerics.scaling import group_scale
+from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part, Quantization, Rounding, SiteView
 
-_SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ
 #: Above the square of any ratio x/S: Qmax/fill · 3/2 is 9.7, where a subnormal S of 3/2 units was rounded down to one.
 _SQUARE = 128.0
 #: The share of a group that tokens of an expert must fill, 1 over this: 32 of 128.
@@ -63,14 +50,13 @@ class MSEden(Technique):
     Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
     complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
 
-    The factor rights the component along u; for all others the paper needs a rotation that is uniformly random, which
-    random signs and a Hadamard matrix come near to where many elements of a group are filled. The tokens of an expert
-    are padded with zeros to whole groups in wgrad. Of T tokens of Gaussian data in a group of 128 the rms bias of dW
-    was, of its own rms: 5.3 % for T = 2, 6.8 % for 3, 6.3 % for 5, 2.7 % for 8, 1.9 % for 10, 0.4 % for 16, 0.1 % from
-    24 on, as for a full group (4,000 draws, whose noise is 0.2 %). A group that tokens fill to less than a quarter is
-    rounded stochastically instead: S = q(Z/6) rounded up, so that nothing is clipped, elements stochastic, S' = S.
-    It is unbiased for every T, as 4,000 draws show to 0.2 %. Groups of an ordinary layer know of no padding: where 128
-    does not divide its tokens or its outputs, the last group has the bias of its number of them.
+    The factor corrects the component along u. For the others the paper needs a uniformly random rotation; random signs
+    and a Hadamard matrix come near to one if many elements of a group are filled. In wgrad zeros pad the tokens of an
+    expert to whole groups. With T tokens of Gaussian data in a group of 128 the rms bias of dW was, of its own rms:
+    5.3 % for T = 2, 6.8 % for 3, 6.3 % for 5, 2.7 % for 8, 1.9 % for 10, 0.4 % for 16, 0.1 % from 24 on, as for a full
+    group (4,000 draws, whose noise is 0.2 %). A group that tokens fill to less than a quarter is therefore rounded
+    stochastically, which is unbiased for every T: S = q(Z/6) rounded up, so that nothing is clipped, and S' = S. The
+    last group of an ordinary layer has the bias of its number of tokens or outputs if 128 does not divide them.
 
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
@@ -82,7 +68,7 @@ class MSEden(Technique):
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
     fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="What a block's maximum is scaled to, 6 over this.")
-    target: Positive = Field(255.99, description="Largest block's scale before the factor.")
+    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block's scale before the factor.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
@@ -131,9 +117,7 @@ class UnbiasedScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of the tensor, fp32."""
         assert context.spec is not None
-        g = group("tensor")
-        kappa = scaling.constant(context.spec.element.max * self.options.target / self.options.fill, g)
-        return torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+        return group_scale(group("tensor"), context.spec.element.max * self.options.target / self.options.fill)
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return S, under which elements are rounded."""
@@ -147,19 +131,17 @@ class UnbiasedScale(BlockScale):
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
-        block = self.options.block
-        groups, sparse = Groups(quantization.blocking, block), _sparse(quantization.blocking, block)
+        block, blocking, stored = self.options.block, quantization.blocking, quantization.scale
+        groups, sparse = Groups(blocking, block), _sparse(blocking, block)
         # Shares of _SQUARE make every sum exact, and the same in compiled code, which adds in another order.
-        moments = block_moments(
-            quantization.values, quantization.scale, quantization.spec, quantization.blocking, _SQUARE, block
-        )
+        moments = block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE, block)
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
         number = quantization.spec.scale.format
-        corrected = (quantization.scale.double() * factor).to(torch.float32).clamp(max=number.max)
+        corrected = (stored.double() * factor).to(torch.float32).clamp(max=number.max)
         step, inverse = spacing(corrected, number.min_exponent, number.mantissa_bits)
         scale = stochastic_integer(corrected * inverse, uniform(context.noise.block_bits())) * step
-        return scale if sparse is None else torch.where(sparse, quantization.scale, scale)
+        return scale if sparse is None else torch.where(sparse, stored, scale)
 
 
 class StochasticWhereSparse(Rounding):

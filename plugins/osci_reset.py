@@ -8,19 +8,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import (
-    Gemm,
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    gemms_at,
-    hookimpl,
-)
+from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, SiteView, WeightUpdate, gemms_at
 
 
 class OsciReset(Technique):
@@ -124,8 +113,7 @@ class ResetOscillating(OptimizerHook):
             if apart is not None:
                 oscillates &= ~apart
             weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
-            for name in ("last", "last_q", "moved", "moved_q"):
-                del memory[name]
+            del memory["moved"], memory["moved_q"], memory["last"], memory["last_q"]
 
 
 @hookimpl

@@ -10,34 +10,27 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from fp4graph import Context, Gemm, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.errors import Error
 from fp4graph.numerics import exact
 from fp4graph.numerics.formats import ELEMENTS
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique import (
     ChannelSplit,
-    Context,
-    Gemm,
-    Operand,
     OperandSpecs,
     OptimizerHook,
-    Overhead,
     Part,
     Partition,
     Quantization,
     SiteView,
-    StateEntry,
-    Technique,
     WeightUpdate,
     acts_at,
     gemms_at,
-    hookimpl,
     operands_at,
 )
 
 #: The operands whose chosen channels have another quantizer. In dgrad all channels have the same.
 _APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
-_FORWARD = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
 _RECENT = f"{Operand.FPROP_INPUT.replace('.', '_')}_recent"  # the entry as the optimizer's stages know it
 _MOST_TOKENS = 1 << 24
 
@@ -45,26 +38,22 @@ _MOST_TOKENS = 1 << 24
 class OutControl(Technique):
     """Multiplies a share of a linear layer's input channels, those with the largest activations, in MXFP8.
 
-    While channels are measured (``mode: measure``), every call of the layer with gradients adds, for each input channel
-    k,
+    The modes are phases of a policy. ``wait`` computes nothing; it gives checkpoints of all phases the same keys. In
+    ``measure`` every call of the layer with gradients adds over its tokens t, for each input channel k,
 
-        s_k ← s_k + √(Σ_t X_tk²)
+        s_k ← s_k + √(Σ_t X_tk²),
 
-    over the tokens t of the call; after each step of the optimizer the sums of all ranks are added. Once channels are
-    split (``mode: split``), C are the k channels with the largest s and R are the others, both in falling order of s.
-    X and W are gathered, and
+    but nothing for a channel with NaN or Inf; each step of the optimizer adds up the sums of all ranks. End the phase
+    at a step: sums measured after its last step are lost. In ``split`` C are the channels with the largest s and R the
+    others, both in falling order of s. X and W are gathered, and
 
         Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
 
     with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
     rounded up, to nearest, and not rotated. dX is one product with all channels in the layer's order, under the site's
-    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
-    in a call add nothing. End a measuring phase at a step: sums measured after its last step are lost.
-    Frozen weights, which no step changes, are refused if other weights train beside them.
-
-    The modes are phases of a policy: ``wait`` or ``measure`` at first, ``split`` later. ``wait`` computes nothing; it
-    gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to a
-    multiple of ``multiple``, and at least ``multiple``.
+    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. The number of channels in
+    C is ``channels``·K to the nearest whole number, rounded up to a multiple of ``multiple``, and at least
+    ``multiple``. Frozen weights, which no step changes, are refused if other weights train beside them.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control" (a tenth of the channels), and the authors' code, which takes whole 128s
@@ -72,9 +61,9 @@ class OutControl(Technique):
 
     Stages: partition, state, observe, optimizer after the step.
 
-    Cost: a gather of X and W and a scatter of dW. GEMMs take as many FLOPs as before, a share of them in FP8.
-    Measuring takes a pass over X. The complexity weight is ours: 1.5, the middle of what Table 2's rules give for
-    unfusable work with O(1) memory.
+    Cost: a gather of X and W and a scatter of dW; GEMMs take as many FLOPs as before, a share of them in FP8. Measuring
+    takes a pass over X. The complexity weight is ours: 1.5, the middle of what Table 2's rules give for unfusable work
+    with O(1) memory.
 
     Use it where a few channels of the activations hold outliers for the whole training, as in language models.
     """
@@ -111,7 +100,7 @@ class OutControl(Technique):
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason if an operand of fprop is not quantized: then no channels are chosen."""
-        kept = [operand for operand in _FORWARD if specs.get(operand) is None]
+        kept = [operand for operand in Gemm.FPROP.operands if specs.get(operand) is None]
         return f"{kept[0]} stays in high precision" if kept else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
@@ -137,33 +126,23 @@ class OutControl(Technique):
         return count
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        measures = self.mode == "measure" and site.multiplies_weight
+        measures, channels = self.mode == "measure" and site.multiplies_weight, site.in_features
         operands = frozenset({Operand.FPROP_INPUT} if measures else ())
-        split = SplitChannels(options=self, channels=site.in_features, state=self._state(site.in_features))
+        state: tuple[StateEntry, ...] = ()
+        if channels is not None:  # s, the same on all ranks, and the sums of this rank since the last step; fp32 [K]
+            norms = StateEntry("norms", Operand.FPROP_WEIGHT, _Zeros(channels), weight_like=False)
+            recent = StateEntry("recent", Operand.FPROP_INPUT, _Zeros(channels), weight_like=False)
+            state = norms, replace(recent, writer="graph") if self.mode == "measure" else recent
+        split = SplitChannels(options=self, channels=channels, state=state)
         hook = SumOverRanks(options=self, operands=operands)
         return (split, MeasureChannels(options=self, operands=operands), hook) if measures else (split, hook)
 
-    def _state(self, channels: int | None) -> tuple[StateEntry, ...]:
-        """Return s, the same on all ranks, and the sums of this rank since the last step; fp32 ``[K]``."""
-        if channels is None:
-            return ()
-        writer: Literal["graph", "optimizer"] = "graph" if self.mode == "measure" else "optimizer"
-        zeros = _Zeros(channels)
-        return (
-            StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False),
-            StateEntry("recent", Operand.FPROP_INPUT, zeros, writer=writer, weight_like=False),
-        )
-
 
 class SplitChannels(ChannelSplit):
-    """Chooses the channels with the largest norms.
-
-    Attributes:
-        channels: K, or None if it is unknown.
-    """
+    """Chooses the channels with the largest norms."""
 
     options: OutControl
-    channels: int | None
+    channels: int | None  # K, if it is known
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
         """Return the chosen channels and their quantizers."""
@@ -171,12 +150,9 @@ class SplitChannels(ChannelSplit):
         if options.mode != "split" or self.channels is None or options.inert(specs, {}) is not None:
             return None
         plain = QuantSpec(element=ELEMENTS[options.element], block=options.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
-        apart = []
-        for operand in _APART:
-            spec = specs.get(operand)
-            if spec is not None:
-                apart.append((operand, plain if spec.source == "original" else replace(plain, source=spec.source)))
-        return Partition("norms", options.count(self.channels), tuple(apart))
+        quantized = {operand: spec for operand in _APART if (spec := specs.get(operand)) is not None}
+        apart = tuple((operand, replace(plain, source=spec.source)) for operand, spec in quantized.items())
+        return Partition("norms", options.count(self.channels), apart)
 
 
 class MeasureChannels(Part):
@@ -187,8 +163,8 @@ class MeasureChannels(Part):
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the sums since the last step plus the norms of this call, bit for bit alike under compilers."""
-        parts = quantization.group_scales
-        values = quantization.blocking.join(parts[0].values() if parts else quantization.values)
+        scales = quantization.group_scales
+        values = quantization.blocking.join(scales[0].values() if scales else quantization.values)
         x = values.flatten(0, -2).abs()
         if x.shape[0] == 0:
             return {"recent": context.state["recent"].clone()}
@@ -211,10 +187,8 @@ class SumOverRanks(OptimizerHook):
         if self.options.mode == "measure":
             norms += update.over_ranks(recent)
             recent.zero_()
-        elif (
-            self.options.mode == "split" and "measured" not in update.memory
-        ):  # checked once, because it waits for the device
-            if not bool((norms > 0).any()):
+        elif self.options.mode == "split" and "measured" not in update.memory:
+            if not bool((norms > 0).any()):  # checked once, because it waits for the device
                 raise Error(
                     f"out_control splits the input channels of {update.name}, and none were measured: no step of the "
                     "optimizer fell into a phase with mode: measure. Put such a phase before, for at least a step and "

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph.technique import Context, Operands, Overhead, Part, SiteView, Technique, Wrapper, hookimpl
+from fp4graph import Context, Overhead, Technique, hookimpl
+from fp4graph.technique import Operands, Part, SiteView, Wrapper
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
 

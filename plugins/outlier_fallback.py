@@ -10,8 +10,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
-from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Part, SiteView, Technique, Wrapper, hookimpl
+from fp4graph.technique import Operands, OperandSpecs, Part, SiteView, Wrapper
 
 _DEFAULT_FRACTION = 0.1
 

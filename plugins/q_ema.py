@@ -9,23 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.technique import (
-    Context,
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    Overhead,
-    Part,
-    Rounding,
-    Share,
-    SiteView,
-    StateEntry,
-    Technique,
-    WeightUpdate,
-    hookimpl,
-)
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Rounding, Share, SiteView, WeightUpdate
 
 
 def _as_fp32(weight: Tensor) -> Tensor:

@@ -9,67 +9,50 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Operand, Overhead, Technique, hookimpl
 from fp4graph.errors import Error
-from fp4graph.technique import (
-    Operand,
-    OperandSpecs,
-    OptimizerHook,
-    OptimizerStep,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    hookimpl,
-)
+from fp4graph.technique import OperandSpecs, OptimizerHook, OptimizerStep, Part, SiteView, WeightUpdate
 from fp4graph.training.conditioning import HELD
-
-#: The parameter's value from before a detection that will be undone.
-_SAVED = "saved"
 
 
 class QRamping(Technique):
     """Gives each weight element its own batch size and learning rate, N times those of the run.
 
-    The first T0 of every T_update optimizer steps are a detection: ordinary steps in which the distances that each
-    element w and its quantized value move are measured. N is then set for the remaining steps:
+    The first T0 of every T_update optimizer steps are a detection, which measures the distances that each element w and
+    its quantized value move. The distances set N for the other steps:
     R = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]),  N = min(k2·⌊R/k1⌋ + 1, N_max).
-    Here 0/0 is 0, and x/0 gives N_max. An element with N > 1 adds up its gradients for N − 1 steps, in which it and its
-    entries of the optimizer's state do not change. At the N-th step the optimizer steps with the mean of the N
-    gradients, and the element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N
-    times as large, in any optimizer whose learning rate multiplies its update; decoupled weight decay acts every N-th
-    step at N times the rate. Step counts and state that is not of the weight's shape (bias corrections) advance at
-    every step. A reset of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches waiting elements.
-    An element that oscillates has R far above 1, because its quantized value jumps while the weight creeps.
-
-    N_max is at most T_update − T0, the steps between two detections: an element with a larger N would never step.
-    Gradients of a batch that the next detection cuts short are dropped.
+    Here 0/0 is 0, and x/0 gives N_max. An element that oscillates has R far above 1, because its quantized value jumps
+    while the weight creeps. An element with N > 1 adds up its gradients for N − 1 steps, in which it and its entries of
+    the optimizer's state do not change. At the N-th step the optimizer steps with the mean of the N gradients, and the
+    element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times as large, in
+    any optimizer whose learning rate multiplies its update; decoupled weight decay acts every N-th step at N times the
+    rate. Step counts and state that is not of the weight's shape (bias corrections) advance at every step. A reset of
+    the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches waiting elements. N_max is at most
+    T_update − T0, the steps between two detections. Gradients of a batch that the next detection cuts short are
+    dropped.
 
     With ``restore``, weights, all other parameters and the optimizer's state return after a detection to their previous
-    values, so that the steps of a detection only measure. Otherwise they are ordinary steps of the training. A
-    parameter without previous state in the optimizer begins anew, by an ordinary step of all its elements. Schedules
-    and the memory of other techniques go on. An optimizer that counts steps for a group of parameters (timm's LAMB and
-    Adan) is refused.
+    values, so that its steps only measure; else they are ordinary steps. A parameter without previous state in the
+    optimizer begins anew, by an ordinary step of all its elements. Schedules and the memory of other techniques go on.
+    An optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is refused.
 
-    Options may change during training, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
-    take effect when a detection begins or ends. A detection is undone if ``restore`` was set when it began.
+    Options that change during training, by a phase or another policy, take effect when a detection begins or ends; one
+    is undone if ``restore`` was set when it began.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
-    with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, and does not say whether training goes
-    on from the state after detection. In the authors' code both are the steps of one epoch, state is restored, and
-    weight decay goes on while an element waits.
+    with k1 = 16, k2 = 5 and T0 = 30. The paper gives neither N_max nor T_update, nor the state from which training goes
+    on. In the authors' code both are the steps of one epoch, state is restored, and weight decay also acts on elements
+    that wait.
 
     Stage: optimizer, before and after the step.
 
     Cost: two passes over each weight with some N > 1 and over its state, which are copied before the step; the sum of
     gradients and N are kept. During a detection: four tensors of the weight's size, and the weight's quantizer once
-    more at each step.
-
-    The complexity weight is ours: 2.5, because Table 2's rules give 2 to 3 for unfusable work with O(n) memory.
+    more at each step. The complexity weight is ours: 2.5, as Table 2's rules give 2 to 3 for unfusable work with O(n)
+    memory.
 
     Use it against oscillation if ``q_ema``, with which it cannot be combined, does not help or its average in the
-    forward is not wanted. Forward weights must round to nearest: a quantizer that draws noise moves without the weight,
-    which R cannot tell from oscillation.
+    forward is not wanted. Forward weights must round to nearest: R cannot tell drawn noise from oscillation.
     """
 
     name: ClassVar[str] = "q_ramping"
@@ -125,14 +108,16 @@ class RampBatches(OptimizerHook):
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
-        if _detects(memory) or "factor" not in memory or memory.pop("begins", None) is not None:
+        detects = "moved" in memory
+        if detects or "factor" not in memory or memory.pop("begins", None) is not None:
             return
         factor, summed, ramped = memory["factor"], memory["summed"], memory["ramped"]
         summed += grad
         ramped += 1
         stepping = int(ramped) % factor.to(torch.int32) == 0
         update.scratch.update(stepping=stepping, old=weight.clone())
-        _hold(memory, ((n, x) for n, x in _state(update.optimizer, weight) if _is_like(x, weight)))
+        entries = _state(update.optimizer, weight)
+        _hold(memory, ((n, x) for n, x in entries if isinstance(x, Tensor) and x.shape == weight.shape))
         mean = summed / factor.to(torch.float32)
         # Elements with N = 1 keep their gradient; elements that wait add nothing to norms over the tensor.
         grad.copy_(torch.where(factor == 1, grad, torch.where(stepping, mean, 0.0).to(grad.dtype)))
@@ -140,7 +125,7 @@ class RampBatches(OptimizerHook):
     def after_step(self, update: WeightUpdate) -> None:
         """Measure, end a detection, or undo the step for the elements that wait."""
         memory, weight = update.memory, update.parameter
-        if _detects(memory):
+        if "moved" in memory:  # a detection is running
             for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
                 memory[way] += (now.to(torch.float32) - memory[last]).abs()
                 memory[last].copy_(now)
@@ -149,8 +134,7 @@ class RampBatches(OptimizerHook):
             return
         if "stepping" not in update.scratch:
             return
-        stepping, old = update.scratch["stepping"], update.scratch["old"]
-        factor = memory["factor"]
+        stepping, old, factor = update.scratch["stepping"], update.scratch["old"], memory["factor"]
         far = (old.to(torch.float32) + factor * (weight.to(torch.float32) - old.to(torch.float32))).to(weight.dtype)
         weight.copy_(torch.where(stepping, torch.where(factor == 1, weight, far), old))
         held = _released(memory)
@@ -160,22 +144,17 @@ class RampBatches(OptimizerHook):
         memory["summed"].masked_fill_(stepping, 0.0)
 
     def _place(self, memory: dict[str, Tensor]) -> int:
-        """Return the steps since the latest detection began; 0 begins one.
-
-        The count is kept on the CPU, where reading it waits for nothing.
-        """
+        """Return the steps since the latest detection began; 0 begins one."""
         if int(memory.get("steps", self.options.t_update)) >= self.options.t_update:
-            memory["steps"] = torch.zeros((), dtype=torch.int64)
+            memory["steps"] = torch.zeros((), dtype=torch.int64)  # on the CPU, where reading waits for nothing
         return int(memory["steps"])
 
     def _set_factors(self, memory: dict[str, Tensor]) -> None:
         """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
-        options = self.options
-        moved, moved_q = memory["moved"], memory["moved_q"]
+        options, moved, moved_q = self.options, memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
         factor = (options.k2 * (ratio / options.k1).floor() + 1).clamp(max=options.n_max).to(torch.int16)
-        for name in ("moved", "moved_q", "last", "last_q"):
-            del memory[name]
+        del memory["moved"], memory["moved_q"], memory["last"], memory["last_q"]
         if bool((factor > 1).any()):
             memory["factor"], memory["summed"] = factor, torch.zeros_like(moved)
             memory["ramped"] = torch.zeros((), dtype=torch.int64)
@@ -185,9 +164,9 @@ class RampBatches(OptimizerHook):
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
             if self._place(memory) == 0:
-                memory.pop(_SAVED, None)
+                memory.pop("saved", None)
                 if self.options.restore:
-                    memory[_SAVED] = parameter.detach().clone()
+                    memory["saved"] = parameter.detach().clone()
                     _hold(memory, _state(step.optimizer, parameter))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
@@ -199,26 +178,16 @@ class RampBatches(OptimizerHook):
             )
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
-            if _SAVED in memory and self._place(memory) >= self.options.t0 - 1:
-                parameter.copy_(memory.pop(_SAVED))
+            if "saved" in memory and self._place(memory) >= self.options.t0 - 1:
+                parameter.copy_(memory.pop("saved"))
                 _restore(step.optimizer, parameter, memory)
             memory["steps"] += 1
-
-
-def _detects(memory: dict[str, Tensor]) -> bool:
-    """Return whether a detection is running."""
-    return "moved" in memory
 
 
 def _state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Any]]:
     """Return the optimizer's state of a parameter, by name, without entries of techniques."""
     state: Mapping[Any, Any] = optimizer.state.get(parameter, {})
     return ((name, value) for name, value in state.items() if not str(name).startswith("fp4graph."))
-
-
-def _is_like(value: Any, weight: Tensor) -> bool:
-    """Return whether ``value`` is a tensor of the shape of ``weight``."""
-    return isinstance(value, Tensor) and value.shape == weight.shape
 
 
 def _hold(memory: dict[str, Tensor], state: Iterable[tuple[str, Any]]) -> None:
@@ -248,7 +217,7 @@ def _restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[s
     for name, value in list(_state(optimizer, parameter)):
         if name not in held:
             del state[name]
-            if _is_like(value, parameter) and "factor" in memory:
+            if isinstance(value, Tensor) and value.shape == parameter.shape and "factor" in memory:
                 memory["begins"] = torch.ones((), dtype=torch.int64)
         elif isinstance(value, Tensor):
             value.copy_(held[name])

@@ -9,19 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.exact import root, total
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    ForwardOperands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, ForwardOperands, OperandSpecs, Part, Positive, SiteView
 
 _LEAST = 1e-8  # a term of the authors' code, so that a constant block has a logarithm
 

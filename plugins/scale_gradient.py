@@ -9,20 +9,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import (
-    GROUPS,
-    Context,
-    Gradient,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    check_kind,
-    hookimpl,
-)
+from fp4graph.technique import GROUPS, Gradient, OperandSpecs, Part, SiteView, check_kind
 
 
 class ScaleGradient(Technique):

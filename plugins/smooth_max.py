@@ -8,22 +8,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
-from fp4graph.technique import (
-    GROUPS,
-    BlockScale,
-    Context,
-    Gradient,
-    Operand,
-    Overhead,
-    Part,
-    Positive,
-    SiteView,
-    Technique,
-    check_kind,
-    hookimpl,
-)
+from fp4graph.technique import GROUPS, BlockScale, Gradient, Part, Positive, SiteView, check_kind
 
 
 class SmoothMax(Technique):

@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.technique import Context, Gemm, Overhead, PairTransform, Part, SiteView, Technique, hookimpl
+from fp4graph import Context, Gemm, Overhead, Technique, hookimpl
+from fp4graph.technique import PairTransform, Part, SiteView
 
 _LARGEST_POWER = 2.0**127  # of fp32
 

@@ -8,8 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph import Overhead, Technique, hookimpl
 from fp4graph.errors import Error
-from fp4graph.technique import OptimizerHook, OptimizerStep, Overhead, Part, SiteView, Technique, hookimpl
+from fp4graph.technique import OptimizerHook, OptimizerStep, Part, SiteView
 from fp4graph.training import conditioning
 from fp4graph.training.stable_spam import StableSPAM
 
@@ -79,9 +80,7 @@ class ConditionGradients(OptimizerHook):
 
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""
-        options = self.options
-        optimizer = step.optimizer
-        groups = optimizer.param_groups
+        options, optimizer, groups = self.options, step.optimizer, step.optimizer.param_groups
         if isinstance(optimizer, StableSPAM):
             raise Error(
                 "the optimizer is StableSPAM itself, and the policy's technique stable_spam would condition its "
@@ -107,12 +106,7 @@ class ConditionGradients(OptimizerHook):
                 for parameter in group["params"]:
                     conditioning.reset_moments(optimizer.state.get(parameter, {}))
 
-        factors = {
-            "gamma1": options.gamma1 * c,
-            "gamma2": options.gamma2,
-            "theta": options.theta,
-            "eps": options.eps,
-        }
+        factors = options.model_dump(include={"gamma2", "theta", "eps"}) | {"gamma1": options.gamma1 * c}
         memories: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, _ in step.parameters():
             if (grad := parameter.grad) is not None and grad.numel():

@@ -10,21 +10,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import (
-    Context,
-    ForwardOperands,
-    Gradient,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    SiteView,
-    Technique,
-    check_kind,
-    hookimpl,
-)
+from fp4graph.technique import ForwardOperands, Gradient, OperandSpecs, Part, Positive, SiteView, check_kind
 
 
 class StepGradient(Technique):

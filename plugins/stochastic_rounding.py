@@ -10,20 +10,10 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operand,
-    OperandList,
-    OperandSpecs,
-    Overhead,
-    Part,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import BlockScale, OperandList, OperandSpecs, Part, SiteView
 
 #: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
 _BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from fp4graph import Overhead, Technique, hookimpl
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Operands, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Operands, OperandSpecs, SiteView
 
 
 class StochasticScaleRounding(Technique):

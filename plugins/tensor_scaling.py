@@ -9,45 +9,29 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
+from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity, block_length
-from fp4graph.numerics.scaling import constant
+from fp4graph.numerics.scaling import group_scale
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import (
-    BlockScale,
-    Context,
-    Operand,
-    Operands,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    Quantization,
-    SiteView,
-    StateEntry,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import GROUPS, BlockScale, Operands, OperandSpecs, Part, Positive, Quantization, SiteView
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
-_GRADIENTS = frozenset((Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT))
-_SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ, so that x/γ stays finite
 
 
 class TensorScaling(Technique):
     """Divides X by the group scale γ = g/κ before its block scales are chosen, and multiplies the result by γ.
 
     h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1) with g = max_p Z_p over the blocks p of a group, taken from the block
-    statistics and not by a second pass over X. If the group is the tensor, γ is the tensor scale. κ = Qmax·T·headroom,
-    where T is ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and E4M3. The largest block's
-    decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands for q·S_b·amax/2688, as
-    NVFP4 hardware computes it. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom)
-    for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the
-    largest block, whose own scale is among the coarse subnormals. For scales of either convention in formats with
-    fp32's exponents (E8M0, E8M3, FP32, BF16), which have range to spare, κ = 1 unless ``target`` is given.
-    ``gradient_target`` replaces ``target`` for dY, if forward operands leave room for four_over_six. A tensor scale is
-    applied after the
-    GEMM: the fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at
-    least 2^-126, and 1 for a group of zeros.
+    statistics and not by a second pass over X. κ = Qmax·T·headroom, where T is ``target`` or else the scale format's
+    maximum: 6·448·headroom for E2M1 and E4M3. The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 ·
+    2688/amax), and an element q stands for q·S_b·amax/2688, as NVFP4 hardware computes it. Encode scales are the
+    reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with
+    headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the largest block, whose own scale is among the coarse
+    subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
+    range to spare, κ = 1 unless ``target`` is given. ``gradient_target`` replaces ``target`` for dY, if forward
+    operands leave room for four_over_six. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
+    accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1
+    for a group of zeros.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
     running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must
@@ -104,17 +88,14 @@ class TensorScaling(Technique):
                     f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to "
                     "spare; give a target with it, or leave it out"
                 )
-        if self.gradient_target is not None and not self.operands_listed & _GRADIENTS:
+            if isinstance(self.granularity, int) and self.granularity % (length := block_length(spec.block)):
+                raise ValueError(
+                    f"granularity {self.granularity} is not a multiple of the block of {operand}, {length} elements"
+                )
+        if self.gradient_target is not None and not self.operands_listed & {*GROUPS["gradients"]}:
             raise ValueError("gradient_target is for dY, and operands lists no dY; leave it out")
         if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
-        if isinstance(self.granularity, int):
-            for operand, spec in self.specs_listed(specs).items():
-                length = block_length(spec.block)
-                if self.granularity % length:
-                    raise ValueError(
-                        f"granularity {self.granularity} is not a multiple of the block of {operand}, {length} elements"
-                    )
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Refuse to hold γ for a product without a weight, with which γ is kept, or if each expert has its own γ."""
@@ -128,24 +109,18 @@ class TensorScaling(Technique):
 
     def target_of(self, operand: Operand) -> float | None:
         """Return the target of an operand."""
-        return self.target if self.gradient_target is None or operand not in _GRADIENTS else self.gradient_target
+        differs = self.gradient_target is not None and operand in GROUPS["gradients"]
+        return self.gradient_target if differs else self.target
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        listed = [operand for operand in Operand if operand in self.operands_listed]
-        held = self.hold_steps > 1
-        entries = [StateEntry("gamma", o, _initial_scale, writer="graph", weight_like=False) for o in listed if held]
-        kind = HeldTensorScale if held else TensorScale
-        return tuple(
-            kind(
-                options=self,
-                operands=frozenset(operand for operand in listed if self.target_of(operand) == target),
-                target=target,
-                group_granularity=self.granularity,
-                draws=held,  # it counts forwards
-                state=tuple(entry for entry in entries if self.target_of(entry.operand) == target),
-            )
-            for target in dict.fromkeys(map(self.target_of, listed))
-        )
+        listed, held = [operand for operand in Operand if operand in self.operands_listed], self.hold_steps > 1
+        kind, parts = HeldTensorScale if held else TensorScale, list[Part]()
+        for target in dict.fromkeys(map(self.target_of, listed)):
+            operands = [operand for operand in listed if self.target_of(operand) == target]
+            state = tuple(StateEntry("gamma", o, _one, writer="graph", weight_like=False) for o in operands if held)
+            acting, granularity = frozenset(operands), self.granularity
+            parts.append(kind(options=self, operands=acting, target=target, group_granularity=granularity, state=state))
+        return tuple(parts)
 
     def kappa(self, spec: QuantSpec, target: float | None) -> float:
         """Return κ for operands of ``spec``."""
@@ -156,29 +131,24 @@ class TensorScaling(Technique):
 
 
 class TensorScale(BlockScale):
-    """Divides by γ = g/κ of each group.
-
-    Attributes:
-        target: that of the operands, which κ depends on.
-    """
+    """Divides by γ = g/κ of each group."""
 
     mixes = "none"
     normalizes = True
     options: TensorScaling
-    target: float | None
+    target: float | None  # that of the operands, on which κ depends
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
-        g = group(self.options.granularity)
-        kappa = constant(self.options.kappa(context.spec, self.target), g)
-        return torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+        return group_scale(group(self.options.granularity), self.options.kappa(context.spec, self.target))
 
 
 class HeldTensorScale(TensorScale):
     """Keeps γ, fp32, 0-d, from one refresh to the next."""
 
     mixes = "none"
+    draws = True  # it counts forwards
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return the current or the held γ."""
@@ -192,7 +162,7 @@ class HeldTensorScale(TensorScale):
         return {"gamma": part.scale.reshape(())}
 
 
-def _initial_scale(weight: Tensor) -> Tensor:
+def _one(weight: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=weight.device)
 
 

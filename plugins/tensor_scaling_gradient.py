@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
-from fp4graph.technique import (
-    GRADIENT_STAGES,
-    GROUPS,
-    QUANTIZER_STAGES,
-    BlockScale,
-    Context,
-    Gradient,
-    Operand,
-    OperandSpecs,
-    Overhead,
-    Part,
-    Positive,
-    SiteView,
-    Technique,
-    acts_at,
-    check_kind,
-    hookimpl,
-)
+from fp4graph.technique import QUANTIZER_STAGES, BlockScale, Gradient, OperandSpecs, Part, SiteView, acts_at, check_kind
 
 
 class TensorScalingGradient(Technique):
@@ -64,7 +48,7 @@ class TensorScalingGradient(Technique):
     requires: ClassVar[frozenset[str]] = frozenset({"tensor_scaling"})
 
     kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="g and its gradient.")
-    beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
+    beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
 
     @model_validator(mode="after")
@@ -86,27 +70,23 @@ class TensorScalingGradient(Technique):
         """Return a reason for ``absmax`` if the quantizer returns a group's maximum unchanged."""
         if self.kind != "absmax" or any(_changes_the_maximum(technique) for technique in techniques.values()):
             return None
-        scaling = techniques["tensor_scaling"]
-        kappa: Callable[..., float] = getattr(scaling, "kappa")  # noqa: B009  # of the plugin of that name
-        target = getattr(scaling, "target")  # noqa: B009  # of forward operands
-        acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in GROUPS["forward"]]
-        if acting and all(_returns_its_maximum(spec, kappa(spec, target)) for spec in acting):
-            return (
-                "absmax has a gradient only at the largest element of a group, which the quantizer returns unchanged, "
-                "so that the term f(U) - U·f'(U) is 0"
-            )
-        return None
+        scaling: Any = techniques["tensor_scaling"]
+        acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in Gemm.FPROP.operands]
+        if not acting or not all(_returns_its_maximum(spec, scaling.kappa(spec, scaling.target)) for spec in acting):
+            return None
+        return (
+            "absmax has a gradient only at the largest element of a group, which the quantizer returns unchanged, so "
+            "that the term f(U) - U·f'(U) is 0"
+        )
 
     def beta_of(self, m: Tensor) -> Tensor:
         return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        if self.kind == "ignore":
-            return ()
-        gradient = GroupGradient(options=self, operands=frozenset(GROUPS["forward"]))
-        if self.kind != "softmax":
-            return (gradient,)
-        return SmoothGroupStatistic(options=self, operands=frozenset(Operand)), gradient
+        gradient = GroupGradient(options=self, operands=frozenset(Gemm.FPROP.operands))
+        if self.kind == "softmax":
+            return SmoothGroupStatistic(options=self, operands=frozenset(Operand)), gradient
+        return () if self.kind == "ignore" else (gradient,)
 
 
 class SmoothGroupStatistic(BlockScale):
@@ -122,7 +102,7 @@ class SmoothGroupStatistic(BlockScale):
 
 
 class GroupGradient(Gradient):
-    """The derivative dg/dX of Table 1."""
+    """Differentiates the group statistic."""
 
     mixes = "tensor"
     options: TensorScalingGradient
@@ -148,7 +128,7 @@ def _changes_the_maximum(technique: Technique) -> bool:
             return getattr(technique, "kind", None) == "softmax"
         case "stochastic_rounding":
             return getattr(technique, "range_guard", None) is not None
-    return acts_at(technique, *QUANTIZER_STAGES, *GRADIENT_STAGES)
+    return acts_at(technique, *QUANTIZER_STAGES, *Gradient.stages)
 
 
 def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:

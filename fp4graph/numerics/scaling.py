@@ -70,6 +70,11 @@ def constant(value: float, like: Tensor) -> Tensor:
     return torch.where(like == like, number, number)
 
 
+def group_scale(g: Tensor, kappa: float) -> Tensor:
+    """Return γ = g/κ, fp32: 1 where ``g`` is 0, at least fp32's smallest normal number, so that x/γ stays finite."""
+    return torch.where(g == 0, 1.0, (g / constant(kappa, g)).clamp(min=2.0**-126))
+
+
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
     """Return the mantissa of ``z / divisor``, from 1 to 2, rounded up to ``bits`` stored bits: fp32, shape of ``z``.
 

@@ -46,25 +46,14 @@ from fp4graph.technique.technique import (
 )
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
-#: The modules of fp4graph that a plugin may import. Everything else may change without notice.
+#: The modules of fp4graph that a plugin may import; docs/techniques.md says what is there. Everything else may change
+#: without notice.
 IMPORTABLE = (
-    "fp4graph",  # the public names, and all of a simple technique
-    "fp4graph.technique",  # the base class, the parts, what they are handed, sites, operands, products, the hook
-    "fp4graph.errors",  # errors to raise
-    "fp4graph.kernels.measures",  # sums over blocks: rounding errors, moments
-    "fp4graph.kernels.rotation",  # block Hadamard rotations
-    "fp4graph.kernels.statistics",  # maxima and scales of blocks
-    "fp4graph.numerics.blocking",  # the blocked layout, groups of blocks
-    "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
-    "fp4graph.numerics.formats",  # element and scale formats
-    "fp4graph.numerics.quantize",  # a whole quantizer, for a tensor that is no operand
-    "fp4graph.numerics.rounding",  # elements: to nearest, stochastically, the two neighbours
-    "fp4graph.numerics.scaling",  # block scales, and dividing by them
-    "fp4graph.numerics.spec",  # one operand's quantizer as data
-    "fp4graph.numerics.surrogates",  # derivatives of maxima and roundings
-    "fp4graph.training.conditioning",  # conditioning of gradients, resets of Adam's moments
-    "fp4graph.training.stable_spam",  # the optimizer StableSPAM, to recognise it
-)
+    "fp4graph", "fp4graph.technique", "fp4graph.errors", "fp4graph.kernels.measures", "fp4graph.kernels.rotation",
+    "fp4graph.kernels.statistics", "fp4graph.numerics.blocking", "fp4graph.numerics.exact", "fp4graph.numerics.formats",
+    "fp4graph.numerics.quantize", "fp4graph.numerics.rounding", "fp4graph.numerics.scaling", "fp4graph.numerics.spec",
+    "fp4graph.numerics.surrogates", "fp4graph.training.conditioning", "fp4graph.training.stable_spam",
+)  # fmt: skip
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",

@@ -70,19 +70,13 @@ class Context:
         return statistics.order_statistics(x, place)
 
     def bits(self, count: int, constant: bool = False) -> Tensor:
-        """Return ``count`` words of 32 random bits, int32: new at every forward, or with ``constant`` always the same.
-
-        They are :func:`fp4graph.numerics.noise.hash_bits` under the key of :attr:`noise` or of :attr:`constant`, for
-        the indices below ``count``.
-        """
+        """Return ``count`` words of 32 random bits, int32: :func:`fp4graph.numerics.noise.hash_bits` of the indices
+        below ``count`` under the key of :attr:`noise`, or with ``constant`` under that of :attr:`constant`."""
         return self._source(constant).bits(count)
 
     def gaussian(self, count: int, constant: bool = False) -> Tensor:
-        """Return ``count`` standard normal variates, fp32: new at every forward, or with ``constant`` always the same.
-
-        The bits are those of :func:`fp4graph.numerics.noise.gaussian` under the key of :attr:`noise` or of
-        :attr:`constant`, for the indices below ``count``.
-        """
+        """Return ``count`` standard normal variates, fp32, with the bits of :func:`fp4graph.numerics.noise.gaussian`;
+        indices and keys are as in :meth:`bits`."""
         return operators.gaussian(self._source(constant), count, self.noise.device)
 
     def _source(self, constant: bool) -> Draw:

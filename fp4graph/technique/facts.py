@@ -31,27 +31,20 @@ class StateEntry:
     """A tensor that a technique keeps in the model for each weight it acts on, as a buffer of the weight's module.
 
     Tensor stages read the entry as ``context.state[name]``, stages of the optimizer as ``WeightUpdate.state[name]``.
-    Keep here what the forward or the backward reads. What only the optimizer's stages read belongs into
-    ``WeightUpdate.memory``, a dict in ``optimizer.state`` that is saved with the optimizer and needs no declaration.
-
     The buffer and ``WeightUpdate.state`` have the layout in which the module stores its weight: ``[K, N]`` for Hugging
     Face's Conv1D, ``[N, K]`` otherwise. Tensor stages get a ``weight_like`` entry as they get the operand: transposed,
-    rotated and cut into blocks like the weight. Under FSDP2 the buffer of an entry of the weight's shape is a DTensor,
-    sharded like the weight, and is gathered inside the graph; ``WeightUpdate.state`` holds the DTensor beside the
-    parameter's. Floating-point buffers keep their dtype whatever ``model.to`` says.
+    rotated and cut into blocks like the weight. Under FSDP2 its buffer is a DTensor, sharded like the weight, and is
+    gathered inside the graph; ``WeightUpdate.state`` holds the DTensor. Floating-point buffers keep their dtype
+    whatever ``model.to`` says. What only the optimizer's stages read belongs into ``WeightUpdate.memory``.
 
     Attributes:
         name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
             ``fprop.weight``).
         operand: the operand whose stages receive the entry.
-        init: makes the first value from the whole weight, as stored. It is called by ``apply``, again at the first
-            training forward, when the weights have their values, and when a checkpoint is loaded that lacks the entry.
-            It must be a function of a module and not a lambda or a closure: plans compare entries by this function too,
-            and a new function at each call of ``parts`` would prevent shared compiled code.
-        writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by
-            the part's ``observe``.
-        weight_like: whether the entry has the weight's shape. Otherwise it has any shape and reaches the stages as it
-            is.
+        init: makes the first value from the whole weight, as stored. It must be a function of a module and not a lambda
+            or a closure: a new function at each call of ``parts`` would prevent shared compiled code.
+        writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by the part's ``observe``.
+        weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.
     """
 
     name: str
@@ -65,8 +58,8 @@ class StateEntry:
 class Partition:
     """Input channels that a linear layer multiplies apart from its others, under specs of their own.
 
-    The layer's X and W are cut along K into the chosen channels C, those of the largest scores, and the rest R. Each
-    part is gathered by falling score; of equal scores the first channel comes first::
+    X and W are cut along K into the channels C of the largest scores and the rest R. Each part is gathered by falling
+    score; of equal scores the first channel comes first::
 
         fprop   Y       = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
         dgrad   dX      = Q3(dY) @ Q4(Wᵀ)ᵀ

@@ -47,10 +47,8 @@ class OperandList:
 
 #: The type of a technique's option that lists operands, by address: ``operands: Operands = Field(("forward",), ...)``.
 Operands = Annotated[tuple[str, ...], OperandList()]
-#: The same for a technique that acts on operands of fprop alone.
+#: The same for a technique that acts on operands of fprop alone, and on operands of dgrad and wgrad alone.
 ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]
-
-#: The same for a technique that acts on operands of dgrad and wgrad alone.
 BackwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["backward"])]
 
 

@@ -1,18 +1,5 @@
 """The parts of a technique: each says on which operands it acts, and acts there by a few methods.
 
-A technique is options and parts. Its options are one class, :class:`~fp4graph.technique.Technique`, whose ``parts``
-returns instances of the classes below:
-
-======================  ============================================================================================
-:class:`PairTransform`  changes the basis of both operands of a GEMM, so that it cancels in the product
-:class:`Wrapper`        acts around the quantizer of an operand
-:class:`BlockScale`     chooses what the blocks of an operand are divided by
-:class:`Rounding`       rounds elements
-:class:`Gradient`       replaces straight-through parts of the derivative of fprop's quantizers
-:class:`ChannelSplit`   has some input channels of a linear layer multiplied apart
-:class:`OptimizerHook`  acts around ``optimizer.step()``
-======================  ============================================================================================
-
 A method that returns None leaves things as they are. Parts are frozen data: equal parts share compiled code. Tensor
 methods must be pure functions of their tensors. They work in the *blocked layout*
 (:class:`~fp4graph.numerics.blocking.Blocking`): values have the axes inside a block as axes of their own; statistics
@@ -45,14 +32,9 @@ class Part:
     Attributes:
         options: the technique that the part belongs to: its options by name.
         operands: the operands on which the part acts. None stands for the forward weight if the technique acts
-            ``on_weight``, and else for the operands that its options of type
-            :data:`~fp4graph.technique.Operands` list.
-        mixes: what the result of an element depends on, besides a γ of ``group_granularity`` and a ``block_rotation``:
-            "none", the element, its scale and its part of ``weight_like`` state; "block", also the other elements of
-            its block; "expert", any element of the operand, in a grouped product (``op: grouped``) any that belongs to
-            the same expert, which :class:`Groups` and ``context.blocking.segments`` tell apart; "tensor", any element
-            whatever. The engine refuses "tensor" in grouped products. Statistics of a training quantize a few blocks
-            again instead of whole operands for "none" and "block". Every class with tensor methods declares it.
+            ``on_weight``, and else for the operands that its options list.
+        mixes: what the result of an element depends on; docs/techniques.md, "Fields of a part", has the four values and
+            what the engine does with them. Every class with tensor methods declares it.
         draws: whether a method uses ``noise``, ``constant`` or ``count`` of its context.
         counts: whether the result depends on the number of an operand's elements or blocks, as a quantile does. The
             engine then refuses the part at the operands of wgrad in a grouped product, where zeros fill up the tokens
@@ -61,13 +43,10 @@ class Part:
             needs to list them.
     """
 
-    #: The methods of the class at which parts may act, in the order in which they act, and those that a class defines.
-    stages: ClassVar[tuple[str, ...]] = ("observe",)
-    acted: ClassVar[frozenset[str]] = frozenset()
-    #: The methods without which a class cannot act.
-    required: ClassVar[frozenset[str]] = frozenset()
-    #: The class of this module that a part is of.
-    kind: ClassVar[str] = "Part"
+    stages: ClassVar[tuple[str, ...]] = ("observe",)  # the methods of the kind, in the order in which they act
+    acted: ClassVar[frozenset[str]] = frozenset()  # the methods that a class defines
+    required: ClassVar[frozenset[str]] = frozenset()  # the methods that a class must define
+    kind: ClassVar[str] = "Part"  # the class of this module that a part is of
 
     options: Any
     mixes: Mixes = "tensor"
@@ -93,8 +72,7 @@ class Part:
 
     @classmethod
     def _check_class(cls) -> None:
-        """Find the stages of a class, inherited ones too; raise TypeError for a class whose methods would not run, or
-        that does not say what they mix."""
+        """Find the stages of a class; raise TypeError if a method would not run, or ``mixes`` is not declared."""
         kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not Part]
         if len(kinds) > 1:
             raise TypeError(f"{cls.__name__} is a {' and a '.join(kinds)}; make a part of each")
@@ -108,7 +86,7 @@ class Part:
             raise TypeError(f"{cls.__name__} has no method {missing[0]}, which a {cls.kind} needs")
         base = next(base for base in cls.__bases__ if issubclass(base, Part))
         changed = [stage for stage in cls.stages if getattr(cls, stage) is not getattr(base, stage)]
-        tensor = next((stage for stage in changed if stage in _OF_TENSORS), None)
+        tensor = next((stage for stage in changed if stage in (*PairTransform.stages, *TENSOR_STAGES)), None)
         if tensor is not None and "mixes" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} has a method {tensor} and must declare what it mixes, as one of "
@@ -128,14 +106,13 @@ class Part:
             )
 
     def __post_init__(self) -> None:
-        """Check a value of ``mixes`` that was passed."""
         self._check_mixes(self.mixes)
 
     def __repr__(self) -> str:
         """Show sets sorted: names of compiled functions contain this text, and must be the same in every process."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        shown = (f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}" for name, value in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def name(self) -> str:
@@ -172,7 +149,7 @@ class Part:
 
 
 class PairTransform(Part):
-    """Transforms both operands of a GEMM: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``.
+    """Transforms both operands of a GEMM so that the product stays: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``.
 
     Attributes:
         gemms: the GEMMs whose operands are transformed.
@@ -182,7 +159,6 @@ class PairTransform(Part):
 
     stages: ClassVar[tuple[str, ...]] = ("pair_context", "transform", "inverse")
     required: ClassVar[frozenset[str]] = frozenset({"transform", "inverse"})
-
     gemms: frozenset[Gemm] = frozenset(Gemm)
     operands: frozenset[Operand] | None = frozenset()
     block_rotation: int | None = None
@@ -194,7 +170,6 @@ class PairTransform(Part):
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...] | None:
         """Return tensors that both operands ``[..., K]`` of a GEMM share, such as random signs or channel scales."""
-        return None
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return an operand in the new basis, contraction axis last."""
@@ -213,7 +188,6 @@ class Wrapper(Part):
     """
 
     stages: ClassVar[tuple[str, ...]] = ("split", "around", "after", "observe")
-
     draws_in_evaluation: bool = False
 
     @property
@@ -221,11 +195,8 @@ class Wrapper(Part):
         return super().sees_blocks and (self.acts_at("around") or self.acts_at("observe"))
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None] | None:
-        """Return ``x`` as (part to quantize, residual or None), both of its dtype.
-
-        The residual is multiplied apart, in high precision, and added to the product.
-        """
-        return None
+        """Return ``x`` as (part to quantize, residual or None), both of its dtype; the residual is multiplied apart, in
+        high precision, and added to the product."""
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor | None:
         """Return the operand quantized, by calls of ``quantize`` on tensors of the shape of ``x``.
@@ -233,11 +204,9 @@ class Wrapper(Part):
         Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
         weight and not a residual of it.
         """
-        return None
 
     def after(self, x: Tensor, context: Context) -> Tensor | None:
         """Return the dequantized operand, changed, in the shape and dtype of ``x``."""
-        return None
 
 
 class BlockScale(Part):
@@ -253,7 +222,6 @@ class BlockScale(Part):
     stages: ClassVar[tuple[str, ...]] = (
         "block_statistic", "group_statistic", "group_scale", "scale", "rescale", "observe",
     )  # fmt: skip
-
     group_granularity: Granularity | None = None
     normalizes: bool = False
 
@@ -268,34 +236,25 @@ class BlockScale(Part):
 
     def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
-        return None
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before."""
-        return None
 
     def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
 
-        Args:
-            group: returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
-                proportional to the g asked for (EL Eq. 3).
-
-        Returns:
-            γ, broadcastable to ``z``; or γ and the block statistic of x/γ, if the latter is not ``z / γ``.
+        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
+        proportional to the g asked for (EL Eq. 3). γ is broadcastable to ``z``; return γ and the block statistic of x/γ
+        if the latter is not ``z / γ``.
         """
-        return None
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec."""
-        return None
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
-        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
-        elements were rounded under."""
-        return None
+        """Return the scales stored for rounded elements, fp32, in place of ``quantization.scale`` and in its shape."""
 
 
 class Rounding(Part):
@@ -309,53 +268,42 @@ class Rounding(Part):
         ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which were
         divided by the group scales γ as the values were.
         """
-        return None
 
 
 class Gradient(Part):
     """Differentiates the quantizers of fprop. The engine composes the factors as EL Eq. 1 and 3 do
     (:mod:`fp4graph.ops.gradient`); a factor that is None is that of the straight-through estimator."""
 
-    stages: ClassVar[tuple[str, ...]] = (
-        "element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient",
-    )  # fmt: skip
+    stages: ClassVar[tuple[str, ...]] = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 
     def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Return the surrogate Q'(u) at ``ratio = u``; None is 1."""
-        return None
 
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return the surrogate q'(s) at the unrounded scale of the convention; None is 1."""
-        return None
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
         group scales."""
-        return None
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""
-        return None
 
 
 class ChannelSplit(Part):
     """Has some input channels of a linear layer multiplied apart, under other specs."""
 
     stages: ClassVar[tuple[str, ...]] = ("partition",)
-
     operands: frozenset[Operand] | None = frozenset()
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
-        """Return the channels and their specs; None for none. ``specs`` are the site's after every technique's
-        ``plan``. Raise ValueError if options do not fit."""
-        return None
+        """Return the channels and their specs, or None; ``specs`` are the site's after every technique's ``plan``."""
 
 
 class OptimizerHook(Part):
     """Acts around ``optimizer.step()``. It must not depend on the site, because it acts on weights of many sites."""
 
     stages: ClassVar[tuple[str, ...]] = ("before_step", "before_optimizer", "after_step", "after_optimizer")
-
     mixes: Mixes = "none"
 
     def before_step(self, update: WeightUpdate) -> None:
@@ -375,26 +323,15 @@ class OptimizerHook(Part):
 QUANTIZER_STAGES = (
     "split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "rescale", "after",
 )  # fmt: skip
-
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = Gradient.stages
-
 #: Stages of one operand.
 TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
-
 #: Stages that see what the elements of a block share, besides a γ, which has a granularity of its own.
 _OF_BLOCKS = frozenset(TENSOR_STAGES) - {"split", "round", "after", "element_surrogate", "group_scale", "observe"}
-
-#: Stages that are given tensors of operands, of one or of a pair.
-_OF_TENSORS = (*PairTransform.stages, *TENSOR_STAGES)
-
 #: Stages around the optimizer's step.
 OPTIMIZER_STAGES = frozenset(OptimizerHook.stages)
-
 #: All stages of parts, in the order in which they act.
 STAGES = (*ChannelSplit.stages, *PairTransform.stages, *TENSOR_STAGES, *OptimizerHook.stages)
-
 #: The classes of parts, in the order in which they act.
-KINDS: tuple[type[Part], ...] = (
-    PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook,
-)  # fmt: skip
+KINDS: tuple[type[Part], ...] = (PairTransform, Wrapper, BlockScale, Rounding, Gradient, ChannelSplit, OptimizerHook)

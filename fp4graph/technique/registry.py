@@ -61,9 +61,8 @@ class Registry:
             try:
                 self._add(name, _loaded(candidate))
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
-                if not isinstance(error, PluginError):
-                    error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
-                self.failures[name] = error
+                unloaded = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
+                self.failures[name] = error if isinstance(error, PluginError) else unloaded
 
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
@@ -81,10 +80,11 @@ class Registry:
                 for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies", "fp4graph_products")
             )
             named = [getattr(item, "name", None) for item in (*techniques, *number_formats)]
+            paths = [Path(path) for path in policies]
             if all(isinstance(each, str) for each in named):
-                self._offers[name] = {*map(str, named), *(Path(path).stem for path in policies)}
-            self._check(name, techniques, number_formats, [Path(path) for path in policies])
-            self._check_products(name, products)
+                self._offers[name] = {*map(str, named), *(path.stem for path in paths)}
+            self._check(name, techniques, number_formats, products)
+            self._check_policies(name, paths)
         except BaseException:
             if self._manager.get_plugin(name) is plugin:  # registering stops halfway at a bad signature
                 self._manager.unregister(plugin)
@@ -98,54 +98,48 @@ class Registry:
                 self._elements[number_format.name] = number_format
             else:
                 self._scales[number_format.name] = number_format
-        self._policies.update((Path(path).stem, Path(path)) for path in policies)
+        self._policies.update((path.stem, path) for path in paths)
         self._products.update((product.operator, dataclasses.replace(product, plugin=name)) for product in products)
 
-    def _check_products(self, plugin: str, products: list[object]) -> None:
-        for product in products:
-            if not isinstance(product, ProductOperation):
-                raise PluginError(f"{product!r} is not a ProductOperation", plugin=plugin)
-            library, _, name = product.operator.partition("::")
-            if not (library and name and name.isidentifier()):
-                raise PluginError(f"operator {product.operator!r} is not of the form 'library::name'", plugin=plugin)
-            if product.operator in self._products:
-                other = self._products[product.operator].plugin
-                raise PluginError(f"operator {product.operator!r} is already read by plugin {other!r}", plugin=plugin)
-
-    def _check(self, plugin: str, techniques: list[object], number_formats: list[object], policies: list[Path]) -> None:
+    def _check(self, plugin: str, techniques: list[Any], number_formats: list[Any], products: list[Any]) -> None:
+        """Raise PluginError for an offer that is not of its kind, or whose name is taken."""
+        error = functools.partial(PluginError, plugin=plugin)
         offered: set[str] = set()
         for technique in techniques:
             if not (isinstance(technique, type) and issubclass(technique, Technique)):
-                raise PluginError(f"{technique!r} is not a subclass of fp4graph.Technique", plugin=plugin)
+                raise error(f"{technique!r} is not a subclass of fp4graph.Technique")
             missing = [field for field in ("name", "overhead") if not getattr(technique, field, None)]
             if missing or technique.complexity is Technique.complexity:
-                raise PluginError(
-                    f"{technique.__name__} must declare {', '.join(missing) or 'complexity'}", plugin=plugin
-                )
-            if technique.name in self._techniques or technique.name in offered:
-                other = self._origin.get(technique.name, plugin)
-                self.contested[technique.name] = PluginError(
-                    f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin
-                )
-                raise self.contested[technique.name]
+                raise error(f"{technique.__name__} must declare {', '.join(missing) or 'complexity'}")
+            if (name := technique.name) in self._techniques or name in offered:
+                origin = self._origin.get(name, plugin)
+                self.contested[name] = error(f"technique {name!r} is already offered by plugin {origin!r}")
+                raise self.contested[name]
             if (reason := old_style(technique)) is not None:
-                raise PluginError(f"{technique.__name__} {reason}", plugin=plugin)
+                raise error(f"{technique.__name__} {reason}")
             technique.model_rebuild()  # raises where the type of an option cannot be found
-            offered.add(technique.name)
+            offered.add(name)
         for number_format in number_formats:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
-                raise PluginError(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat", plugin=plugin)
-            if number_format.name in self._elements or number_format.name in self._scales:
-                error = PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
-                self.contested[number_format.name] = error
-                raise error
-        for path in policies:
+                raise error(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat")
+            if (name := number_format.name) in self._elements or name in self._scales:
+                self.contested[name] = error(f"format {name!r} already exists")
+                raise self.contested[name]
+        for product in products:
+            if not isinstance(product, ProductOperation):
+                raise error(f"{product!r} is not a ProductOperation")
+            library, _, name = product.operator.partition("::")
+            if not (library and name and name.isidentifier()):
+                raise error(f"operator {product.operator!r} is not of the form 'library::name'")
+            if (other := self._products.get(product.operator)) is not None:
+                raise error(f"operator {product.operator!r} is already read by plugin {other.plugin!r}")
+
+    def _check_policies(self, plugin: str, paths: list[Path]) -> None:
+        for path in paths:
             if not path.is_file():
                 raise PluginError(f"policy file {str(path)!r} does not exist", plugin=plugin)
-            if path.stem in self._policies:
-                raise PluginError(
-                    f"policy {path.stem!r} is already shipped as {str(self._policies[path.stem])!r}", plugin=plugin
-                )
+            if (other := self._policies.get(path.stem)) is not None:
+                raise PluginError(f"policy {path.stem!r} is already shipped as {str(other)!r}", plugin=plugin)
 
     def why_missing(self, name: str) -> str:
         """Return the failures that may be why no technique, format or policy has ``name``, in parentheses, or "".
@@ -175,8 +169,5 @@ def default_registry() -> Registry:
 
 
 def _loaded(candidate: Any) -> object:
-    """Return a plugin, loaded where ``candidate`` is its entry point.
-
-    Once importlib_metadata is imported, as mlflow does, entry points are of its class and not of importlib's.
-    """
+    """Return a plugin, loaded where ``candidate`` is its entry point, of importlib's class or importlib_metadata's."""
     return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

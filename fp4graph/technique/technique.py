@@ -31,8 +31,7 @@ class Technique(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     name: ClassVar[str]
-    #: Row of the paper's Table 2, shown by ``fp4graph techniques``.
-    overhead: ClassVar[Overhead]
+    overhead: ClassVar[Overhead]  # row of the paper's Table 2, shown by ``fp4graph techniques``
     #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
     conflicts: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
@@ -46,13 +45,8 @@ class Technique(BaseModel):
 
     @property
     def complexity(self) -> float:
-        """The weight that the technique adds to a policy's Ω (paper Table 9).
-
-        A class declares it as a constant, or as a property if it depends on the options.
-        """
+        """The weight that the technique adds to a policy's Ω (paper Table 9): a constant, or a property of options."""
         raise NotImplementedError(f"{type(self).__name__} declares no complexity")
-
-    # ------------------------------------------------------------------ what an author overrides
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         """Return where the technique acts on the products of ``site``. It must return the same parts at every call."""
@@ -60,34 +54,23 @@ class Technique(BaseModel):
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
-        """Return the technique, with options, that a policy gets by writing ``spec``, or None.
-
-        Ω is then the same however the policy is written: ``rounding: stochastic`` costs what the technique costs.
-        """
-        return None
+        """Return the technique, with options, that a policy gets by writing ``spec``, or None; Ω counts it."""
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
 
-        Args:
-            specs: the specs of the rule's operands, after every technique's :meth:`plan`.
-            techniques: all techniques of the rule by name, this one included.
+        ``specs`` are the rule's after every technique's :meth:`plan`, ``techniques`` all of the rule, by name.
         """
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return the reason why this technique changes nothing beside the others, or None; the author is warned."""
-        return None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs | None:
         """Return new specs of a site's operands; None leaves them. Raise ValueError if options do not fit the site."""
-        return None
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
         """The arguments of torch's ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None asks for none."""
-        return None
-
-    # ------------------------------------------------------------------ options that list operands
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -131,8 +114,7 @@ def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]
     """Return the parts of a technique at ``site``, by default an ordinary linear layer: checked, with their operands.
 
     Raises:
-        TypeError: ``parts`` does not return parts of this technique with operands, GEMMs and state entries; or parts of
-            one kind would draw the same bits, or two entries of state have one name; or hooks differ between sites.
+        TypeError: the parts break the contract: their fields, draws that coincide, names of state, hooks of a site.
         ValueError: the technique refuses the site.
     """
     parts = technique.parts(site)
@@ -182,9 +164,8 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
             raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
     if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
         raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare one")
-    part = replace(part, operands=frozenset(operands), state=tuple(part.state))
-    if isinstance(part, PairTransform):
-        part = replace(part, gemms=frozenset(part.gemms))
+    gemms: dict[str, Any] = {"gemms": frozenset(part.gemms)} if isinstance(part, PairTransform) else {}
+    part = replace(part, operands=frozenset(operands), state=tuple(part.state), **gemms)
     try:
         hash(part)
     except TypeError as error:
@@ -235,11 +216,7 @@ def plans(technique: Technique | type[Technique]) -> bool:
 
 
 def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-    """Return the result of :meth:`Technique.plan`, checked: an operand left out would pass for high precision.
-
-    Raises:
-        TypeError: the result does not map all six operands to specs or None.
-    """
+    """Return the result of :meth:`Technique.plan`; raise TypeError unless it maps all six operands to specs or None."""
     result = technique.plan(site, specs)
     if result is None:
         return specs

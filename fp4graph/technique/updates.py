@@ -17,9 +17,8 @@ class WeightUpdate:
     Attributes:
         name: fully qualified name of the parameter; the first, where the parameter has several.
         parameter: the parameter as stored. It has a gradient.
-        state: the technique's entries for the weight in the model, by entry name, as stored; written in place. Where
-            several modules hold the parameter, these are the first module's entries, and those of the other modules
-            are set to the same values afterwards.
+        state: the technique's entries for the weight in the model, by entry name, as stored; written in place. If
+            several modules hold the parameter, these are the first's, and the others are set to the same values.
         memory: the tensors that the technique keeps for the weight in the optimizer's state, by name.
         optimizer, group: the user's optimizer, and the parameter group that holds the weight.
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
@@ -44,10 +43,9 @@ class WeightUpdate:
     apart: Callable[[], Tensor | None]
 
     def count_progress(self, total_steps: int, start: float) -> Tensor:
-        """Count one more step and return (t - s·T)/(T - s·T) of a schedule, t being the count.
+        """Count one more step, in ``memory["steps"]``, and return the progress (t - s·T)/(T - s·T) of a schedule.
 
-        T is ``total_steps`` and s ``start``. Every call counts, in ``memory["steps"]``, which is reserved for the
-        count: call this once a step. The result is a 0-d tensor, so that nothing waits for an accelerator.
+        t is the count, T ``total_steps`` and s ``start``. The result is 0-d, so that nothing waits for an accelerator.
         """
         steps = self.memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=self.parameter.device))
         steps += 1
