@@ -57,10 +57,11 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) 
 # ------------------------------------------------------------------ what each page takes for granted
 
 
-def _readme(folder: Path) -> dict[str, Any]:
+def _first_steps(folder: Path) -> dict[str, Any]:
     from fp4graph.training import checkpoint
 
-    return {"checkpoint": checkpoint, "step": 7}
+    model = fp4graph.apply(nn.Linear(32, 32), "mxfp4")
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "checkpoint": checkpoint, "step": 7}
 
 
 def _analysis(folder: Path) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class _Schedule:
 #: Pages whose blocks are alternatives: each begins with what the page takes for granted.
 ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
 GIVEN = {
-    "README.md": _readme,
+    "docs/first_steps.md": _first_steps,
     "docs/analysis.md": _analysis,
     "docs/diagnose.md": _diagnose,
     "docs/clients.md": _clients,
@@ -189,7 +190,7 @@ def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_of_a_page(page: str, working_directory: Path) -> None:
-    """In order; README's technique is a file of its own."""
+    """In order; a technique is a file of its own."""
     instead = dict(INSTEAD.get(page, {}))
     namespace = {"torch": torch, "nn": nn, "fp4graph": fp4graph}
     namespace |= GIVEN[page](working_directory) if page in GIVEN else {}
@@ -221,7 +222,7 @@ def _module(block: Block) -> types.ModuleType:
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
-    """Policies load, with the techniques that README defines, or fail in the line and words of ``# error:``; search
+    """Policies load, with the techniques of the tutorial, or fail in the line and words of ``# error:``; search
     spaces load."""
     file = tmp_path / "block.yaml"
     file.write_text(block.text, encoding="utf-8")
@@ -233,6 +234,6 @@ def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
             fp4graph.load_policy(file)
         assert caught.value.line == block.text[: refusal.start()].count("\n") + 1
         return
-    plugins = [b for b in blocks("README.md") if "@fp4graph.hookimpl" in b.text]
+    plugins = [b for b in blocks("docs/first_technique.md") if "@fp4graph.hookimpl" in b.text]
     policy = fp4graph.load_policy(file, Registry([(str(b), _module(b)) for b in plugins]))
     assert any(rule.quantizes for rule in policy.rules)

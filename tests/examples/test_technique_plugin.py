@@ -1,4 +1,4 @@
-"""A technique in somebody else's package: the README's tutorial, and the same code installed from elsewhere."""
+"""A technique in somebody else's package: the tutorial's code on its page, and installed from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PACKAGE = ROOT / "examples/technique_plugin"
 
 @pytest.fixture
 def tutorial() -> str:
-    """The Python code of the README's tutorial."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Write a technique")[2]
+    """The Python code of the tutorial."""
+    section = (ROOT / "docs/first_technique.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     return code
 
@@ -37,10 +37,10 @@ def test_the_tutorial_is_short_and_is_the_package(tutorial: str) -> None:
 
 def test_the_tutorial_runs(tutorial: str) -> None:
     module = types.ModuleType("mse_scale_of_the_readme")
-    exec(compile(tutorial, "README.md", "exec", dont_inherit=True), module.__dict__)
+    exec(compile(tutorial, "first_technique.md", "exec", dont_inherit=True), module.__dict__)
     registry = Registry([("readme", module)], entry_point_group=None)
     assert not registry.failures
-    options = {"factors": [1.0, 0.75]}  # the README's own example
+    options = {"factors": [1.0, 0.75]}  # the page's own example
     data = {"version": 1, "default": {"element": "e1m2"}, "techniques": [{"mse_scale": options}]}
     policy = fp4graph.load_policy(data, registry)
     assert policy.complexity == 0.5
