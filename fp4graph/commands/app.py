@@ -6,12 +6,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from fp4graph.commands.check import check, explain
 from fp4graph.commands.compare import compare
 from fp4graph.commands.diagnose import diagnose
+from fp4graph.commands.doctor import doctor
 from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.output import abridged, printable
@@ -28,9 +31,25 @@ app = typer.Typer(
 )
 _COMMANDS = (
     train, compare, search, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
+    doctor,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(metadata.version("fp4graph"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

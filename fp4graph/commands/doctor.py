@@ -1,0 +1,88 @@
+"""``fp4graph doctor``: what is installed here, which kernels are used, and what is missing."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+import torch
+from packaging.requirements import Requirement
+from rich.table import Table
+
+from fp4graph.commands.catalogue import shipped_registry
+from fp4graph.commands.output import AsJson, installed_registry, show
+from fp4graph.kernels import build, cpu, gpu, switches
+
+#: Extras for users; the others are for working on the project.
+EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow")
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, compiler, kernels, device, plugins, and what is missing with the command that installs it."""
+    facts = dict(_facts())
+    missing = dict(_missing())
+    found = Table("what", "here")
+    for name, value in facts.items():
+        found.add_row(name, value)
+    extras = Table("extra", "missing", "install")
+    for extra, packages in missing.items():
+        extras.add_row(extra, ", ".join(packages), f"pip install 'fp4graph[{extra}]'")
+    tables = [found, extras] if missing else [found, "Every extra is installed."]
+    show({"facts": facts, "missing": missing}, *tables, as_json=as_json)
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "fp4graph", metadata.version("fp4graph")
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    yield "torch", torch.__version__
+    compiler = build.command()
+    yield "C++ compiler", " ".join(compiler) if shutil.which(compiler[0]) else f"none ({' '.join(compiler)} not found)"
+    yield "CPU kernels", _state(cpu.available)
+    if torch.cuda.is_available():
+        yield "GPU", torch.cuda.get_device_name()
+        yield "GPU kernels", _state(gpu.available)
+    else:
+        yield "GPU", "none"
+    yield switches.VARIABLE, str(switches.current())
+    registry = installed_registry()
+    shipped = shipped_registry()
+    added = {
+        f"{name} (plugin {registry.origin(name)})" for name in registry.techniques if name not in shipped.techniques
+    }
+    yield "techniques", ", ".join([f"{len(shipped.techniques)} shipped", *sorted(added)])
+    yield (
+        "policies",
+        ", ".join([f"{len(shipped.policies)} shipped", *sorted(registry.policies.keys() - shipped.policies)]),
+    )
+    for plugin, failure in registry.failures.items():
+        yield f"plugin {plugin}", f"fails: {failure}"
+
+
+def _state(available: Callable[[], bool]) -> str:
+    """Return whether kernels are used, or the warning that says why they are not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if available():
+            return "used"
+    return "; ".join(str(warning.message) for warning in caught) or "not used"
+
+
+def _missing() -> Iterator[tuple[str, list[str]]]:
+    """Yield each extra that lacks packages, with what is missing or too old."""
+    requirements = [Requirement(text) for text in metadata.requires("fp4graph") or ()]
+    for extra in EXTRAS:
+        wanted = (r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": extra}))
+        lacking = [f"{r.name}{r.specifier}" for r in wanted if not _satisfied(r)]
+        if lacking:
+            yield extra, lacking
+
+
+def _satisfied(requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,68 @@
+"""``fp4graph doctor`` says what is here, what is not, and how to get it; ``--version`` and ``python -m fp4graph``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp4graph.cli import app
+from fp4graph.commands import doctor
+from fp4graph.kernels import build
+from fp4graph.technique.registry import Registry
+from tests.helpers.processes import run
+from tests.helpers.techniques import Offers, technique
+
+
+def report(*words):
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_it_names_what_is_here():
+    facts = json.loads(report("--json"))["facts"]
+    assert facts["torch"] == torch.__version__
+    assert facts["fp4graph"] == metadata.version("fp4graph")
+    assert facts["techniques"].startswith("28 shipped")
+
+
+def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
+    version = metadata.version
+
+    def without(name):
+        if name in ("optuna", "timm"):
+            raise metadata.PackageNotFoundError(name)
+        return "1.0" if name == "transformers" else version(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", without)
+    missing = json.loads(report("--json"))["missing"]
+    assert missing["sweep"] == ["optuna>=4.5"]
+    assert "timm>=1.0.22" in missing["vision"]
+    assert "transformers>=5.23" in missing["hf"]  # too old
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "pip install 'fp4graph[sweep]'" in report()
+
+
+def test_a_compiler_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(build, "command", lambda: ["no-such-g++"])
+    assert json.loads(report("--json"))["facts"]["C++ compiler"] == "none (no-such-g++ not found)"
+
+
+def test_plugins_of_others_and_their_failures(monkeypatch):
+    clip = technique("clip")
+    plugins = [("mine", Offers(clip)), ("hers", Offers(clip))]  # whose second cannot be loaded: the name is taken
+    monkeypatch.setattr(doctor, "installed_registry", lambda: Registry(plugins))
+    facts = json.loads(report("--json"))["facts"]
+    assert "clip (plugin mine)" in facts["techniques"]
+    assert facts["plugin hers"].startswith("fails: ")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "fp4graph", "--version"]], ids=" ".join)
+def test_the_version(command):
+    assert run(command).strip() == metadata.version("fp4graph")
