@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 QUIET := PYTHONWARNINGS="ignore:Editable installation"
 INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test long oldest check lint format docs parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
+.PHONY: demo test long oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -25,7 +25,7 @@ test: $(STAMP) lint
 
 # Every other policy, case, kill and client, and the code for GPUs: about an hour. Continuous integration runs `make test
 # long`.
-long: $(VENV)/.clients
+long: $(VENV)/.clients docs-site
 	$(PYTEST) -m "long and not parity and not gpu"
 	$(PYTEST) tests/gpu -m gpu
 
@@ -48,6 +48,11 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m fp4graph.commands.reference docs/reference
+
+# Builds the site into runs/site; a broken link is an error. Its pages open without a server and make no request; only
+# the search needs a server, such as python -m http.server --directory runs/site.
+docs-site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Compares every policy and technique under Inductor with eager, mixtures of experts too: about an hour and a half.
 parity: $(STAMP)
@@ -112,6 +117,10 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 
 $(VENV)/.clients: $(STAMP)
 	$(INSTALL) -e ".[clients]"
+	touch $@
+
+$(VENV)/.site: $(STAMP)
+	$(INSTALL) -e ".[site]"
 	touch $@
 
 $(VENV)/.peers: $(STAMP)
