@@ -81,7 +81,7 @@ def is_exporting() -> bool:
 
 
 def retry_skipped_code() -> None:
-    """Have Dynamo compile the code again that it has given up.
+    """Have Dynamo compile again the code that it skips.
 
     Dynamo skips a code object for good once its capture has failed: another model of the class would run that code, and
     the functions it calls, outside its graph. torch.compiler.reset would drop all graphs of the process.
@@ -144,7 +144,7 @@ def source_of(placeholder: Node) -> str | None:
 
 
 def unmark_static(placeholder: Node) -> None:
-    """Tell AOTAutograd that a placeholder is another tensor at each call.
+    """Tell AOTAutograd that a placeholder may hold a different tensor at each call.
 
     Dynamo marks the tensors of modules as static: their addresses stay the same. torch has a public function to set the
     mark, and none to remove it. Checked on torch 2.13 to 2.15.
@@ -284,7 +284,7 @@ def without_function_modes(kind: type) -> Iterator[None]:
     """Suspend every TorchFunctionMode of class ``kind`` in this context, as :func:`without_dispatch_modes` suspends
     modes. Checked on torch 2.13 to 2.15."""
     stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    others = [mode for mode in stack if not isinstance(mode, kind)]
+    kept = [mode for mode in stack if not isinstance(mode, kind)]
 
     def replace(present: list[Any], following: list[Any]) -> None:
         for _ in present:
@@ -292,14 +292,14 @@ def without_function_modes(kind: type) -> Iterator[None]:
         for mode in following:
             overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
-    if len(others) == len(stack):
+    if len(kept) == len(stack):
         yield
         return
-    replace(stack, others)
+    replace(stack, kept)
     try:
         yield
     finally:
-        replace(others, stack)
+        replace(kept, stack)
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def fused_adamw(
     parameters: list[Tensor], gradients: list[Tensor], m: list[Tensor], v: list[Tensor], steps: list[Tensor],
     *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Run the fused kernel of AdamW, in place, on given gradients and state. torch.optim.AdamW(fused=True) reads
+    """Run the fused kernel of AdamW, in place, on these gradients and this state. torch.optim.AdamW(fused=True) reads
     ``.grad`` and keeps its own state. Checked on torch 2.13 to 2.15."""
     fused: Any = torch._fused_adamw_
     options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}

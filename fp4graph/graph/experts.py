@@ -29,7 +29,7 @@ from fp4graph.graph.operations import operation_of
 from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
 from fp4graph.numerics.declare import operator
 
-#: Key in a node's meta data: the number of axes of the parameter that the node is, or is a view of.
+#: Key in a node's meta data: the number of axes of the parameter behind the node.
 AXES = "fp4graph_axes"
 #: Key in a node's meta data: a :class:`Copies`, or the reason for its absence: CHANGED or OTHERWISE.
 COPIES = "fp4graph_copies"
@@ -51,7 +51,7 @@ class Copies:
         nodes: the stack of matrices and the indices, as nodes.
         tensors: the same as tensors.
         writes: the number of writes before the pick.
-        versions: the versions of ``tensors`` then, and of the result when it was made.
+        versions: the versions of ``tensors`` at the pick, and of the result when it was made.
         wraps: whether negative indices count from the end, as in ``w[ids]``; ``index_select`` refuses them.
         dtype: the dtype that the copies were cast to, or None.
     """
@@ -68,12 +68,12 @@ class Copies:
         """Return the copies after ``node``, which views or casts them, or OTHERWISE."""
         if not isinstance(result, Tensor):
             return OTHERWISE
-        seen = replace(self, versions=(*self.versions[:2], _version(result)))
+        view = replace(self, versions=(*self.versions[:2], _version(result)))
         if _swaps_matrix(node, result.dim()):
-            return replace(seen, transposed=not self.transposed)
+            return replace(view, transposed=not self.transposed)
         if name_of(node) in _CASTS and self.dtype is None:
-            return replace(seen, dtype=result.dtype)
-        return seen if name_of(node) in ("contiguous", "clone", "detach") else OTHERWISE
+            return replace(view, dtype=result.dtype)
+        return view if name_of(node) in ("contiguous", "clone", "detach") else OTHERWISE
 
     def is_written(self, writes: int, copies: Tensor) -> bool:
         """Return whether anything was written since the pick, given the number of ``writes`` so far.
@@ -162,8 +162,8 @@ def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: i
     name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
     stack, wraps = args[0], name in ("getitem", "__getitem__")
     if wraps:
-        index, *others = _listed(args[1])
-        by_matrix = all(other is Ellipsis or other == slice(None) for other in others)
+        index, *trailing = _listed(args[1])
+        by_matrix = all(axis is Ellipsis or axis == slice(None) for axis in trailing)
     else:
         index = args[-1]
         by_matrix = name == "index_select" and len(args) == 3 and args[1] in (0, -3)
@@ -182,7 +182,7 @@ def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: i
 
 
 def _changes_copies(node: Node, result: object, inputs: Mapping[Node, Tensor]) -> bool:
-    """Return whether ``node`` makes changed copies of experts' copies, as ``2·w[ids]`` or ``relu(w[ids])``.
+    """Return whether ``node`` computes new matrices from experts' copies, as ``2·w[ids]`` or ``relu(w[ids])``.
 
     The result has matrices as large as the copies, and other inputs have smaller ones (a scale, a mask, a gate).
     Scores plus a picked bias remain scores, and copies joined with another tensor are activations.
@@ -192,11 +192,11 @@ def _changes_copies(node: Node, result: object, inputs: Mapping[Node, Tensor]) -
         return prod(x.shape[-2:])
 
     copied = [x for n, x in inputs.items() if COPIES in n.meta and x.dim() >= 3]
-    others = [x for n, x in inputs.items() if not (COPIES in n.meta and x.dim() >= 3) and x.is_floating_point()]
-    if not copied or not isinstance(result, Tensor) or (others and name_of(node) in _JOINS):
+    operands = [x for n, x in inputs.items() if not (COPIES in n.meta and x.dim() >= 3) and x.is_floating_point()]
+    if not copied or not isinstance(result, Tensor) or (operands and name_of(node) in _JOINS):
         return False
     return all(statically_known_true(matrix(result) >= matrix(x)) for x in copied) and all(
-        statically_known_true(matrix(other) < matrix(x)) for other in others for x in copied
+        statically_known_true(matrix(operand) < matrix(x)) for operand in operands for x in copied
     )
 
 
@@ -230,11 +230,11 @@ class WrittenOut:
 def written_out(product: Product, writes: int, *, weight_first: bool) -> WrittenOut | None:
     """Write ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a grouped product.
 
-    Return None where the two cannot be shown to be equal. The grouped product reads W and the indices at the product,
-    not where the copies were made, so nothing may be written in between.
+    Return None where the grouped product cannot be shown to be equal. It reads W and the indices at the product, not
+    where the copies were made, so nothing may be written in between.
     """
-    factor, other = (product.a, product.b) if weight_first else (product.b, product.a)
-    copies, matrices, tokens = factor.meta[COPIES], value_of(factor), value_of(other)
+    factor, activations = (product.a, product.b) if weight_first else (product.b, product.a)
+    copies, matrices, tokens = factor.meta[COPIES], value_of(factor), value_of(activations)
     if not isinstance(copies, Copies) or matrices is None or tokens is None:
         return None
     if product.form != "matmul" or product.addend is not None or product.alpha != 1:
@@ -256,7 +256,7 @@ def written_out(product: Product, writes: int, *, weight_first: bool) -> Written
         detached=stack.requires_grad and not matrices.requires_grad,
         dtype=tokens.dtype if out is None else out.dtype,
     )
-    return WrittenOut(function, (other, *copies.nodes), (tokens, *copies.tensors))
+    return WrittenOut(function, (activations, *copies.nodes), (tokens, *copies.tensors))
 
 
 def _exact(tokens: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ class Names:
         self.blocks: Mapping[str, BlockPosition] = find_blocks(self._infos) if root is not None else {}
 
     def learn(self, nodes: list[Node]) -> None:
-        """Without a root, learn modules, their classes and their weights from the places of ``nodes``."""
+        """Without a root, learn modules, their classes and their weights from the sources of ``nodes``."""
         if self._by_name:
             return
         weights: dict[str, int] = {}
@@ -86,7 +86,7 @@ class Names:
         producer: str | None = None,
         parameter: str | None = None,
     ) -> SiteView:
-        """Return a site of ``module`` as a policy sees it; ``parameter`` is the name of its second factor there."""
+        """Return a site of ``module`` as a policy sees it; ``parameter`` names its second factor in ``module``."""
         role = None if module is None else role_of(f"{module}.{parameter or ''}".strip("."), self._infos, self._heads)
         role = None if role == "router" and op == "grouped" else role  # experts inside a module that is called a router
         block = None if role == "head" and "" in self.blocks else self.block(module)  # one block, and a head after it
@@ -121,12 +121,12 @@ class Names:
         A parameter that several modules share belongs to the one that ``user`` was called in, else to the first.
         """
         example, calling = _example(weight), self.module(user)
-        # The id may be that of a parameter which fully_shard has replaced since.
+        # fully_shard may have replaced the parameter that had this id.
         candidates = self._owners.get(id(example), [])
         owners = [o for o in candidates if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
-        if calling is not None and calling in self._by_name:  # the parameter may have replaced another
+        if calling is not None and calling in self._by_name:  # a parameter assigned after the names were taken
             for name, value in self._by_name[calling]._parameters.items():
                 if value is example is not None:
                     return Owner(calling, name)
@@ -134,12 +134,12 @@ class Names:
         if source is None or not self._by_name:
             return source
         path, parameter = source
-        # A source is relative to the frame that was captured, which is some module around the calling one. Try it
+        # A source is relative to the captured frame, whose module contains the calling module. Try the source
         # inside the calling module first: "0" of a sharded block is not "0" of the root.
         if calling is not None:
-            around = calling.split(".") if calling else []
-            for depth in range(len(around), -1, -1):
-                name = ".".join([*around[:depth], path]).strip(".")
+            parents = calling.split(".") if calling else []
+            for depth in range(len(parents), -1, -1):
+                name = ".".join([*parents[:depth], path]).strip(".")
                 inside = not calling or f"{name}.".startswith(f"{calling}.")
                 if inside and self._owns(name, parameter):
                     return Owner(name, parameter)

@@ -1,4 +1,4 @@
-"""The quantizers that the kernels of each kind of device know."""
+"""The quantizers that the kernels of each kind of device support."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RUN = 32  # elements of a run where one block is a whole line or more
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, and what its kernels know.
+    """A kind of device, and the quantizers that its kernels support.
 
     Attributes:
-        dtypes: that kernels read and write; others go through fp32.
+        dtypes: the dtypes that kernels read and write; tensors of other dtypes are cast to fp32.
         blocks: the lengths of blocks along the contraction axis.
-        rescales: whether they multiply elements by another scale than the one under which the elements were rounded.
+        rescales: whether kernels can round elements under one scale and multiply them by another.
     """
 
     kind: str
@@ -30,8 +30,8 @@ class Device:
     rescales: bool = False
 
     def unknown(self, spec: QuantSpec) -> str | None:
-        """Return what of ``spec`` no kernel knows, in a few words; None where kernels know it: blocks of a fixed length
-        along the contraction axis, one element format with codes of up to a byte."""
+        """Return the part of ``spec`` that no kernel supports, in a few words, or None. Kernels support blocks of a
+        fixed length along the contraction axis, and one element format with codes of up to a byte."""
         block = spec.block
         if not isinstance(block, int) or block not in self.blocks:
             return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
@@ -40,9 +40,9 @@ class Device:
         return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
     def unrounded(self, spec: QuantSpec) -> str | None:
-        """Return what of ``spec`` no kernel rounds by, given the scales of its blocks; None where one does.
+        """Return the part of ``spec`` that no kernel rounds under given block scales, or None.
 
-        On a GPU not where a block is a line: Inductor finds its maximum and rounds it in one read, with what makes it.
+        On a GPU no kernel rounds a block of a line: Inductor fuses its maximum and rounding with its producer.
         """
         if self.kind == "cuda" and spec.block == "row":
             return "blocks of a line"

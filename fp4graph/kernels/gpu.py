@@ -24,7 +24,7 @@ def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     vector = addend is None or (
         addend.dim() == 1 and addend.is_contiguous() and statically_known_true(addend.shape[0] == right.shape[-2])
     )
-    # A length that varies is one of tokens, and long.
+    # A dynamic length counts tokens and is taken as long.
     short = statically_known_true(left.shape[-1] <= switches.current().products)
     return vector and short and left.dtype in (torch.bfloat16, torch.float16)
 
@@ -44,23 +44,23 @@ def products_in_fp32() -> AbstractContextManager[None]:
 def _has_bfloat16() -> bool:
     try:
         return torch.version.hip is None and torch.cuda.get_device_capability() >= _OLDEST
-    except (AssertionError, RuntimeError):  # code is traced for a GPU that is not there
+    except (AssertionError, RuntimeError):  # code is traced for an absent GPU
         return True
 
 
 @functools.cache
 def available() -> bool:
-    """True if there is a Triton and a GPU that takes the kernels; warns once where there is not."""
+    """True if there is a Triton and a GPU that takes the kernels; otherwise warns once."""
     try:
         capability = torch.cuda.get_device_capability()
-    except (AssertionError, RuntimeError):  # tensors that only say that they are on a GPU
+    except (AssertionError, RuntimeError):  # fake tensors of a GPU that is absent
         return False
     reason = None
     if importlib.util.find_spec("triton") is None:
         reason = "Triton is not installed; install the package triton"
     elif capability < _OLDEST:
         reason = f"compute capability {capability[0]}.{capability[1]} is below {_OLDEST[0]}.{_OLDEST[1]}"
-    elif torch.cuda.is_available():  # else code is generated for a card that is only described
+    elif torch.cuda.is_available():  # otherwise code is generated for an absent GPU
         reason = importlib.import_module("fp4graph.kernels.triton_trial").failure(torch.device("cuda"))
     if reason is not None:
         warnings.warn(

@@ -1,8 +1,8 @@
 """Products whose fp32 accumulator is multiplied by a scalar, and added to, before it is rounded.
 
-On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and short GEMMs are a kernel of this
-project, which saves writing it. Elsewhere the operands are cast to fp32, in which their product has the same sum. On a
-CPU that takes many times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and
+On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and a kernel of this project
+runs short GEMMs without writing it. Elsewhere the operands are cast to fp32, where their product has the same sum. On a
+CPU fp32 takes many times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and
 ``baddbmm``, whose kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and round once.
 """
 
@@ -19,7 +19,7 @@ from fp4graph.numerics.declare import operator
 
 
 def accumulated(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
+    """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the accumulator's dtype: fp64 for fp64, else fp32."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if target.kind(left.device) != "cuda" or left.dtype is wide:
         return left.to(wide) @ right.to(wide).mT
@@ -59,7 +59,7 @@ def _on_gpu(*arguments: Any) -> Tensor:
     return scaled_product(*arguments)
 
 
-def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
+def _flops(left: torch.Size, right: torch.Size, *_: Any, out_shape: torch.Size, **options: Any) -> int:
     return 2 * out_shape.numel() * left[-1]
 
 

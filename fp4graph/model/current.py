@@ -21,7 +21,7 @@ from fp4graph.graph.direct import Direct
 from fp4graph.model.forward import Kind
 from fp4graph.torch_internals import frame_hook
 
-#: Key of a deepcopy's memo: the copy is not to be applied.
+#: Key of a deepcopy's memo: the copy stays unapplied.
 PLAIN: Any = "fp4graph_plain"
 
 
@@ -41,7 +41,7 @@ class CurrentForward:
         step: the tensor (seed, rank, count) that every mark hook of the model hands to the graph. Each forward sets a
             new tensor when it begins.
         compiled: whether the compiled call is running. threads: the threads that run it, one if gradients are enabled.
-        direct: the uncompiled pass in progress, or None. thread: the last thread to begin one, or the compiled call.
+        direct: the uncompiled pass in progress, or None. thread: the last to begin a pass or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         last: the kind of the last forward with gradients that has begun, or None.
         regions: by checkpointed region, the step of its forward and the number of sites of each module before it.

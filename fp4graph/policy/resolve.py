@@ -57,12 +57,12 @@ def _at(rule: Rule, elsewhere: bool) -> str:
 
 def _rules_in_force(document: Node) -> int:
     """Return the number of rules of the policy and of its phases; inherited rules count again in each phase."""
-    of_policy = len(document.get("rules").value) if "rules" in document.value else 0
-    count = of_policy
+    inherited = len(document.get("rules").value) if "rules" in document.value else 0
+    count = inherited
     for phase in document.get("phases").value if "phases" in document.value else ():
         rules = phase.child("rules")
         ahead = rules.child("before") if rules else None
-        count += len(rules.value) if rules and not ahead else of_policy + len(ahead.value if ahead else ())
+        count += len(rules.value) if rules and not ahead else inherited + len(ahead.value if ahead else ())
     return count
 
 
@@ -80,24 +80,24 @@ def _phase(document: Node, registry: Registry, name: str, index: int, section: P
     path: Path = ("phases", index)
     node = document.get(*path)
     changes = {key: item for key, item in node.value.items() if key in ("default", "rules", "techniques")}
-    late = Exceptions(section.operands, (*path, "operands"))
+    overrides = Exceptions(section.operands, (*path, "operands"))
     changed = merge(document, Node(changes, node.place, node.keys))
-    policy = _Resolver(changed, registry, late).policy(f"{name}, phase {index + 1}")
+    policy = _Resolver(changed, registry, overrides).policy(f"{name}, phase {index + 1}")
     if section.operands and not policy.quantizes:
         raise document.error(
-            late.path, "nothing is quantized in this phase, so these exceptions do nothing; remove them"
+            overrides.path, "nothing is quantized in this phase, so these exceptions do nothing; remove them"
         )
     return Phase(section.at, policy, node.place)
 
 
 class _Resolver:
-    """Resolves the rules, default and techniques of one document; ``late`` are the exceptions of a phase."""
+    """Resolves the rules, default and techniques of one document; ``overrides`` are the exceptions of a phase."""
 
-    def __init__(self, document: Node, registry: Registry, late: Exceptions | None = None) -> None:
-        self.written = validate(PolicySection, document if late is None else document.without("phases"))
+    def __init__(self, document: Node, registry: Registry, overrides: Exceptions | None = None) -> None:
+        self.written = validate(PolicySection, document if overrides is None else document.without("phases"))
         self._document = document
-        self._in_phase = late is not None
-        self._specs = SpecResolver(document, registry, late)
+        self._in_phase = overrides is not None
+        self._specs = SpecResolver(document, registry, overrides)
         self._techniques = TechniqueResolver(document, registry)
 
     def policy(self, name: str, file: str | None = None) -> Policy:
@@ -133,7 +133,7 @@ class _Resolver:
         )
 
     def _check_names(self, rules: Sequence[Rule]) -> None:
-        """Raise PolicyError if two rules have one name, at the rule of the two that is not inherited."""
+        """Raise PolicyError if two rules share a name, at the rule that is not inherited."""
         first: dict[str, int] = {}
         for index, rule in enumerate(rules):
             namesake = rules[first.setdefault(rule.name, index)]
@@ -159,23 +159,24 @@ class _Resolver:
         )
         if section.quantize is None:
             return rule
-        of_adapters = [glob for glob in rule.match.module or () if names_adapters(glob)]
-        if of_adapters and rule.match.role is None and not rule.match.names_adapters:
+        adapter_globs = [glob for glob in rule.match.module or () if names_adapters(glob)]
+        if adapter_globs and rule.match.role is None and not rule.match.names_adapters:
             raise self._document.error(
                 (*path, "match", "module"),
-                f"{of_adapters[0]!r} names adapters and other globs of the list do not, so it is unclear whether "
+                f"{adapter_globs[0]!r} names adapters and other globs of the list do not, so it is unclear whether "
                 "the rule quantizes the adapters of every layer that it matches; give adapters a rule of their own, or "
                 "say 'role: adapter' for adapters alone",
             )
-        of_rule = self._techniques.declared(section.techniques, (*path, "techniques"))
-        for declared in of_rule:
+        rule_techniques = self._techniques.declared(section.techniques, (*path, "techniques"))
+        for declared in rule_techniques:
             if declared.technique.per_model:
                 raise self._document.error(
                     declared.path,
                     f"technique {declared.name!r} acts on the whole model; move it to the policy's techniques",
                 )
         exceptions = Exceptions(section.operands, (*path, "operands"))
-        return self._quantizing(rule, section.quantize, (*path, "quantize"), exceptions, override(shared, of_rule))
+        techniques = override(shared, rule_techniques)
+        return self._quantizing(rule, section.quantize, (*path, "quantize"), exceptions, techniques)
 
     def _default(self, shared: Sequence[Declared]) -> Rule:
         section = self.written.default

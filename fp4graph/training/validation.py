@@ -23,7 +23,7 @@ REMEDY = "It was changed after it was written; use a copy or an earlier file"
 #: The most faults that an error lists.
 SHOWN = 12
 _Types = Mapping[str, tuple[type, ...]]
-_Kept = Mapping[str, bool]  # names of the tensors that an optimizer keeps for a parameter: has it the same shape?
+_Kept = Mapping[str, bool]  # names of an optimizer's tensors for a parameter: has each its shape?
 _COUNT = (int, type(None))
 _COUNTS = range(2**63)  # the count of forwards is kept in an int64
 _PARTS: _Types = {
@@ -84,8 +84,8 @@ def check_entries(file: str, saved: Mapping[str, Any], here: Mapping[str, Any], 
 def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``optimizer``.
 
-    Entries of the state that cannot be predicted are left to the optimizer, as for one that has made no step and is
-    not torch's.
+    Entries of the state that cannot be predicted are left to the optimizer, such as those of an optimizer that is
+    not torch's and has made no step.
     """
     groups, here = saved["param_groups"], optimizer.param_groups
     faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
@@ -118,8 +118,8 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         if not isinstance(values, Mapping):
             faults.append(f"{where} is {_named(values)}")
         elif index in parameters:
-            parameter, kept_of_it = parameters[index]
-            faults += _state_faults(where, values, parameter, kept_of_it, optimizer.state.get(parameter, {}))
+            parameter, expected = parameters[index]
+            faults += _state_faults(where, values, parameter, expected, optimizer.state.get(parameter, {}))
     if faults:
         raise Mismatch(f"checkpoint {file} is of another optimizer: {_listed([f'optimizer.{f}' for f in faults])}")
 
@@ -127,7 +127,7 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
 def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
     """Return the tensors that one step under ``options`` keeps for a parameter, and whether each has its shape.
 
-    A step of the optimizer's class, or its base class in torch, is tried; if the step fails, the result is empty.
+    Tries a step of the optimizer's class, or of its base class in torch; if the step fails, the result is empty.
     """
     classes = StableSPAM, *(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
     kind: Any = next((base for base in type(optimizer).__mro__ if base in classes), torch.optim.Optimizer)
@@ -138,7 +138,7 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
         trial = kind([tried], **{name: value for name, value in options.items() if name in names and name != "params"})
         step = type(trial).step
         getattr(step, "__wrapped__", step)(trial)  # without the hooks that users have registered for all optimizers
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # an option, or a step wants a closure
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # an option, or the step needs a closure
         return {}
     return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
@@ -167,14 +167,14 @@ def _is_step(value: Any) -> bool:
 
 
 def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
-    """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``, as far as its class is torch's."""
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``; checks only torch's schedulers."""
     if isinstance(scheduler, LRScheduler):
         here = scheduler.state_dict()
         here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # one for each group
         needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
         faults = _unlike("scheduler", saved, here, needed)
-        alien = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
-        faults += [f"scheduler.{key} does not belong to the state of a scheduler" for key in alien]
+        foreign = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
+        faults += [f"scheduler.{key} does not belong to the state of a scheduler" for key in foreign]
         if faults:
             raise Mismatch(f"checkpoint {file} is of another scheduler: {_listed(faults)}")
 

@@ -1,4 +1,4 @@
-"""Models that the command line names: timm, a factory, a Hugging Face config, and what is said when there is none."""
+"""Models that the command line names: timm, a factory, a Hugging Face config, and the errors."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from fp4graph.commands.models import imported, named_model
 from fp4graph.errors import Error
 from tests.helpers.commands import run
 
-MINE = """
+MODULE = """
 import torch
 from torch import nn
 
@@ -48,7 +48,7 @@ TINY = ", ".join(f"{key}={value}" for key, value in SIZES.items())
 def here(tmp_path, monkeypatch):
     """The current folder, with a module of the user's in it."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/nets.py").write_text(MINE)
+    (tmp_path / "mine/nets.py").write_text(MODULE)
     (tmp_path / "mine/broken.py").write_text("import torch\n1 / 0\n")
     (tmp_path / "mine/needy.py").write_text("import a_package_that_is_absent\n")
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def test_an_object_of_the_current_folder_is_imported():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mine.nets", "write package.module:name"),
         ("mine/nets.py:alone", "without .py"),
@@ -78,8 +78,8 @@ def test_an_object_of_the_current_folder_is_imported():
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_what_cannot_be_imported_is_said(text, said):
-    with pytest.raises(Error, match=re.escape(said)):
+def test_a_failed_import_names_the_cause(text, message):
+    with pytest.raises(Error, match=re.escape(message)):
         imported(text)
 
 
@@ -104,7 +104,7 @@ def test_a_class_or_a_model_takes_its_inputs_from_the_size():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mine.nets:wrong", "mine.nets:wrong returned list; return a model, (model, args) or (model, args, kwargs)"),
         ("mine.nets:picky", "missing 1 required positional argument: 'width'"),
@@ -119,10 +119,10 @@ def test_a_class_or_a_model_takes_its_inputs_from_the_size():
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_a_model_that_cannot_be_made_is_said(text, said):
+def test_a_model_that_cannot_be_built_is_an_error(text, message):
     if text.startswith("hf:") or text.endswith(".json"):
         pytest.importorskip("transformers")
-    with pytest.raises(Error, match=re.escape(said)):
+    with pytest.raises(Error, match=re.escape(message)):
         named_model(text)
 
 
@@ -168,9 +168,9 @@ def test_explain_and_check_take_every_kind_of_model():
     quantized = {site["module"]: site["quantized"] for site in llama["sites"]}
     assert quantized["model.layers.0.self_attn.q_proj"]
     assert not quantized["lm_head"]
-    mine, narrow = (run("check", "tetrajet", "--model", f"mine.nets:{name}") for name in ("with_kwargs", "narrow"))
-    assert (mine.code, narrow.code) == (0, 1)
-    assert "2 of 2 sites quantized" in mine.out
+    fits, narrow = (run("check", "tetrajet", "--model", f"mine.nets:{name}") for name in ("with_kwargs", "narrow"))
+    assert (fits.code, narrow.code) == (0, 1)
+    assert "2 of 2 sites quantized" in fits.out
     assert re.search(r"mine.nets:narrow: the forward raised.*shapes \(4, 31\)", narrow.err, re.DOTALL)
 
 

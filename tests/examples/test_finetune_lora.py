@@ -1,4 +1,4 @@
-"""examples/finetune_lora.py: it prints losses that fall, and its graphs quantize for no gradient that nobody needs."""
+"""examples/finetune_lora.py: its losses fall, and its graphs quantize nothing for unneeded gradients."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def quantized(make: Callable[[dict[str, Any]], torch.nn.Module]) -> tuple[int, i
     return forward, backward
 
 
-def whole(example: dict[str, Any]) -> Any:
+def full_model(example: dict[str, Any]) -> Any:
     return example["LlamaForCausalLM"](example["LlamaConfig"](num_hidden_layers=2, **example["SMALL"]))
 
 
 def adapted(example: dict[str, Any]) -> Any:
-    return example["adapted"](whole(example), Namespace(seed=0, rank=8))
+    return example["adapted"](full_model(example), Namespace(seed=0, rank=8))
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_a_frozen_model_quantizes_for_no_gradient_that_nobody_needs() -> None:
-    """Each of the 2·7 products has two operands. A frozen weight has no wgrad. Nothing that trains stands before the
-    query, the key and the value of the first layer, so these three have no dgrad."""
+def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients() -> None:
+    """Each of the 2·7 products has two operands. A frozen weight has no wgrad. No trained parameter precedes
+    the query, the key and the value of the first layer, so these three have no dgrad."""
     layers = 2 * 7
-    assert quantized(whole) == (2 * layers, (2 + 2) * layers)
+    assert quantized(full_model) == (2 * layers, (2 + 2) * layers)
     assert quantized(adapted) == (2 * layers, 2 * (layers - 3))
 
 

@@ -1,4 +1,4 @@
-"""The two pre-training loops: they learn, go on to the last bit after a kill, and run under torchrun."""
+"""The two pre-training loops: they learn, resume bit for bit after a kill, and run under torchrun."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STABLE = ["--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]
     ],
     ids=["vit", "llama", "llama-stablespam"],
 )
-def test_learns_and_goes_on_to_the_last_bit(
+def test_learns_and_resumes_bit_for_bit(
     example: Any,
     text: str,
     small: str,
@@ -108,14 +108,14 @@ def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_pat
     options = [*LLAMA, text, small, "--steps=6", "--accumulate=2", f"--checkpoint={tmp_path}/run.pt"]
     options += ["--fsdp"] * fsdp
     printed = torchrun("pretrain_llama.py", *options)
-    first, last = validation_losses(printed)  # the first process speaks for both
+    first, last = validation_losses(printed)  # only the first process prints
     assert last < first
 
 
 @pytest.mark.long
 @pytest.mark.process
 def test_vit_runs_under_torchrun_as_in_one_process(example: Any, torchrun: Any, tmp_path: Path) -> None:
-    """Unquantized, they differ in the order of the batches alone."""
+    """Without quantization the two runs differ only in the order of the batches."""
     options = ["--backend=eager", "--policy=bf16", "--epochs=2"]
     two = validation_losses(torchrun("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/two.pt"))
     one = validation_losses(example("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/one.pt"))

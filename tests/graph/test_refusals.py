@@ -1,8 +1,8 @@
 """Which techniques the graph pass refuses at a linear layer, at experts, at a convolution and at a product of
 activations.
 
-``refusals.csv`` has a row for each shipped policy and for each technique, by options and by blocks, with what was found
-before techniques declared what they mix. ``python -m tests.graph.test_refusals`` writes it anew.
+``refusals.csv`` has a row for each shipped policy and for each technique, by options and by blocks, with the refusals
+from before techniques declared what they mix. ``python -m tests.graph.test_refusals`` rewrites it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.helpers.techniques import technique
 TABLE = Path(__file__).with_name("refusals.csv")
 OPS = ("linear", "grouped", "conv", "matmul")
 BLOCKS: tuple[Any, ...] = (16, "row", "tensor", [16, 16])
-#: Scales, of which a technique gets the first that it takes.
+#: Scales to try; a technique gets the first that it accepts.
 SCALES = (
     {"format": "e4m3", "rounding": "nearest_even"},
     {"format": "e8m0", "rounding": "ceil"},
@@ -118,7 +118,7 @@ def refusal(policy: Policy, op: str) -> str | None:
 
 
 @cache
-def found() -> dict[str, list[str | None]]:
+def refusals() -> dict[str, list[str | None]]:
     """The refusal of every row, for each kind of site."""
     return {name: [refusal(policy, op) for op in OPS] for name, policy in policies()}
 
@@ -128,7 +128,7 @@ def found() -> dict[str, list[str | None]]:
 def test_every_policy_and_technique_is_taken_or_refused_as_the_table_says() -> None:
     with TABLE.open(encoding="utf-8") as file:
         _, *recorded = csv.reader(file)
-    assert recorded == written()
+    assert recorded == table_rows()
 
 
 @pytest.mark.parametrize("mixes", get_args(Mixes))
@@ -163,12 +163,12 @@ def test_the_elements_that_are_treated_together_follow_from_the_facts() -> None:
     assert period("tensor_scaling") == period("outlier_clamp") == 1
 
 
-def written() -> list[list[str]]:
-    return [[name, *("refused" if each else "accepted" for each in own)] for name, own in found().items()]
+def table_rows() -> list[list[str]]:
+    return [[name, *("refused" if each else "accepted" for each in messages)] for name, messages in refusals().items()]
 
 
 if __name__ == "__main__":
     with TABLE.open("w", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([["policy", *OPS], *written()])
-    sentences = dict.fromkeys(each for own in found().values() for each in own if each)
+        csv.writer(file, lineterminator="\n").writerows([["policy", *OPS], *table_rows()])
+    sentences = dict.fromkeys(each for messages in refusals().values() for each in messages if each)
     sys.stdout.write("\n".join(sentences) + "\n")

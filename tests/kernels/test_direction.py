@@ -19,7 +19,7 @@ BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGN
 
 
 @pytest.mark.parametrize(
-    ("structure", "how", "rest"),
+    ("structure", "options", "extra"),
     [
         (DIRECTION, {}, ()),
         (GIVEN, {"given": True}, (DIVISOR, None, None, FACTOR, None)),
@@ -28,10 +28,12 @@ BLOCKS, ROTATION = Blocks(divisor=DIVISOR, factor=FACTOR), BlockRotation(2, SIGN
     ],
     ids=["plain", "given", "rotated", "whole"],
 )
-def test_there_and_back(structure: Structure, how: dict[str, bool], rest: tuple[object, ...]) -> None:
-    blocks, rotation = BLOCKS if "given" in how else Blocks(), ROTATION if "rotation" in how else None
-    flat = Direction(SPEC, DRAW, blocks, rotation).flat(**how)
-    assert flat == (SPEC.to_text(), KEY, STEP, (3, 4), *rest)
+def test_flatten_and_build_are_inverse(
+    structure: Structure, options: dict[str, bool], extra: tuple[object, ...]
+) -> None:
+    blocks, rotation = BLOCKS if "given" in options else Blocks(), ROTATION if "rotation" in options else None
+    flat = Direction(SPEC, DRAW, blocks, rotation).flat(**options)
+    assert flat == (SPEC.to_text(), KEY, STEP, (3, 4), *extra)
     assert len(flat) == len(structure.parameters)
     back = structure.build(*flat)
     assert back.spec == SPEC
@@ -56,7 +58,7 @@ def test_what_an_operator_does_not_take_is_refused(direction: Direction, takes: 
         direction.flat(**takes)
 
 
-def test_bytes_there_and_back() -> None:
+def test_packed_operands_flatten_and_build() -> None:
     codes, scales = torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)
     flat = PackedOperand(codes, scales, SPEC, 30, torch.bfloat16).flat()
     assert flat == (codes, scales, SPEC.to_text(), 30, torch.bfloat16)

@@ -199,7 +199,7 @@ def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path):
+def test_the_record_holds_the_options_and_the_result(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     chosen, folder = run(policy="tetrajet", optimizer="adamw", lr=1e-3), tmp_path / "new" / "folder"
@@ -225,11 +225,11 @@ def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_goes_on_to_the_last_bit(tmp_path):
+def test_resumes_bit_for_bit(tmp_path):
     """With state in techniques, optimizer, loss scaler and schedule, and noise."""
     policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
     chosen = run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2)
-    whole = train(chosen, directory=tmp_path / "whole")
+    uninterrupted = train(chosen, directory=tmp_path / "whole")
     folder = tmp_path / "stopped"
     stopped(chosen, folder, 4)
     for changed, resume, says in (
@@ -240,7 +240,7 @@ def test_goes_on_to_the_last_bit(tmp_path):
         with pytest.raises(Error, match=says):
             train(dataclasses.replace(chosen, **changed), directory=folder, resume=resume)
     resumed = train(chosen, directory=folder, resume=True)
-    assert (losses(resumed), resumed.steps) == (losses(whole), whole.steps)
+    assert (losses(resumed), resumed.steps) == (losses(uninterrupted), uninterrupted.steps)
     assert curves(folder) == curves(tmp_path / "whole")
     with pytest.raises(Error, match="has already ended"):
         train(chosen, directory=folder, resume=True)
@@ -250,8 +250,8 @@ def test_goes_on_to_the_last_bit(tmp_path):
 @pytest.mark.slow
 def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path):
     chosen = run(steps=4, validate_every=4)
-    whole = train(chosen, directory=tmp_path / "whole", resume=True)  # of nothing: it begins
-    assert losses(whole) == losses(train(chosen))
+    uninterrupted = train(chosen, directory=tmp_path / "whole", resume=True)  # no run to resume: training begins
+    assert losses(uninterrupted) == losses(train(chosen))
 
     def stop(step, steps, loss):
         if step == 3:
@@ -321,7 +321,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     assert read_outcome(folder) is None
     chosen = Run.from_json(read_run(folder)["run"])
     with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 99, "train_l')  # what a kill amid a write leaves
+        file.write(b'{"step": 99, "train_l')  # the partial line that a kill during a write leaves
     assert read_metrics(folder) == lines
     assert train(chosen, directory=folder, resume=True, report=lambda *_: None).steps == 400
     assert [line["step"] for line in read_metrics(folder) if "lr" in line] == list(range(1, 401))
@@ -366,7 +366,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path):
         (lambda _: Run.from_json({"task": "digits", "colour": "red"}), None, "known keys: accumulate"),
     ],
 )
-def test_a_record_that_is_not_one_is_said_so(read, content, says, tmp_path):
+def test_an_invalid_record_is_an_error(read, content, says, tmp_path):
     if content:
         (tmp_path / ("run.json" if read is read_run else "metrics.jsonl")).write_text(content)
     with pytest.raises(Error, match=says):
@@ -414,7 +414,7 @@ def test_a_mistake_is_one_sentence(options, says):
 
 
 @pytest.mark.slow
-def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path):
+def test_a_policy_that_quantizes_no_site_is_an_error(tmp_path):
     nothing = one_rule(match={"op": "linear", "in_features": {"min": 9999}}, default="keep")
     nothing["rules"][0]["required"] = False
     with pytest.raises(Error, match="policy 'p' quantizes no site of this model"):

@@ -1,4 +1,4 @@
-"""A capture inherits nothing from earlier ones, and says why it is made again and again."""
+"""Captures do not depend on earlier captures; repeated recompilation is a warning that names its cause."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_sizes_that_one_model_saw_are_not_dynamic_in_the_next():
 
 
 class Changing(nn.Module):
-    """Reads Python numbers of its own."""
+    """Reads Python attributes that are numbers."""
 
     def __init__(self):
         super().__init__()
@@ -151,13 +151,13 @@ CAUSES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CAUSES)
-def test_the_third_recompilation_for_one_cause_is_told(change):
+def test_the_third_recompilation_for_one_cause_warns(change):
     model = apply(Changing())
     for i in range(3):
         change(model, i)
     with pytest.warns(fp4graph.PolicyWarning, match=f"again: 4 times so far.*{CAUSES[change]}"):
         change(model, 3)
-    change(model, 4)  # told once
+    change(model, 4)  # warned once
 
 
 def modes(model, i):
@@ -168,7 +168,7 @@ def modes(model, i):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [sizes, modes])
-def test_sizes_and_modes_are_not_told(change):
+def test_sizes_and_modes_cause_no_warning(change):
     model = apply(Changing())
     for i in range(6):
         change(model, i)
@@ -177,17 +177,17 @@ def test_sizes_and_modes_are_not_told(change):
 @pytest.mark.slow
 def test_modes_between_are_not_the_cause():
     model = apply(Changing())
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(6):
             model.train(i % 2 == 0)
             setting(model, i)
-    assert len(told) == 1
-    assert "model.step" in str(told[0].message)
+    assert len(caught) == 1
+    assert "model.step" in str(caught[0].message)
 
 
 class Parted(Checked):
-    """Breaks between two layers of its own."""
+    """Has a graph break between its two layers."""
 
     def forward(self, x):
         y = self.body(x)
@@ -196,7 +196,7 @@ class Parted(Checked):
 
 
 @pytest.mark.slow
-def test_models_of_one_class_are_no_recompilations_of_each_other():
+def test_models_of_one_class_do_not_count_as_recompilations():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", PolicyWarning)

@@ -258,7 +258,7 @@ def test_its_operations_are_counted():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_scalar_multiplies_the_accumulator_in_every_layout(dtype):
-    """The sums of these whole numbers are exact in fp32, so that no order of theirs matters."""
+    """The sums of these whole numbers are exact in fp32, so their order does not matter."""
     generator, scale = torch.Generator().manual_seed(0), torch.tensor(1.37)
     a, b = (torch.randint(-6, 7, (rows, 96), generator=generator).to(dtype) for rows in (64, 128))
     expected = ((a.double() @ b.double().mT).float() * scale).to(dtype)

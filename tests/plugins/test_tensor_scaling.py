@@ -54,7 +54,7 @@ def test_nvfp4(x, options, largest):
     torch.testing.assert_close(total(terms).double(), nvfp4(x, largest), rtol=1e-6, atol=0)
 
 
-def test_gradients_may_have_a_target_of_their_own(x):
+def test_gradients_may_have_a_separate_target(x):
     options = {"target": 256, "gradient_target": 448}
     for operand in Operand:
         found = total(program(options, operand=operand)(x)).double()
@@ -102,7 +102,7 @@ def test_commutes_with_powers_of_two(x, scale, exponent):
     assert torch.equal(total(f(x * 2.0**exponent)), total(f(x)) * 2.0**exponent)
 
 
-def test_it_saves_small_blocks_from_underflow():
+def test_a_tensor_scale_saves_small_blocks_from_underflow():
     """E4M3 scales alone cannot tell 1e-4 from 0; with a tensor scale they can."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)) * 1e-5
     plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
@@ -124,7 +124,7 @@ def test_zeros_subnormals_and_poison():
 
 
 @pytest.mark.slow
-def test_every_operand_has_its_own():
+def test_every_operand_has_its_own_tensor_scale():
     six = plan_site(SiteView("fc", "linear", 64, 8, 512), policy({}).rules[0]).program
     assert all(six.operand(operand).parts for operand in Operand)
     only = policy({"operands": ["gradients"]})
