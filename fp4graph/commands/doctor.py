@@ -64,6 +64,8 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 def _state(available: Callable[[], bool]) -> str:
     """Return whether kernels are used, or the warning that says why they are not."""
+    if not switches.current().quantizers:
+        return f"switched off by {switches.VARIABLE}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if available():

@@ -194,7 +194,9 @@ class ExpectSection(Section):
 class PhaseSection(_HasOperands):
     """Changes from one point of the training on, merged as under ``extends``."""
 
-    at: int | float = Field(description="The training forward from which the phase holds, or a share of total_steps.")
+    at: int | float = Field(
+        description="The training forward from which the phase holds, or a share of total_forwards."
+    )
     operands: dict[str, OperandException] = Field(default={}, description="Exceptions for the operands of every rule.")
     default: _Default | None = Field(None, description="What becomes of sites that no rule matches.")
     rules: _Rules | None = Field(None, description="Rules in place of the inherited ones, or ahead of them.")
