@@ -142,11 +142,13 @@ def _value(schema: Mapping[str, Any]) -> str:
         words = [_value(alternative) for alternative in alternatives]
         return " or ".join("a list of these" if word == f"a list of {words[0]}" else word for word in words)
     if schema.get("type") == "array":
-        return f"a list of {_value(schema['items'])}" if "items" in schema else "a pair of numbers"
+        return "a pair of numbers" if isinstance(schema["items"], list) else f"a list of {_value(schema['items'])}"
     if schema.get("type") == "object":
         return f"a mapping from operands to {_value(schema['additionalProperties'])}"
+    if "exclusiveMaximum" in schema:
+        return "a share"
     return {"integer": "a whole number", "number": "a number", "boolean": "`true` or `false`", "string": "text"}.get(
-        schema.get("type", ""), "a technique: its name, or `{name: {option: value}}`"
+        schema.get("type", ""), "techniques, each a name or `{name: {option: value}}`"
     )
 
 

@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_jso
 
 from fp4graph.policy.match import Range
 from fp4graph.policy.schema import PolicySection, QuantizeSection, ScaleSection, TechniqueEntry
-from fp4graph.policy.section import listed
+from fp4graph.policy.section import Section, listed
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 
@@ -31,10 +31,13 @@ def json_schema(registry: Registry) -> dict[str, Any]:
     named = {model: references[model, "validation"] for model in models}
     of_model = {model: definitions[reference["$ref"].rpartition("/")[2]] for model, reference in named.items()}
     of_model[TechniqueEntry].clear()
-    of_model[TechniqueEntry]["anyOf"] = [{"enum": list(techniques)}] + [
-        {"type": "object", "properties": {name: named[cls]}, "required": [name], "additionalProperties": False}
+    # `name:` without options is null. A technique with a required option is not written by its name alone.
+    bare = [name for name, cls in techniques.items() if not any(f.is_required() for f in cls.model_fields.values())]
+    of_model[TechniqueEntry]["anyOf"] = [{"enum": bare}] + [
+        {"type": "object", "properties": {name: {"anyOf": [named[cls], *([{"type": "null"}] if name in bare else [])]}},
+         "required": [name], "additionalProperties": False}
         for name, cls in techniques.items()
-    ]
+    ]  # fmt: skip
     of_model[ScaleSection]["properties"]["format"]["enum"] = sorted(registry.scales)
     elements = {"enum": sorted(registry.elements)}
     for section in quantizers:
@@ -50,13 +53,15 @@ def json_schema(registry: Registry) -> dict[str, Any]:
 class _Generator(GenerateJsonSchema):
     """Writes what a policy file may hold, where pydantic's schema describes the validated object."""
 
+    _in_section = False
+
     def field_title_should_be_set(self, schema: Any) -> bool:
         """Leave titles out: they repeat the keys."""
         return False
 
     def nullable_schema(self, schema: Any) -> JsonSchemaValue:
-        """Leave null out: a key that is written has a value."""
-        return self.generate_inner(schema["schema"])
+        """Leave null out of sections, where a key that is written has a value; a technique's option may be null."""
+        return self.generate_inner(schema["schema"]) if self._in_section else super().nullable_schema(schema)
 
     def default_schema(self, schema: Any) -> JsonSchemaValue:
         """Leave defaults out but for switches: other keys have a default of their surroundings, or an empty one."""
@@ -74,7 +79,9 @@ class _Generator(GenerateJsonSchema):
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         """Allow what a range may be besides its fields."""
+        outer, self._in_section = self._in_section, issubclass(schema["cls"], Section)
         written = super().model_schema(schema)
+        self._in_section = outer
         if schema["cls"] is Range:
             whole = {"type": "integer", "minimum": 0}
             written["properties"]["exactly"] = whole | {"description": "The only number."}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fp4graph.policy.adapters import names_adapters, names_before
-from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
+from fp4graph.policy.section import COUNT_OR_SHARE, Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
 from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
@@ -76,7 +76,7 @@ def _counted(value: Any) -> Any:
 
 
 #: A number of blocks, or a share of the blocks of a stack.
-Blocks = Annotated[int | float, BeforeValidator(_counted)]
+Blocks = Annotated[int | float, BeforeValidator(_counted), COUNT_OR_SHARE]
 
 
 def _blocks(wanted: int | float | None, total: int) -> int:
@@ -87,7 +87,7 @@ def _blocks(wanted: int | float | None, total: int) -> int:
 
 
 class Match(Section):
-    """Predicates on a site, all of which must hold; a predicate that is None holds for every site."""
+    """Predicates on a site, all of which must hold; a key that is left out holds for every site."""
 
     # Fused attention needs `op: sdpa`, because splitting it into products takes O(N²) memory. A convolution needs
     # `op: conv`, because as a product it takes the memory of its input times the positions in its kernel.

@@ -17,13 +17,14 @@ from pydantic import (
     StrictBool,
     StrictInt,
     Tag,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, ScaleTies, Selector, Source, Ties, Zero
 from fp4graph.policy.match import Match, Range
-from fp4graph.policy.section import Name, Section, Text, Texts, must_be, only_known, wrong
+from fp4graph.policy.section import COUNT_OR_SHARE, Name, Section, Text, Texts, must_be, only_known, wrong
 from fp4graph.technique.operands import ADDRESSES
 
 VERSION = 1
@@ -33,6 +34,10 @@ MOST_PHASES = 100
 #: The most elements of a block of given size. (Axes are padded with zeros to whole blocks.)
 LARGEST_BLOCK = 2**16
 _BLOCKS = "a whole number from 1, a pair of these, row or tensor"
+_SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_BLOCK}
+_BLOCK_SCHEMA = WithJsonSchema({
+    "anyOf": [_SIZE, {"type": "array", "items": [_SIZE] * 2, "minItems": 2, "maxItems": 2}, {"enum": ["row", "tensor"]}]
+})  # fmt: skip
 
 
 class ScaleSection(Section):
@@ -55,7 +60,7 @@ class QuantizeSection(Section):
 
     element: Texts | None = Field(None, description="Format of the elements, or formats that each block chooses from.")
     selector: Selector | None = Field(None, description="The error by which a block chooses one of several formats.")
-    block: Annotated[Block, must_be(_BLOCKS)] | None = Field(
+    block: Annotated[Block, must_be(_BLOCKS), _BLOCK_SCHEMA] | None = Field(
         None, description="Elements with one scale: n along K, [rows, n], row, or tensor."
     )
     scale: ScaleSection | None = Field(None, description="The scale of a block.")
@@ -132,7 +137,7 @@ class TechniqueEntry(BaseModel, frozen=True):
         raise wrong("a technique's name, or {name: {option: value}}")
 
 
-class RuleSection(_HasOperands):
+class RuleSection(_HasOperands, json_schema_extra={"oneOf": [{"required": ["keep"]}, {"required": ["quantize"]}]}):
     """A rule: the sites that it matches, and what becomes of them. The first rule that matches a site decides."""
 
     name: Name | None = Field(None, description="Name of the rule in reports and errors.")
@@ -194,7 +199,7 @@ class ExpectSection(Section):
 class PhaseSection(_HasOperands):
     """Changes from one point of the training on, merged as under ``extends``."""
 
-    at: int | float = Field(
+    at: Annotated[int | float, COUNT_OR_SHARE] = Field(
         description="The training forward from which the phase holds, or a share of total_forwards."
     )
     operands: dict[str, OperandException] = Field(default={}, description="Exceptions for the operands of every rule.")
@@ -219,7 +224,7 @@ class PhaseSection(_HasOperands):
 class PolicySection(Section):
     """A policy file."""
 
-    version: StrictInt = Field(description="Version of the language: 1.")
+    version: StrictInt = Field(description="Version of the language: 1.", json_schema_extra={"const": VERSION})
     name: Name | None = Field(None, description="Name of the policy; the file's by default.")
     extends: Text | None = Field(None, description="The policy that this one changes: a shipped name or a path.")
     description: Annotated[str, Field(strict=True)] = Field("", description="One line for reports.")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictInt, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictInt,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fp4graph.errors import suggest
@@ -78,6 +87,10 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 #: The name of a policy or rule, which reports show and file names may contain.
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
+#: What editors accept for a whole number from 1, or a share of all.
+COUNT_OR_SHARE = WithJsonSchema({
+    "anyOf": [{"type": "integer", "minimum": 1}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
+})  # fmt: skip
 Size = Annotated[StrictInt, Field(ge=0)]
 #: One item, or several as a list.
 OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(listed)]

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
+from fp4graph.policy import load_policy
 from fp4graph.policy.editor import json_schema
 from fp4graph.technique.registry import default_registry
 from tests.docs.blocks import of_language
@@ -43,7 +44,34 @@ SLIPS = {
     "an unknown option": (one_rule(techniques=[{"hadamard": {"blok": 16}}]), "$.techniques[0]"),
     "a predicate of another type": (one_rule(match={"first_blocks": "one"}), "$.rules"),
     "a key without a value": (one_rule() | {"description": None}, "$.description"),
+    "a block of no size": (one_rule(quantize={"block": 0}), "$.rules"),
+    "a block of a word and a number": (one_rule(quantize={"block": ["tensor", 3]}), "$.rules"),
+    "a share above 1": (one_rule(match={"first_blocks": 1.5}), "$.rules"),
+    "no blocks": (one_rule(match={"last_blocks": 0}), "$.rules"),
+    "a later version": (one_rule() | {"version": 2}, "$.version"),
+    "a rule that does nothing": (one_rule() | {"rules": [{"match": {}}]}, "$.rules"),
+    "a rule that keeps and quantizes": (
+        one_rule() | {"rules": [{"match": {}, "keep": "x", "quantize": {}}]},
+        "$.rules",
+    ),
+    "a phase after the end": (one_rule(phases=[{"at": 1.5, "operands": {"forward": "keep"}}]), "$.phases[0].at"),
+    "a technique without its required option": (one_rule(techniques=["out_control"]), "$.techniques[0]"),
 }
+
+
+LEGAL = {
+    "a pair": one_rule(quantize={"block": [16, 16]}),
+    "no options": one_rule(techniques=[{"hadamard": None}]),
+    "an option that is null": one_rule(techniques=[{"dampen": {"strength": 0.1, "total_steps": None}}]),
+    "a share and a number": one_rule(match={"first_blocks": 1, "last_blocks": 0.15}),
+    "one number": one_rule(match={"in_features": 64, "out_features": {"exactly": 64}}),
+}
+
+
+@pytest.mark.parametrize("data", LEGAL.values(), ids=LEGAL)
+def test_what_loads_fits(data):
+    load_policy(data)
+    VALIDATOR.validate(data)
 
 
 @pytest.mark.parametrize(("data", "path"), SLIPS.values(), ids=SLIPS)
