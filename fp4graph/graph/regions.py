@@ -62,6 +62,7 @@ def _write_after(region: Node, places: list[int]) -> set[Node]:
         state: Any = arguments[place + 1]
         with graph.inserting_before(region):
             arguments[place + 1] = copy = _copy(state)
+        # Else the backward would make the copy again, from the state after the write.
         copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with graph.inserting_before(following):
             result = graph.call_function(operator.getitem, (region, len(values)))

@@ -41,7 +41,8 @@ class StateEntry:
         name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
             ``fprop.weight``).
         operand: the operand whose stages receive the entry.
-        init: makes the first value from the whole weight, as stored. It must be a function of a module and not a lambda
+        init: makes the first value from the whole weight, as stored: in ``apply``, again at the first training forward,
+            and when a checkpoint lacks the entry. It must be a function of a module and not a lambda
             or a closure: a new function at each call of ``parts`` would prevent shared compiled code.
         writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by the part's ``observe``.
         weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.

@@ -33,8 +33,9 @@ class Part:
         options: the technique that the part belongs to: its options by name.
         operands: the operands on which the part acts. None stands for the forward weight if the technique acts
             ``on_weight``, and else for the operands that its options list.
-        mixes: what the result of an element depends on; docs/techniques.md, "Fields of a part", has the four values and
-            what the engine does with them. Every class with tensor methods declares it.
+        mixes: what the result of an element depends on, besides γ and a ``block_rotation``: "none", the element and its
+            scale; "block", its block; "expert", the operand, in a grouped product the tokens of its expert; "tensor",
+            the operand, also across experts, which the engine refuses. Every class with tensor methods declares it.
         draws: whether a method uses ``noise``, ``constant`` or ``count`` of its context.
         counts: whether the result depends on the number of an operand's elements or blocks, as a quantile does. The
             engine then refuses the part at the operands of wgrad in a grouped product, where zeros fill up the tokens
