@@ -10,8 +10,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from fp4graph import Context, Gemm, Operand, Overhead, StateEntry, Technique, hookimpl
-from fp4graph.errors import Error
+from fp4graph import Context, Error, Gemm, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics import exact
 from fp4graph.numerics.formats import ELEMENTS
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec

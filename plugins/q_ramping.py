@@ -9,8 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph import Operand, Overhead, Technique, hookimpl
-from fp4graph.errors import Error
+from fp4graph import Error, Operand, Overhead, Technique, hookimpl
 from fp4graph.technique import OperandSpecs, OptimizerHook, OptimizerStep, Part, SiteView, WeightUpdate
 from fp4graph.training.conditioning import HELD
 

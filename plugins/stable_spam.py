@@ -8,8 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph import Overhead, Technique, hookimpl
-from fp4graph.errors import Error
+from fp4graph import Error, Overhead, Technique, hookimpl
 from fp4graph.technique import OptimizerHook, OptimizerStep, Part, SiteView
 from fp4graph.training import conditioning
 from fp4graph.training.stable_spam import StableSPAM

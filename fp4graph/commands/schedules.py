@@ -1,19 +1,19 @@
 """Writes docs/schedules.md: the code that quantizes each operand of a ViT and of a Qwen3-MoE under five policies.
 
-    python -m benchmarks.schedules docs/schedules.md
+    python -m fp4graph.commands.schedules docs/schedules.md
 
 The machine must be able to build the CPU kernels. Nothing is trained: the schedules are those of captured graphs.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import typer
 
 import fp4graph
 from fp4graph.commands.models import named_model
+from fp4graph.files import write
 
 POLICIES = ("tetrajet", "nvfp4-te", "tetrajet-qema", "mxfp4-rl", "quartet-ii")
 QWEN = (
@@ -28,7 +28,7 @@ machine, the reason if it is not a single kernel, and the form in which the forw
 [Kernels](kernels.md) describes the code; all of it gives the same bits.
 
 The tables show five policies and two models on a CPU with kernels; layers with equal schedules share their lines.
-`python -m benchmarks.schedules docs/schedules.md` generates this page.
+`python -m fp4graph.commands.schedules docs/schedules.md` generates this page.
 """
 
 
@@ -60,10 +60,7 @@ def _table(policy: str, model: str) -> str:
 
 def main(file: Path) -> None:
     """Write the page to FILE."""
-    text = page()
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(text)
-    os.replace(unfinished, file)
+    write(file, page())
 
 
 if __name__ == "__main__":

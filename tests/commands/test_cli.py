@@ -164,7 +164,7 @@ def test_check_of_a_wrong_policy_names_the_line(text, says, fp4graph, written):
 def test_the_installed_command(tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 3\n")
-    command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "check", str(path)]
+    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "check", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{path}:1: ")

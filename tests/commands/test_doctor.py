@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fp4graph.cli import app
+from fp4graph.__main__ import app
 from fp4graph.commands import doctor
 from fp4graph.kernels import build
 from fp4graph.technique.registry import Registry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import schedules
+from fp4graph.commands import schedules
 from tests.docs.blocks import ROOT
 
 
@@ -12,5 +12,5 @@ from tests.docs.blocks import ROOT
 @pytest.mark.compiler
 def test_the_page_is_what_the_code_makes() -> None:
     assert (ROOT / "docs/schedules.md").read_text() == schedules.page(), (
-        "run: python -m benchmarks.schedules docs/schedules.md"
+        "run: python -m fp4graph.commands.schedules docs/schedules.md"
     )

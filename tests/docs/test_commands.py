@@ -16,7 +16,7 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from fp4graph.cli import app
+from fp4graph.__main__ import app
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, of_language, pages_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]

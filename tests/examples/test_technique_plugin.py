@@ -75,7 +75,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 @pytest.mark.long
 def test_the_command_lists_the_installed_technique(installed: dict[str, str]) -> None:
-    listed = run(installed, "-c", "from fp4graph.cli import main; main()", "techniques")
+    listed = run(installed, "-c", "from fp4graph.__main__ import main; main()", "techniques")
     assert re.search(r"mse_scale +│ 0\.5 +│ O\(n\) +│ O\(1\) +│ yes +│ mse_scale", listed)
 
 

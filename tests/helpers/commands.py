@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from typer.testing import CliRunner
 
-from fp4graph.cli import app
+from fp4graph.__main__ import app
 from fp4graph.errors import Error
 
 

@@ -463,7 +463,7 @@ QUICK = ("--steps", "1", "--batch-size", "8", "--validation-batches", "1", "--ba
 
 
 def _command(*arguments):
-    return [sys.executable, "-c", "from fp4graph.cli import main; main()", *arguments]
+    return [sys.executable, "-c", "from fp4graph.__main__ import main; main()", *arguments]
 
 
 @pytest.mark.long

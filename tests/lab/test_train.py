@@ -307,7 +307,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     """SIGKILL between validations, from outside."""
     folder, options = tmp_path / "run", {**SHORT, "steps": 400, "validate_every": 20}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "task"]
-    command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "train", "digits", *words]
+    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "train", "digits", *words]
     process = subprocess.Popen([*command, f"--output={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE
     while not any(line["step"] > 25 for line in read_metrics(folder)) and time.monotonic() < deadline:
