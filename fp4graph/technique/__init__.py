@@ -49,7 +49,7 @@ from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 #: The modules of fp4graph that a plugin may import; docs/techniques.md says what is there. Everything else may change
 #: without notice.
 IMPORTABLE = (
-    "fp4graph", "fp4graph.technique", "fp4graph.errors", "fp4graph.kernels.measures", "fp4graph.kernels.rotation",
+    "fp4graph", "fp4graph.technique", "fp4graph.kernels.measures", "fp4graph.kernels.rotation",
     "fp4graph.kernels.statistics", "fp4graph.numerics.blocking", "fp4graph.numerics.exact", "fp4graph.numerics.formats",
     "fp4graph.numerics.quantize", "fp4graph.numerics.rounding", "fp4graph.numerics.scaling", "fp4graph.numerics.spec",
     "fp4graph.numerics.surrogates", "fp4graph.training.conditioning", "fp4graph.training.stable_spam",

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from rich.table import Table
 
-from fp4graph import cli, load_policy
+from fp4graph import __main__ as command
+from fp4graph import load_policy
 from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.hookspecs import hookimpl
@@ -23,7 +24,7 @@ def fp4graph(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["fp4graph", *arguments])
         code = 0
         try:
-            cli.main()
+            command.main()
         except SystemExit as stop:
             code = int(stop.code or 0)
         out, err = capsys.readouterr()
