@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 
 import torch
@@ -15,7 +13,7 @@ from rich.table import Table
 
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.commands.output import AsJson, installed_registry, show
-from fp4graph.kernels import build, cpu, gpu, switches
+from fp4graph.kernels import machine
 
 #: Extras for users; the others are for working on the project.
 EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow")
@@ -39,15 +37,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "fp4graph", metadata.version("fp4graph")
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "torch", torch.__version__
-    compiler = build.command()
-    yield "C++ compiler", " ".join(compiler) if shutil.which(compiler[0]) else f"none ({' '.join(compiler)} not found)"
-    yield "CPU kernels", _state(cpu.available)
-    if torch.cuda.is_available():
-        yield "GPU", torch.cuda.get_device_name()
-        yield "GPU kernels", _state(gpu.available)
-    else:
-        yield "GPU", "none"
-    yield switches.VARIABLE, str(switches.current())
+    yield from machine.report().items()
     registry = installed_registry()
     shipped = shipped_registry()
     added = {
@@ -60,17 +50,6 @@ def _facts() -> Iterator[tuple[str, str]]:
     )
     for plugin, failure in registry.failures.items():
         yield f"plugin {plugin}", f"fails: {failure}"
-
-
-def _state(available: Callable[[], bool]) -> str:
-    """Return whether kernels are used, or the warning that says why they are not."""
-    if not switches.current().quantizers:
-        return f"switched off by {switches.VARIABLE}"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if available():
-            return "used"
-    return "; ".join(str(warning.message) for warning in caught) or "not used"
 
 
 def _missing() -> Iterator[tuple[str, list[str]]]:

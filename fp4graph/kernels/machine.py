@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-from fp4graph.kernels import cpu, gpu, switches
+from fp4graph.kernels import build, cpu, gpu, switches
 from fp4graph.numerics import target
 
 
@@ -55,3 +57,24 @@ def _available_on_cpu() -> bool:
 def available_on_gpu() -> bool:
     """Return ``gpu.available()``, likewise."""
     return gpu.available()
+
+
+def report() -> dict[str, str]:
+    """Return the compiler, the kernels in use or why not, and the GPU of this machine, by what they are."""
+    compiler = build.command()
+    found = {
+        "C++ compiler": " ".join(compiler) if shutil.which(compiler[0]) else f"none ({' '.join(compiler)} not found)",
+        "CPU kernels": _state("cpu"),
+        "GPU": "none",
+    }
+    if torch.cuda.is_available():
+        found |= {"GPU": torch.cuda.get_device_name(), "GPU kernels": _state("cuda")}
+    return found | {switches.VARIABLE: str(switches.current())}
+
+
+def _state(kind: str) -> str:
+    """Return that kernels are used, or why not; the warning of a failed trial says most."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lack = _lack(kind)
+    return "; ".join(str(warning.message) for warning in caught) or lack or "used"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fp4graph.__main__ import app
 from fp4graph.commands import doctor
-from fp4graph.kernels import build
+from fp4graph.kernels import build, switches
 from fp4graph.technique.registry import Registry
 from tests.helpers.processes import run
 from tests.helpers.techniques import Offers, technique
@@ -51,6 +51,11 @@ def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
 def test_a_compiler_that_is_not_there(monkeypatch):
     monkeypatch.setattr(build, "command", lambda: ["no-such-g++"])
     assert json.loads(report("--json"))["facts"]["C++ compiler"] == "none (no-such-g++ not found)"
+
+
+def test_kernels_that_are_switched_off():
+    with switches.using(quantizers=False):
+        assert "switched off" in json.loads(report("--json"))["facts"]["CPU kernels"]
 
 
 def test_plugins_of_others_and_their_failures(monkeypatch):
