@@ -59,9 +59,7 @@ class ConditionalScaling(Technique):
         """Refuse decode scales, because the formulas are for encode scales."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.convention != "encode":
-                raise ValueError(
-                    f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
-                )
+                raise ValueError(f"it needs encode scales: write scale: {{convention: encode}} for {operand}")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         return (TwoCaseScale(options=self),)

@@ -76,7 +76,7 @@ class MSEden(Technique):
         rotation = techniques["hadamard"]
         rotated = getattr(rotation, "block", None)
         if rotated != self.block:
-            raise ValueError(f"its factor is that of a rotated group: hadamard has block {rotated}, not {self.block}")
+            raise ValueError(f"its groups must be those of hadamard: hadamard has block {rotated}, not {self.block}")
         if getattr(rotation, "kind", None) == "deterministic":
             raise ValueError("it is unbiased under a random rotation alone; hadamard needs a kind that draws signs")
         if getattr(rotation, "resample", None) == "never":

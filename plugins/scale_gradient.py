@@ -67,7 +67,7 @@ class ScaleGradient(Technique):
         """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
-            return "the block scale is not differentiated, which takes smooth_max with another kind than ste"
+            return "the block scale is not differentiated; add smooth_max with a kind other than ste"
         acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
         if acting and all(number == FP32 for number in acting):
             return "a scale in fp32 is not rounded"
