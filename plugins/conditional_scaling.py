@@ -19,7 +19,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class ConditionalScaling(Technique):
-    """Moves block scales to the middle of the scale format's range if they fit; else squeezes them into the range.
+    """Centres block scales in the scale format's range if they fit; otherwise maps them linearly into the range.
 
     With m_p the block statistics, s_p = Qmax/m_p the encode scales, g = max_p m_p, g̃ = min_p m_p over the blocks that
     are not zero, T the scale format's largest value, t its smallest positive one (E4M3: 448 and 2^-9), q its rounding:
@@ -40,8 +40,8 @@ class ConditionalScaling(Technique):
 
     Stage: scale (group scale).
 
-    Cost: the largest and the smallest of n/l block statistics, before anything is quantized, and a multiplication of
-    the result. The complexity weight is ours: 0.5, as Tables 2 and 9 give for tensor scaling, which does the same
+    Cost: the maximum and the minimum of n/l block statistics, before quantization, and one multiplication of the
+    result by γ. The complexity weight is ours: 0.5, as Tables 2 and 9 give for tensor scaling, which does the same
     work.
 
     Use it to reproduce the negative result; ``tensor_scaling`` works.
@@ -50,7 +50,7 @@ class ConditionalScaling(Technique):
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
-    #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
+    #: The first two choose group scales as well; smooth_max differentiates the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled.")
@@ -59,16 +59,14 @@ class ConditionalScaling(Technique):
         """Refuse decode scales, because the formulas are for encode scales."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.convention != "encode":
-                raise ValueError(
-                    f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
-                )
+                raise ValueError(f"it needs encode scales: write scale: {{convention: encode}} for {operand}")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         return (TwoCaseScale(options=self),)
 
 
 class TwoCaseScale(BlockScale):
-    """Scales by the case that holds."""
+    """Chooses γ and the block statistics by case 1 or case 2."""
 
     mixes = "expert"
     group_granularity = "tensor"
@@ -83,7 +81,7 @@ class TwoCaseScale(BlockScale):
         smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # Inf if all are zero
         data_range = g / smallest
         centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
-        # s̃ is computed as t + a·(s_p - Qmax/g), the same line, because b is the difference of two nearly equal
+        # s̃_p is computed as t + a·(s_p - Qmax/g), which equals a·s_p + b; b is a difference of nearly equal
         # numbers. s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
         span = data_range.clamp(max=_LARGEST) - 1
         affine = number.min + (number.max - number.min) * (((g / z).clamp(max=_LARGEST) - 1) / span)

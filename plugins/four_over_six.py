@@ -20,8 +20,8 @@ from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteVie
 class FourOverSix(Technique):
     """Each block's maximum is scaled to the value 6 or to the value 4, whichever makes the smaller error.
 
-    E2M1 has no value between 4 and 6, so a block scaled to 6 rounds 5/6 of its maximum by a sixth of it; scaled to 4
-    it rounds nothing by more than an eighth, but small elements more coarsely. The two scales are S_6 = q(Z/6) and
+    E2M1 has no value between 4 and 6. If the maximum M is scaled to 6, an element of 5/6·M errs by M/6; if it is scaled
+    to 4, no element errs by more than M/8, but small elements round more coarsely. The two scales are S_6 = q(Z/6) and
     S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), where q is the spec's own rule; x̂_6 and x̂_4 are the block
     rounded to nearest under each. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for ties.
     ``measure`` is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale
@@ -37,9 +37,9 @@ class FourOverSix(Technique):
     Cost: every block is rounded twice to find its scale. The complexity weight is ours: 0.5, Table 2's fusable O(n),
     since a block and its errors stay in registers.
 
-    Use it with scales that have mantissa bits (NVFP4). With powers of two S_4 is S_6 or 2·S_6, whose grid has no
-    value of its own below 6·S_6: then it can only undo clipping (floor, nearest), and changes nothing with scales that
-    are rounded up.
+    Use it with scales that have mantissa bits (NVFP4). With power-of-two scales S_4 is S_6 or 2·S_6, and the
+    grid of 2·S_6 adds no value below 6·S_6: the technique can then only undo clipping (scales rounded down or to
+    nearest), and changes nothing if scales are rounded up.
     """
 
     name: ClassVar[str] = "four_over_six"
@@ -48,11 +48,11 @@ class FourOverSix(Technique):
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
-    measure: Selector = Field("mse", description="Error by which a block chooses its scale.")
-    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
+    measure: Selector = Field("mse", description="Error that the chosen scale of a block minimizes.")
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse elements other than E2M1, and scales that are drawn, which cannot be compared."""
+        """Refuse elements other than E2M1, and scales that round stochastically, whose errors cannot be compared."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.elements != (E2M1,):
                 raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element_name}")
@@ -60,7 +60,7 @@ class FourOverSix(Technique):
                 raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return a reason beside powers of two that never clip."""
+        """Return a reason if all scales are powers of two that are rounded up."""
         acting = self.specs_listed(specs).values()
         if acting and all(not s.scale.format.has_zero and s.scale.rounds_up for s in acting):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"

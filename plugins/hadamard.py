@@ -49,7 +49,7 @@ class Hadamard(Technique):
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
         "all", description="The GEMMs whose operands are rotated: all, dgrad and wgrad (backward), or a list of GEMMs."
     )
-    block: int = Field(32, description="g, a power of two; it and the block of the scales divide one another.")
+    block: int = Field(32, description="g, a power of two; a divisor or a multiple of the scales' block length.")
     kind: Literal["deterministic", "random", "random_backward"] = Field(
         "random", description="Where random signs precede H: nowhere, in every GEMM, or in dgrad and wgrad."
     )
@@ -66,7 +66,7 @@ class Hadamard(Technique):
 
     @field_validator("scope")
     @classmethod
-    def _some(cls, value: str | tuple[Gemm, ...]) -> str | tuple[Gemm, ...]:
+    def _scope_not_empty(cls, value: str | tuple[Gemm, ...]) -> str | tuple[Gemm, ...]:
         if not value:
             raise ValueError("scope is empty; leave it out for all GEMMs, or drop the technique")
         return value
@@ -110,7 +110,7 @@ class BlockHadamard(PairTransform):
     options: Hadamard
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return the signs, fp32 ``[g]``."""
+        """Return the signs, fp32 ``[g]``; an empty tuple if none are drawn."""
         options = self.options
         if options.kind == "deterministic" or (options.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()

@@ -26,8 +26,8 @@ class LowRankResidual(Technique):
     X̂ is the other operand of the GEMM, quantized. Subspace iteration brings L near the best approximation, the first k
     terms of the singular value decomposition: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, with
     q = ``iterations``, k = ``rank``, orth the Q of a QR decomposition, and Ω [K, k] Gaussian, drawn once per operand
-    from the run's seed. So L depends on W and the seed alone. L takes the outliers that lie in few directions, and the
-    blocks of W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
+    from the run's seed. So L depends on W and the seed alone. L absorbs outliers that lie in few directions, so
+    magnitudes in W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
 
     ``quantize_components: false`` keeps L in the GEMM's precision. With ``true`` L = Q(A)·Q(B), so that all three
     products are in FP4: (X̂·Q(B)ᵀ)·Q(A)ᵀ contracts over K, then over k, and A has blocks along k, B along K. A and B
@@ -42,7 +42,7 @@ class LowRankResidual(Technique):
     W, so only the remainder differs). Gradients pass straight through.
 
     Source: "Elucidating the design space of FP4 training", Table 2 and sec. 6, spectral decomposition, which quantizes
-    the components (``true``) and does not simulate it; Li et al. 2025, "SVDQuant", which keeps them in 16 bits
+    the components (``true``) but does not simulate the method; Li et al. 2025, "SVDQuant", which keeps them in 16 bits
     (``false``) and has k 16 or 32. Both decompose by SVD. The subspace iteration (Halko et al. 2011, Algorithm 4.4) is
     ours, because an SVD at every forward is too slow.
 
@@ -50,7 +50,7 @@ class LowRankResidual(Technique):
 
     Cost: 2q + 2 products of W with k vectors and 2q + 1 QR decompositions at every forward, and on hardware two thin
     GEMMs. Table 2's row has O(nk) compute and O(k²) memory, unfusable; here the factors of L take k·(N + K) elements,
-    and the remainder n, which has to be stored before its first block is quantized. The complexity weight is ours: 3.0,
+    and the remainder takes n, stored before its first block is quantized. The complexity weight is ours: 3.0,
     the upper end of what Table 9 gives to unfusable techniques (2 to 3).
 
     Use it on weights, and on activations whose outliers sit in few channels, where the product may cost more.
@@ -80,10 +80,10 @@ class LowRankResidual(Technique):
 
 
 class SplitLowRank(Wrapper):
-    """Splits L off."""
+    """Splits the operand into L and the remainder."""
 
     mixes = "tensor"
-    draws = True  # Ω
+    draws = True  # the Gaussian Ω
     options: LowRankResidual
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
@@ -119,7 +119,7 @@ def _orthonormal(y: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even. Inductor would drop a cast there and back."""
+    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even. Inductor would drop a cast to it and back."""
     dropped = 24 - math.frexp(1 / torch.finfo(dtype).eps)[1]
     if dropped <= 0:
         return x

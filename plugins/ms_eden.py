@@ -19,14 +19,14 @@ from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.scaling import group_scale
 from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part, Quantization, Rounding, SiteView
 
-#: Above the square of any ratio x/S: Qmax/fill · 3/2 is 9.7, where a subnormal S of 3/2 units was rounded down to one.
-_SQUARE = 128.0
-#: The share of a group that tokens of an expert must fill, 1 over this: 32 of 128.
-_LEAST = 4
+#: A bound on (x/S)²: abs(x/S) reaches Qmax/fill · 3/2 = 9.7 if a subnormal S of 3/2 units was rounded down to one.
+_SQUARE_BOUND = 128.0
+#: A group of which an expert's tokens fill less than 1/_FILL_DIVISOR (32 of 128) is rounded stochastically.
+_FILL_DIVISOR = 4
 
 
 class MSEden(Technique):
-    """Elements round to nearest; a factor for each rotated group, folded into its block scales, makes the mean right.
+    """Rounds elements to nearest and corrects the bias by a factor per rotated group, folded into its block scales.
 
     An operand is rotated at random in groups of ``block`` elements (``hadamard``), normalized by
     γ = g·fill/(6·target) with g its absolute maximum, and cut into blocks with S = q(fill·Z/6). Its elements are
@@ -35,7 +35,7 @@ class MSEden(Technique):
         c = Σ u_i² / Σ u_i·q_i
 
     and the stored scale of each of its blocks is S' = SR(c·S), rounded stochastically to the scale format; c is 1 where
-    every q_i is 0. So c·q has the component of u along u, whatever the rounding did, and the random rotation turns all
+    every q_i is 0. So the component of c·q along u is u, whatever the rounding, and the random rotation turns all
     other errors into noise: the expectation of the product of two such operands comes near to the product. (The sums
     weigh all blocks of a group alike, as in the authors' code. Their scales are nearly equal after the rotation.)
     ``fill`` below 1 lets the largest values of a block exceed 6 and be clipped, which lowers the squared error; the
@@ -50,13 +50,13 @@ class MSEden(Technique):
     Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
     complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
 
-    The factor corrects the component along u. For the others the paper needs a uniformly random rotation; random signs
-    and a Hadamard matrix come near to one if many elements of a group are filled. In wgrad zeros pad the tokens of an
+    The factor corrects the component along u. For other components the paper needs a uniformly random rotation; random
+    signs and a Hadamard matrix come near to that if much of a group is filled. In wgrad zeros pad the tokens of an
     expert to whole groups. With T tokens of Gaussian data in a group of 128 the rms bias of dW was, of its own rms:
     5.3 % for T = 2, 6.8 % for 3, 6.3 % for 5, 2.7 % for 8, 1.9 % for 10, 0.4 % for 16, 0.1 % from 24 on, as for a full
     group (4,000 draws, whose noise is 0.2 %). A group that tokens fill to less than a quarter is therefore rounded
-    stochastically, which is unbiased for every T: S = q(Z/6) rounded up, so that nothing is clipped, and S' = S. The
-    last group of an ordinary layer has the bias of its number of tokens or outputs if 128 does not divide them.
+    stochastically, which is unbiased for every T: S = q(Z/6) rounded up, so that nothing is clipped, and S' = S. In
+    an ordinary layer whose tokens or outputs 128 does not divide, the last group keeps the bias of its T.
 
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
@@ -67,16 +67,16 @@ class MSEden(Technique):
     requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
-    fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="What a block's maximum is scaled to, 6 over this.")
+    fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="A block's maximum is scaled to 6 divided by fill.")
     target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block's scale before the factor.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse operands that are not rotated in the same groups, and specs whose rounding is another."""
+        """Refuse operands that are not rotated in the same groups, and specs whose rounding or scales do not fit."""
         rotation = techniques["hadamard"]
         rotated = getattr(rotation, "block", None)
         if rotated != self.block:
-            raise ValueError(f"its factor is that of a rotated group: hadamard has block {rotated}, not {self.block}")
+            raise ValueError(f"its groups must be those of hadamard: hadamard has block {rotated}, not {self.block}")
         if getattr(rotation, "kind", None) == "deterministic":
             raise ValueError("it is unbiased under a random rotation alone; hadamard needs a kind that draws signs")
         if getattr(rotation, "resample", None) == "never":
@@ -133,8 +133,8 @@ class UnbiasedScale(BlockScale):
         """Return S' = SR(c·S)."""
         block, blocking, stored = self.options.block, quantization.blocking, quantization.scale
         groups, sparse = Groups(blocking, block), _sparse(blocking, block)
-        # Shares of _SQUARE make every sum exact, and the same in compiled code, which adds in another order.
-        moments = block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE, block)
+        # Shares of _SQUARE_BOUND make every sum exact, and the same in compiled code, which adds in another order.
+        moments = block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE_BOUND, block)
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
         number = quantization.spec.scale.format
@@ -145,7 +145,7 @@ class UnbiasedScale(BlockScale):
 
 
 class StochasticWhereSparse(Rounding):
-    """Rounds groups of an expert stochastically that tokens hardly fill."""
+    """Rounds stochastically those groups of an expert that tokens fill to less than a quarter."""
 
     mixes = "expert"
     draws = True
@@ -164,14 +164,14 @@ class StochasticWhereSparse(Rounding):
 
 
 def _sparse(blocking: Blocking, group: int) -> Tensor | None:
-    """Return whether tokens fill less of a block's group than they must, broadcastable to a statistic; None where an
-    operand's groups run along no expert's tokens."""
+    """Return whether tokens fill less than a quarter of a block's group, broadcastable to a statistic; None if the
+    operand's groups do not run along the tokens of experts."""
     segments = blocking.segments
     if segments is None or segments.own is None or segments.axis != len(blocking.shape) - 1:
         return None
     assert isinstance(blocking.block, int)
     filled = (segments.own < segments.count).reshape(-1, group).sum(1)
-    few = filled * _LEAST < group
+    few = filled * _FILL_DIVISOR < group
     return few[:, None].expand(-1, group // blocking.block).reshape(-1, 1)
 
 

@@ -49,7 +49,7 @@ class OsciReset(Technique):
     #: on the weights all of them seem to oscillate.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema", "freeze", "adaptive_quantization_noise"})
 
-    start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 is like `every`.")
+    start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 means `every`.")
     every: int = Field(200, ge=1, description="Steps from one reset to the next.")
     track: int = Field(50, ge=1, description="Steps over which distances are summed.")
     absolute_steps: bool = Field(False, description="Whether periods count from the first step, not from start.")
@@ -65,7 +65,7 @@ class OsciReset(Technique):
         return self
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse quantizers under which every weight seems to oscillate: stochastic ones, and bases that change."""
+        """Refuse quantizers under which every weight seems to oscillate: stochastic ones, and transforms of fprop."""
         for name, technique in techniques.items():
             if Gemm.FPROP in gemms_at(technique):
                 raise ValueError(
@@ -83,7 +83,7 @@ class OsciReset(Technique):
 
 
 class ResetOscillating(OptimizerHook):
-    """Tracks distances and resets."""
+    """Sums the distances of weights and resets those that oscillate."""
 
     options: OsciReset
 
@@ -91,7 +91,7 @@ class ResetOscillating(OptimizerHook):
         """Store W and Q(W), sum distances, or reset."""
         options = self.options
         memory, weight = update.memory, update.parameter
-        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU, for a read without waiting
+        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU: reading it does not wait
         steps += 1
         if steps < options.start:
             return
@@ -103,8 +103,8 @@ class ResetOscillating(OptimizerHook):
         elif "last" not in memory:  # the period began before start, or the options changed in the middle of one
             return
         elif place <= options.track:
-            for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
-                memory[way] += (now.to(torch.float32) - memory[last]).abs()
+            for distance, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
+                memory[distance] += (now.to(torch.float32) - memory[last]).abs()
                 memory[last].copy_(now)
         else:
             moved, moved_q = memory["moved"], memory["moved_q"]

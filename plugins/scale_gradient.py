@@ -19,7 +19,7 @@ class ScaleGradient(Technique):
     """Replaces the straight-through 1 by a surrogate q'(s) of rounding the block scale s to its format (EL Eq. 1).
 
     With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1), ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
-    at 3. ``spline`` is the slope of the line through (threshold, its value to nearest even): 0 around scales of even
+    at 3. ``spline`` is the slope of the line through (threshold, threshold to nearest even): 0 around scales of even
     code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's
     maximum the surrogates are 0. The scale s is that of the spec's convention, S = Z/Qmax or s = Qmax/Z, and the
     surrogate differs between them. With ``range: low`` it acts below the format's smallest normal number, where s/s_q
@@ -46,7 +46,7 @@ class ScaleGradient(Technique):
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> ScaleGradient:
+    def _options_fit_kind(self) -> ScaleGradient:
         check_kind(self, {"k": ("dge",)})
         lower, upper = self.bounds
         if upper is not None and lower > upper:
@@ -67,7 +67,7 @@ class ScaleGradient(Technique):
         """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
-            return "the block scale is not differentiated, which takes smooth_max with another kind than ste"
+            return "the block scale is not differentiated; add smooth_max with a kind other than ste"
         acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
         if acting and all(number == FP32 for number in acting):
             return "a scale in fp32 is not rounded"

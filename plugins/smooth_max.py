@@ -24,10 +24,10 @@ class SmoothMax(Technique):
     default of every policy. (The paper sets the term "to be equal to 1", sec. 5.1, in order to omit its computation;
     added to Q' = 1, that would double every gradient.) Sums run over the elements of a block without its padding.
 
-    β measures the tensor that is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), where g is the
+    β multiplies the tensor that is quantized. With ``tensor_scaling`` this is U = X/g (sec. 3, Eq. 2), where g is the
     largest abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β replaces
     the maximum in X, with dZ/dx = softmax(β·abs(x)/g)·sign(x) and g a constant (``tensor_scaling_gradient``
-    differentiates g). Without a tensor scale, or with ``of: original``, β measures X itself. At amax 0.01 a β of 40
+    differentiates g). Without a tensor scale, or with ``of: original``, β multiplies X itself. At amax 0.01 a β of 40
     then makes Z nine times as large as the maximum, and small tensors become zero. ``relative`` divides β by each
     block's own amax instead.
 
@@ -52,11 +52,11 @@ class SmoothMax(Technique):
     beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
     of: Literal["normalized", "original"] = Field(
-        "normalized", description="The tensor that β measures beside tensor_scaling: U = X/g, or X itself."
+        "normalized", description="The tensor that β multiplies beside tensor_scaling: U = X/g, or X itself."
     )
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> SmoothMax:
+    def _options_fit_kind(self) -> SmoothMax:
         check_kind(self, dict.fromkeys(("beta", "relative", "of"), ("softmax", "hybrid")))
         if self.relative and self.of != "normalized":
             raise ValueError("relative gives β in units of each block's amax; leave out relative or of")

@@ -23,8 +23,8 @@ _SCOPES = OperandList(scopes=(("backward", _BACKWARD), ("all_activation", (Opera
 class StochasticRounding(Technique):
     """Rounds an element to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
 
-    For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). ``bits`` b < 24 compares the fraction
-    with the midpoint (k + 1/2)·2^-b of its interval. Elements beyond ±Qmax are clipped, which adds a bias; a
+    For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). If ``bits`` is b < 24, the fraction
+    is compared with (k + 1/2)·2^-b, k a random b-bit integer. Elements beyond ±Qmax are clipped, which adds a bias; a
     ``range_guard`` f keeps elements inside. With f < 1 (3/4) x·f is rounded with the scale of x and the result divided
     by f; this is for scales rounded down, under which ratios reach 8. With f > 1 (17/16) the scale is that of f·Z, so
     that a scale rounded to E4M3, at most 1/16 too small, clips nothing.
@@ -56,7 +56,7 @@ class StochasticRounding(Technique):
 
     @field_validator("range_guard")
     @classmethod
-    def _guards(cls, value: float | None) -> float | None:
+    def _factor_not_one(cls, value: float | None) -> float | None:
         if value == 1:
             raise ValueError("a factor of 1 guards nothing; leave range_guard out")
         return value
@@ -86,7 +86,7 @@ class StochasticRounding(Technique):
 
 
 class RangeGuard(BlockScale):
-    """Scales so that no element is clipped.
+    """Scales elements by the factor f that keeps them from being clipped.
 
     Attributes:
         guard: f.

@@ -17,8 +17,8 @@ from fp4graph.technique import Operands, OperandSpecs, SiteView
 class StochasticScaleRounding(Technique):
     """Rounds a block scale to the neighbour above with probability equal to the fraction of the way to it.
 
-    For representable s1 <= s < s2 around the ideal scale s: P(s2) = (s - s1)/(s2 - s1), so that E[q(s)] = s. One draw
-    per block. The ideal scale is S = Z/Qmax, or s = Qmax/Z with the convention ``encode``, which the paper uses. A
+    For representable s1 <= s < s2 around the ideal scale s: P(s2) = (s - s1)/(s2 - s1), so that E[q(s)] = s. Each block
+    draws once. The ideal scale is S = Z/Qmax, or s = Qmax/Z with the convention ``encode``, which the paper uses. A
     decode scale that rounds down clips the block's largest elements.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 (rounding of the scales), Table 9.
@@ -27,7 +27,7 @@ class StochasticScaleRounding(Technique):
 
     Cost: O(n/l) hashed bits, no memory. The complexity weight is that of the paper's Table 9.
 
-    Use it to see whether the bias of E8M0 scales matters to a run: its neighbours are a factor of two apart.
+    Use it to see whether the bias of E8M0 scales matters to a run: neighbouring ones are a factor of two apart.
     """
 
     name: ClassVar[str] = "stochastic_scale_rounding"

@@ -133,7 +133,7 @@ def test_is_a_loop_over_experts(name, dtype, monkeypatch):
     """
     # MS-EDEN's corrected scales draw by the number of the block, which is another among all experts' tokens.
     monkeypatch.setattr(ms_eden, "uniform", lambda bits: torch.full_like(bits, 0.5, dtype=torch.float32))
-    monkeypatch.setattr(ms_eden, "_LEAST", float("inf"))  # a linear's own tokens are not known to be few
+    monkeypatch.setattr(ms_eden, "_FILL_DIVISOR", float("inf"))  # a linear's own tokens are not known to be few
     planned = to_nearest(program(POLICIES[name]))
     x, w, dy, ends = data(dtype=dtype)
     state = tuple(w.float() + 0.1 for _ in planned.state)

@@ -400,7 +400,7 @@ def test_gradients_compile(x):
 
 
 def test_scale_gradient_alone_is_warned_about():
-    with pytest.warns(PolicyWarning, match="scale_gradient.*not differentiated, which takes smooth_max"):
+    with pytest.warns(PolicyWarning, match="scale_gradient.*not differentiated; add smooth_max"):
         policy([{"scale_gradient": {"kind": "dge"}}])
 
 
