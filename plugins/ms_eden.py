@@ -133,7 +133,7 @@ class UnbiasedScale(BlockScale):
         """Return S' = SR(c·S)."""
         block, blocking, stored = self.options.block, quantization.blocking, quantization.scale
         groups, sparse = Groups(blocking, block), _sparse(blocking, block)
-        # Shares of _SQUARE_BOUND make every sum exact, and the same in compiled code, which adds in another order.
+        # Fractions of _SQUARE_BOUND add exactly, so that compiled code, which adds in another order, has the same bits.
         moments = block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE_BOUND, block)
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
