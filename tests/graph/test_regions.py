@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,3 +93,10 @@ def test_the_state_moves():
     state = {name: value for name, value in trained((), POLICIES["delayed"], "eager").items() if "amax" in name}
     assert len(state) == 3
     assert all(0 < value != 1 for value in state.values())
+
+
+@pytest.mark.slow
+def test_nor_where_the_partitioner_recomputes_all_that_it_may():
+    with torch._functorch.config.patch(aggressive_recomputation=True):
+        expected, seen = (trained(regions, POLICIES["delayed"], "aot_eager") for regions in ((), ["region"]))
+    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
