@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, overrides
@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CheckpointFrame
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Maps and flattens nested lists, tuples and dicts as torch does.
 pytree = _pytree
@@ -78,6 +80,14 @@ def is_exporting() -> bool:
     """Return whether torch.export traces now. In Dynamo of torch 2.11, which images for GPUs have, the public function
     always returns True. Checked on torch 2.13 to 2.15."""
     return torch.compiler._is_exporting_flag
+
+
+def constant_result(function: F) -> F:
+    """Have Dynamo call ``function`` while it traces, and write the result into the graph as a constant. The public
+    torch.compiler.assume_constant_result does the same, but imports Dynamo, which takes a second, where it decorates.
+    Checked on torch 2.13 to 2.15."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def retry_skipped_code() -> None:

@@ -216,6 +216,20 @@ def test_compiled_frame() -> None:
     assert internals.compiled_frame() is None
 
 
+def test_constant_result() -> None:
+    """The function runs while Dynamo traces, and no more."""
+    calls = []
+
+    @internals.constant_result
+    def three() -> int:
+        calls.append(3)
+        return 3
+
+    compiled = torch.compile(lambda x: x * three(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(compiled(torch.ones(2))), torch.full((2,), 9.0))
+    assert calls == [3]
+
+
 def test_retry_skipped_code() -> None:
     def fail(gm: GraphModule) -> None:
         raise RuntimeError("this backend fails")

@@ -19,19 +19,17 @@ from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.output import abridged, printable
 from fp4graph.commands.report import report
-from fp4graph.commands.score import pareto, score
 from fp4graph.commands.search import search
-from fp4graph.commands.strip import strip
+from fp4graph.commands.strip_state import strip_state
 from fp4graph.commands.sweep import sweep
+from fp4graph.commands.sweep_results import sweep_results
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
 
-app = typer.Typer(
-    name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(name="fp4graph", help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 _COMMANDS = (
-    train, compare, search, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
-    doctor,
+    train, compare, search, sweep, sweep_results, report, diagnose, policies, techniques, check, explain, strip_state,
+    export, doctor,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from fp4graph.commands import catalogue
 from fp4graph.commands.models import HELP, named_model
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
-from fp4graph.policy import Policy, Rule, load_policy
+
+if TYPE_CHECKING:
+    from fp4graph.policy import Policy, Rule
 
 
 def check(
@@ -22,6 +23,9 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Load a policy and print it resolved: its rules, and the quantizers of the six operands."""
+    from fp4graph.commands import catalogue
+    from fp4graph.policy import load_policy
+
     loaded = load_policy(policy, installed_registry())
     explanation = _explanation(model, loaded) if model else None
     data = catalogue.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
@@ -38,6 +42,8 @@ def check(
 
 
 def _rule_table(rule: Rule) -> RenderableType:
+    from fp4graph.commands import catalogue
+
     place = f" ({Path(rule.file).name}:{rule.line})" if rule.file else ""
     heading = f"{rule.name}{place}{catalogue.rule_heading(rule).removeprefix(rule.name)}"
     if rule.keep is not None:
@@ -66,6 +72,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show the effect of a policy on each matrix product of a model, without changing the model."""
+    from fp4graph.policy import load_policy
+
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
     shown = explanation.schedule if schedule else explanation.table
     show(explanation.to_json(schedule=schedule), shown(every=every), as_json=as_json)

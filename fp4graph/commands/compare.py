@@ -15,10 +15,10 @@ from fp4graph.commands.models import imported
 from fp4graph.commands.output import AsJson, print_json, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
-from fp4graph.lab.runs.run import Run
 
 if TYPE_CHECKING:
     from fp4graph.lab.comparison.training import Log
+    from fp4graph.lab.runs.run import Run
     from fp4graph.policy import Policy
 
 #: Settings that do not change the computation (such as the device), or that a comparison sets.
@@ -97,6 +97,7 @@ def compare(
     if (task is None) == (train is None):
         raise Error("give either a task to train, such as digits, or your function with --train mypkg.train:fn")
     from fp4graph.lab import compare as comparing
+    from fp4graph.lab.runs.run import Run
     from fp4graph.lab.tasks import task_named
 
     first = settings.pop("seed", 0)

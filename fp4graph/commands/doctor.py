@@ -7,13 +7,10 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-import torch
 from packaging.requirements import Requirement
 from rich.table import Table
 
-from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.commands.output import AsJson, installed_registry, show
-from fp4graph.kernels import machine
 
 #: Extras for users; the others are for working on the project.
 EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow")
@@ -34,6 +31,11 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from fp4graph.commands.catalogue import shipped_registry
+    from fp4graph.kernels import machine
+
     yield "fp4graph", metadata.version("fp4graph")
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "torch", torch.__version__

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import fp4graph
@@ -19,8 +18,8 @@ from fp4graph.lab.data.extras import needs
 
 #: Validation batches of a run on which scales of activations are measured.
 CALIBRATION = 4
-#: The dtypes of ``--autocast``.
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: The dtypes of ``--autocast``, by torch's names.
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def export(
@@ -79,6 +78,8 @@ def export(
 
 
 def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
+    import torch
+
     from fp4graph.lab.runs.train import restored
 
     run = restored(folder)
@@ -91,6 +92,7 @@ def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
 def _export_model(folder: Path, policy: str, autocast: str | None, output: Path, options: dict[str, Any]) -> None:
     """Export the model of a folder under ``policy``, with the techniques' state in the folder."""
     needs("transformers", f"{folder} is read with transformers", "export")
+    import torch
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(str(folder))
@@ -98,7 +100,7 @@ def _export_model(folder: Path, policy: str, autocast: str | None, output: Path,
     if getattr(config, "quantization_config", None):
         raise Error(f"{folder} is already quantized; export the folder that training wrote")
     model: Any = fp4graph.apply(kind.from_pretrained(str(folder), config=config), policy, backend="eager")
-    with torch.autocast("cpu", _AUTOCAST[autocast]) if autocast is not None else nullcontext():
+    with torch.autocast("cpu", getattr(torch, _AUTOCAST[autocast])) if autocast is not None else nullcontext():
         with torch.no_grad():
             model.eval()(**model.dummy_inputs)
         fp4graph.export(model, output, **options)

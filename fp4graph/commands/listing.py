@@ -9,17 +9,16 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
-from fp4graph.commands import catalogue, reference
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
-from fp4graph.policy import ALIASES, load_policy, shipped_policies
-from fp4graph.policy.editor import json_schema
 
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe only this one, in full.")]
 
 
 def techniques(name: Name = None, as_json: AsJson = False) -> None:
     """List the techniques that policies can use, or describe one."""
+    from fp4graph.commands import catalogue, reference
+
     registry = installed_registry()
     if name is not None:
         technique = _entry(name, registry.techniques, "technique")
@@ -42,8 +41,13 @@ def policies(
     ] = False,
 ) -> None:
     """List the policies that have names, or describe one."""
+    from fp4graph.commands import catalogue, reference
+    from fp4graph.policy import ALIASES, load_policy, shipped_policies
+
     registry = installed_registry()
     if schema:
+        from fp4graph.policy.editor import json_schema
+
         return show(json_schema(registry), "", as_json=True)
     shipped = shipped_policies(registry)
     if name is not None:

@@ -23,13 +23,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error, suggest
 from fp4graph.lab.data.extras import needs
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: The help of ``--model``.
 HELP = (
@@ -137,6 +137,8 @@ def _timm(text: str) -> nn.Module:
 
 def _built(text: str) -> Named:
     """Return the result of the factory that ``text`` names."""
+    from torch import nn
+
     factory = imported(text)
     try:
         result = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
@@ -197,6 +199,7 @@ def _config_in(path: Path) -> Any:
 
 def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
     """Return a model of ``config`` with random weights; if the config names no architecture, choose a head."""
+    import torch
     import transformers
 
     if not config.architectures:
@@ -218,6 +221,8 @@ def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
 
 def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size: int | None) -> Named:
     """Return ``model`` with a batch of zeros of ``input_size``, or of the sizes in the model's config."""
+    import torch
+
     sizes: Any = input_size.split("x") if input_size else _sizes(model)
     if sizes is None:
         raise Error(f"the inputs of {text} are unknown; return (model, args) from the factory, or give --input-size")

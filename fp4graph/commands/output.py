@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import sys
 from collections.abc import Iterable
-from typing import Annotated, Any
+from importlib import resources
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markdown import Markdown
 from rich.segment import Segment
 
-from fp4graph.technique.registry import Registry, default_registry
+if TYPE_CHECKING:
+    from fp4graph.technique.registry import Registry
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
+
+
+def policy_completions(incomplete: str) -> list[str]:
+    """Return the shipped policies and the files that begin with ``incomplete``, for the shell's completion."""
+    files = (file.name for file in resources.files("fp4graph_policies").iterdir())
+    shipped = sorted(file.removesuffix(".yaml") for file in files if file.endswith(".yaml"))
+    return [*(name for name in shipped if name.startswith(incomplete)), *glob.glob(f"{glob.escape(incomplete)}*")]
+
+
+PolicyArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="POLICY", help="A policy file, or a shipped policy's name.", autocompletion=policy_completions
+    ),
+]
 
 _LONGEST = 10_000  # characters of a message
 #: Characters that move a terminal's cursor, start its commands or change the direction of text, and lone surrogates.
@@ -70,6 +87,8 @@ def wide_console() -> Console:
 
 def installed_registry() -> Registry:
     """Return the installed registry, and warn about its broken plugins."""
+    from fp4graph.technique.registry import default_registry
+
     registry = default_registry()
     for failure in registry.failures.values():
         warn(str(failure))

@@ -17,7 +17,6 @@ from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.sweeps.results import Rule
 
 
 @run_options
@@ -33,7 +32,7 @@ def sweep(
     study: Annotated[str | None, typer.Option(help="Name of the study in the database; by default the task's.")] = None,
     sampler: Annotated[str, typer.Option(help="random, or tpe.")] = "random",
     pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
-    rule: Annotated[str, typer.Option(help="Rule of the score: text or table.")] = "table",
+    rule: Annotated[str, typer.Option(help="Formula of the score S: text or table, see sweep-results.")] = "table",
     patience: Annotated[
         float, typer.Option(min=6, help="Seconds without a heartbeat after which a new study's worker counts as dead.")
     ] = 60.0,
@@ -161,6 +160,8 @@ def export(study: Any, number: int, folder: Path) -> Path:
 
 def known_rule(name: str) -> Any:
     """Return ``name`` if it is a rule of the score; else raise an Error."""
+    from fp4graph.lab.sweeps.results import Rule
+
     if name not in get_args(Rule):
         raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
     return name

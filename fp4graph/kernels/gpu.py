@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph import torch_internals
 from fp4graph.kernels import switches
 from fp4graph.numerics import target
 
@@ -40,7 +41,7 @@ def products_in_fp32() -> AbstractContextManager[None]:
     return switches.using(bf16_products=False)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_internals.constant_result
 def _has_bfloat16() -> bool:
     try:
         return torch.version.hip is None and torch.cuda.get_device_capability() >= _OLDEST

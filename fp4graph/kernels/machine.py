@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp4graph import torch_internals
 from fp4graph.kernels import build, cpu, gpu, switches
 from fp4graph.numerics import target
 
@@ -47,13 +48,13 @@ def _lack(kind: str) -> str | None:
     return None if available else f"the kernels of this {kind} cannot be used, as a warning says"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_internals.constant_result
 def _available_on_cpu() -> bool:
     """Return ``cpu.available()``; Dynamo does not trace it, because in torch 2.11 tracing the build fails."""
     return cpu.available()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_internals.constant_result
 def available_on_gpu() -> bool:
     """Return ``gpu.available()``, likewise."""
     return gpu.available()

@@ -81,7 +81,7 @@ def _fp4graph(words: list[str], get: Callable[[str], Any]) -> None:
         for name in {"runs/sweep-digits", *(word for word in words if "sweep-" in word)}:
             if not Path(name).exists():
                 shutil.copytree(get("sweep"), name)
-    if words[0] == "strip":
+    if words[0] == "strip-state":
         save_file({"weight": torch.zeros(2, 2), "_fp4graph_q_ema_weight": torch.zeros(2, 2)}, words[1])
     if words[0] == "sweep":
         words = [re.sub(r"^\d+$", "1", word) for word in words]  # the study has few trials

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fp4graph.commands.score import score as score_command
 from fp4graph.commands.sweep_tables import Progress, effects_table
 from fp4graph.errors import Error
 from fp4graph.files import replacing, write
@@ -293,20 +292,14 @@ def test_elsewhere_every_result_is_said_once():
     assert lines[9] == "12/40  trial 9  E4M3, recipe 9  Ω 1  failed: out of memory"
 
 
-def test_the_score_of_three_numbers():
-    numbers = "score", "--loss", 3, "--reference", 2, "--complexity", 4
-    assert run(*numbers).out == "-2\n"
-    assert run(*numbers, "--rule", "text").out == "-0.1\n"
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"reference": 0.0, "complexity": 1.0}, "reference loss must be positive"),
-        ({}, "give a sweep's folder or database, or --loss"),
-        ({"sources": ["x"]}, "not both"),
+        (("--picture", "x.bmp"), "ends in .png or .pdf or .svg"),
+        (("--export", "x.txt"), "ends in .csv or .json"),
+        (("--all", "--choices"), "not both"),
+        (("--rule", "paper"), "known: text, table"),
     ],
 )
-def test_a_score_that_cannot_be(options, says):
-    with pytest.raises(Error, match=says):
-        score_command(loss=1.0, **options)
+def test_results_that_cannot_be(options, says):
+    assert says in run("sweep-results", "nowhere", *options).err

@@ -21,8 +21,8 @@ import pytest
 from optuna.storages import RDBStorage
 
 import fp4graph
-from fp4graph.commands.score import read
 from fp4graph.commands.sweep import interrupts, sweep
+from fp4graph.commands.sweep_results import read
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.sweeps import database

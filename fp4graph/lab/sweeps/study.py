@@ -116,7 +116,7 @@ class Study:
             raise Error(
                 f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Their results are not "
                 "comparable: give the new study another name with --study, or use the settings of the old one. "
-                "fp4graph score and fp4graph pareto still read the old study"
+                "fp4graph sweep-results still reads the old study"
             )
         return study
 

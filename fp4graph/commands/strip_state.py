@@ -1,4 +1,4 @@
-"""``fp4graph strip``: remove fp4graph's state from a file of weights."""
+"""``fp4graph strip-state``: remove the state of techniques from a file of weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import typer
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import needs
-from fp4graph.training.stripping import strip_pickled, strip_safetensors
 
 
-def strip(
+def strip_state(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors file, or a file of torch.save.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, of the same kind.")],
 ) -> None:
@@ -21,8 +20,10 @@ def strip(
 
     Everything else in the file stays: nested state dicts, optimizer, epoch, metadata.
 
-    fp4graph strip model.safetensors plain.safetensors
+    fp4graph strip-state model.safetensors plain.safetensors
     """
+    from fp4graph.training.stripping import strip_pickled, strip_safetensors
+
     if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
         raise Error("IN and OUT must be of the same kind: both .safetensors, or both of torch.save")
     if not source.is_file():

@@ -1,4 +1,4 @@
-"""``fp4graph strip`` writes what a plain model loads."""
+"""``fp4graph strip-state`` writes what a plain model loads."""
 
 from argparse import Namespace
 from collections import OrderedDict
@@ -24,7 +24,7 @@ def applied():
 
 
 def strip(source, target):
-    return run("strip", source, target)
+    return run("strip-state", source, target)
 
 
 def test_safetensors(tmp_path):
