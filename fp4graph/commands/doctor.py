@@ -11,9 +11,10 @@ from packaging.requirements import Requirement
 from rich.table import Table
 
 from fp4graph.commands.output import AsJson, installed_registry, show
+from fp4graph.extras import install
 
 #: Extras for users; the others are for working on the project.
-EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow")
+EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow", "clients")
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -25,7 +26,7 @@ def doctor(as_json: AsJson = False) -> None:
         found.add_row(name, value)
     extras = Table("extra", "missing", "install")
     for extra, packages in missing.items():
-        extras.add_row(extra, ", ".join(packages), f"pip install 'fp4graph[{extra}]'")
+        extras.add_row(extra, ", ".join(packages), install(extra))
     tables = [found, extras] if missing else [found, "Every extra is installed."]
     show({"facts": facts, "missing": missing}, *tables, as_json=as_json)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error, suggest
-from fp4graph.lab.data.extras import needs
+from fp4graph.extras import needs
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ import typer
 
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
-from fp4graph.lab.data.extras import needs
+from fp4graph.extras import needs
 
 
 def strip_state(

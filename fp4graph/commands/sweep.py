@@ -15,8 +15,8 @@ import typer
 from fp4graph.commands.output import say, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.files import write
-from fp4graph.lab.data.extras import needs
 
 
 @run_options

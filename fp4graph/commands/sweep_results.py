@@ -10,8 +10,8 @@ import typer
 from fp4graph.commands.output import AsJson, say, warn, wide_console
 from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.files import write
-from fp4graph.lab.data.extras import needs
 
 if TYPE_CHECKING:
     from fp4graph.lab.sweeps.results import Results

@@ -101,7 +101,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 @contextmanager
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
     """Yield a ``stream`` for ``Statistics`` for each name, with a new run of W&B or MLflow; None for no names."""
-    from fp4graph.lab.data.extras import needs
+    from fp4graph.extras import needs
     from fp4graph.policy import load_policy
 
     load_policy(run.policy)  # a mistake ends the command before a tracker's run begins

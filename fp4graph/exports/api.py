@@ -23,6 +23,7 @@ from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
 from fp4graph.exports.siblings import Siblings, change, require_shared
 from fp4graph.exports.weights import ExportError, Fp4Weight, Scheme, fp4_weights, refusal
+from fp4graph.extras import install
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
@@ -150,7 +151,7 @@ def _layout(name: str) -> Layout:
         raise Error(f"unknown export format {name!r}; {suggest(name, LAYOUTS)}")
     layout, packages = LAYOUTS[name]
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise Error(f"format {name!r} needs {missing[0]}, which is not installed; pip install 'fp4graph[export]'")
+        raise Error(f"format {name!r} needs {missing[0]}, which is not installed; {install('export')}")
     return layout()
 
 

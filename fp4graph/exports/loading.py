@@ -19,6 +19,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.checkpoint import Checkpoint
 from fp4graph.exports.names import is_hugging_face, stored_names
 from fp4graph.exports.stored import Stored, stored_tensors
+from fp4graph.extras import install
 from fp4graph.model.hooks import mark_hooks
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.sharding import is_sharded
@@ -68,7 +69,7 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
         PolicyWarning: the values were rounded to the model's dtype.
     """
     if importlib.util.find_spec("safetensors") is None:
-        raise Error("load_quantized() needs safetensors, which is not installed; pip install 'fp4graph[export]'")
+        raise Error(f"load_quantized() needs safetensors, which is not installed; {install('export')}")
     if runtime_of(model) is not None or mark_hooks(model):
         raise Error("load_quantized() takes a plain model; call it before fp4graph.apply, or fp4graph.remove() first")
     with Checkpoint(Path(directory)) as checkpoint:

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error
+from fp4graph.extras import install
 
 if TYPE_CHECKING:
     from fp4graph.integrations.accelerate import apply_with_accelerate
@@ -27,5 +28,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("fp4graph"):
             raise
-        raise Error(f"fp4graph.integrations.{name} needs {error.name}: pip install fp4graph[hf]") from error
+        raise Error(f"fp4graph.integrations.{name} needs {error.name}; {install('hf')}") from error
     return getattr(module, name)

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.lab.comparison import timing
 from fp4graph.lab.comparison.check import check
 from fp4graph.lab.comparison.files import write_all
@@ -26,7 +27,6 @@ from fp4graph.lab.comparison.record import Line, Record, name_of, recording
 from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.comparison.runs import orphan_watch, train_once
 from fp4graph.lab.comparison.training import Log, Train
-from fp4graph.lab.data.extras import needs
 from fp4graph.policy import Policy, load_policy
 
 __all__ = ["Comparison", "Log", "compare"]

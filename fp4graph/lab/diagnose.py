@@ -17,11 +17,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.lab import jsonlines
 from fp4graph.lab.checks import DIVERGENCE, OF_ERROR, QUANTITIES, SCALES, Quantity, Remedy
 from fp4graph.lab.comparison.record import LOG
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.runs.folder import read_metrics
 from fp4graph.lab.runs.run import finite
 from fp4graph.lab.statistics import storage

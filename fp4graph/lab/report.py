@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.files import write
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.pictures.style import LABELS, svg
 from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run

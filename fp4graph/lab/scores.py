@@ -17,8 +17,8 @@ from pydantic import ConfigDict, TypeAdapter
 from rich.table import Table
 
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.files import read_json, write
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures.style import LABELS, styled, subplots
 
 if TYPE_CHECKING:

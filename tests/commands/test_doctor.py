@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from fp4graph import extras
 from fp4graph.__main__ import app
 from fp4graph.commands import doctor
 from fp4graph.kernels import build, switches
@@ -45,7 +48,26 @@ def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
     assert "timm>=1.0.22" in missing["vision"]
     assert "transformers>=5.23" in missing["hf"]  # too old
     monkeypatch.setenv("COLUMNS", "200")
-    assert "pip install 'fp4graph[sweep]'" in report()
+    assert re.search(r"pip install .*\[sweep\]'", report())
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'fp4graph[hf]'"),
+        ({"url": "file:///src/fp4graph", "dir_info": {"editable": True}}, "pip install -e '/src/fp4graph[hf]'"),
+        ({"url": "file:///src/fp4graph", "dir_info": {}}, "pip install '/src/fp4graph[hf]'"),
+        (
+            {"url": "file:///dist/fp4graph.whl", "archive_info": {}},
+            "pip install 'fp4graph[hf] @ file:///dist/fp4graph.whl'",
+        ),
+    ],
+    ids=["index", "editable", "folder", "wheel"],
+)
+def test_an_extra_is_installed_from_where_the_package_was(origin, command, monkeypatch):
+    recorded = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr(extras.metadata, "distribution", lambda name: recorded)
+    assert extras.install.__wrapped__("hf") == command
 
 
 def test_a_compiler_that_is_not_there(monkeypatch):

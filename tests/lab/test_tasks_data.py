@@ -13,8 +13,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from fp4graph.errors import Error
+from fp4graph.extras import needs
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.loading import Order, in_memory
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
 from fp4graph.lab.tasks import TASKS, classification, diffusion, language
@@ -417,5 +417,5 @@ def test_pixels_are_normalized_channel_by_channel():
 
 
 def test_what_is_not_installed_is_named():
-    with pytest.raises(Error, match=r"made by nobody, which is not installed; pip install 'fp4graph\[tasks\]'"):
+    with pytest.raises(Error, match=r"made by nobody, which is not installed; pip install .*\[tasks\]"):
         needs("a_package_of_nobodys", "models are made by nobody")

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4graph.lab.data.extras import needs
+from fp4graph.extras import needs
 from fp4graph.lab.pictures.style import LABELS
 from fp4graph.lab.statistics import storage
 from fp4graph.policy import Policy

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from fp4graph.errors import Error
-from fp4graph.lab.data.extras import data_folder, needs
+from fp4graph.extras import needs
+from fp4graph.lab.data.folder import data_folder
 
 #: Means and standard deviations of the channels of ImageNet's training images.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

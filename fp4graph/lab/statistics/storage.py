@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4graph.errors import Error, suggest
+from fp4graph.extras import needs
 from fp4graph.lab import jsonlines
-from fp4graph.lab.data.extras import needs
 
 FORMAT, VERSION = "fp4graph.statistics", 1
 FILE = "statistics.jsonl"

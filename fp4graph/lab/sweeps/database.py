@@ -16,6 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from fp4graph.errors import Error
+from fp4graph.extras import install
 
 #: Errors of a database that is busy or unreachable.
 AWAY = (StorageInternalError, SQLAlchemyError)
@@ -56,7 +57,7 @@ class Storage(RDBStorage):
             engine = create_engine(text, **settings)
         except (ImportError, NoSuchModuleError) as error:
             raise Error(
-                f"{self.shown}: Python has no driver for this database ({error}); pip install 'fp4graph[sweep]' for "
+                f"{self.shown}: Python has no driver for this database ({error}); {install('sweep')} for "
                 "PostgreSQL, or the driver that the URL names"
             ) from None
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4graph.extras import needs
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split
 from fp4graph.lab.data.loading import Batch, Samples, Streamed, generator, in_memory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
