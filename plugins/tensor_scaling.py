@@ -15,6 +15,7 @@ from fp4graph.numerics.scaling import group_scale
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import GROUPS, BlockScale, Operands, OperandSpecs, Part, Positive, Quantization, SiteView
 
+_SHARED = "largest_of_siblings"
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
 
 
@@ -35,7 +36,11 @@ class TensorScaling(Technique):
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
     running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must
-    follow its own forward: if compiled code runs two forwards before one backward with a held γ, torch raises an error.
+    follow its own forward, because the backward refreshes γ of gradients.
+
+    With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse into one matrix with one
+    tensor scale: q, k and v; gate and up; ``groups`` adds names. Training then multiplies with the weights that are
+    served. Siblings read the same X, so γ of X is equal already. Experts share theirs expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
@@ -61,6 +66,12 @@ class TensorScaling(Technique):
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
+    share: Literal["siblings"] | None = Field(
+        None, description="Whose weights share γ of fprop.weight: siblings, which servers fuse (q, k, v; gate, up)."
+    )
+    groups: tuple[tuple[str, ...], ...] = Field(
+        (), description="With share: lists of last names of modules that are siblings too, such as [[wq, wk, wv]]."
+    )
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
@@ -96,6 +107,14 @@ class TensorScaling(Technique):
             raise ValueError("gradient_target is for dY, and operands lists no dY; leave it out")
         if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
+        if self.share and self.granularity not in ("tensor", "all"):
+            raise ValueError("share gives the weights of siblings one γ; use granularity: tensor with it")
+        if self.share and Operand.FPROP_WEIGHT not in self.operands_listed:
+            raise ValueError(
+                "share is about γ of fprop.weight, which operands does not list; list it, or leave share out"
+            )
+        if self.groups and not self.share:
+            raise ValueError("groups names siblings; give share: siblings too")
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Refuse to hold γ for a product without a weight, with which γ is kept, or if each expert has its own γ."""
@@ -118,6 +137,8 @@ class TensorScaling(Technique):
         for target in dict.fromkeys(map(self.target_of, listed)):
             operands = [operand for operand in listed if self.target_of(operand) == target]
             state = tuple(StateEntry("gamma", o, _one, writer="graph", weight_like=False) for o in operands if held)
+            if self.share and Operand.FPROP_WEIGHT in operands and site.op in ("linear", "grouped"):
+                state += (_largest_of_siblings(self.groups),)
             acting, granularity = frozenset(operands), self.granularity
             parts.append(kind(options=self, operands=acting, target=target, group_granularity=granularity, state=state))
         return tuple(parts)
@@ -141,7 +162,12 @@ class TensorScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
-        return group_scale(group(self.options.granularity), self.options.kappa(context.spec, self.target))
+        g = group(self.options.granularity)
+        if _SHARED in context.state:
+            shared = context.state[_SHARED]  # 0-d, or [E]
+            shared = shared.amax() if self.options.granularity == "all" else shared
+            g = torch.maximum(g, shared.reshape(*shared.shape, *([1] * (z.dim() - shared.dim()))))
+        return group_scale(g, self.options.kappa(context.spec, self.target))
 
 
 class HeldTensorScale(TensorScale):
@@ -160,6 +186,16 @@ class HeldTensorScale(TensorScale):
         """Return the current γ, to be held."""
         (part,) = (part for part in quantization.group_scales if part.technique == self.name)
         return {"gamma": part.scale.reshape(())}
+
+
+def _largest_of_siblings(families: tuple[tuple[str, ...], ...]) -> StateEntry:
+    return StateEntry(_SHARED, Operand.FPROP_WEIGHT, _largest, writer="siblings", weight_like=False, families=families)
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of a weight, fp32, 0-d; of each expert, ``[E]``, for a weight of three axes."""
+    magnitudes = weight.abs().to(torch.float32)
+    return magnitudes.flatten(1).amax(-1) if weight.dim() == 3 else magnitudes.amax()
 
 
 def _one(weight: Tensor) -> Tensor:

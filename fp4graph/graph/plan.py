@@ -128,6 +128,7 @@ class _Planning:
             return GemmProgram(which, left, right, transforms)
 
         program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
+        refusals.require_own_magnitudes(program, site, rule)
         splits = (part for part in parts if isinstance(part, ChannelSplit))
         chosen = {split: partition for split in splits if (partition := self._partition(split, specs)) is not None}
         if chosen:

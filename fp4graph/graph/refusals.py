@@ -79,6 +79,22 @@ def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[P
         )
 
 
+def require_own_magnitudes(program: MatmulProgram, site: SiteView, rule: Rule) -> None:
+    """Raise CaptureError where siblings share the largest magnitude of their weights, and a technique changes the
+    weight, or its statistics, before the tensor scale is computed."""
+    own = {slot.technique for slot in program.state if slot.shared}
+    stages = ("split", "around", "block_statistic", "group_statistic", "group_scale")
+    acting = [part.name for stage in stages for part in program.fprop.right.at(stage) if part.name not in own]
+    acting = [transform.name for transform in program.fprop.transforms] + acting
+    if own and acting:
+        raise _refusal(
+            site,
+            rule,
+            f"technique {', '.join(sorted(own))} shares the scale of the weights of siblings, and {acting[0]} changes "
+            f"the weight in fprop before; give {acting[0]} other operands, or leave share out",
+        )
+
+
 def require_alone(program: MatmulProgram, splits: list[ChannelSplit], site: SiteView, rule: Rule) -> ChannelSplit:
     """Return the part that multiplies channels apart.
 

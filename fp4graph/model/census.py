@@ -80,6 +80,13 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
     return lines
 
 
+def shared(groups: Iterable[Sequence[str]]) -> list[str]:
+    """Return a sentence about the weights that share a tensor scale; none without such weights."""
+    names = (", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in group) for group in groups)
+    kinds = [f"{kind} (in {count} modules)" for kind, count in Counter(names).items()]
+    return [f"siblings with one tensor scale: {'; '.join(kinds)}"] if kinds else []
+
+
 def percent(part: int, whole: int) -> str:
     """Return ``part`` of ``whole`` in per cent; only exact values read 0 % or 100 %."""
     share = 100 * part / whole if whole else 0.0

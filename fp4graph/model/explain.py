@@ -47,6 +47,7 @@ class Explanation:
         problem: the error that training under this policy would raise, or the report that torch counts FLOPs which no
             site has; None without either.
         graphs: the number of graphs that the forward was captured in.
+        siblings: the names of the weights of each group that shares a tensor scale.
     """
 
     policy: Policy
@@ -54,6 +55,7 @@ class Explanation:
     blocks: Mapping[str, BlockPosition]
     problem: str | None
     graphs: int
+    siblings: tuple[tuple[str, ...], ...] = ()
 
     @property
     def quantized(self) -> int:
@@ -127,8 +129,9 @@ class Explanation:
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", decision)
         return _printed(
-            table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites), *self._problem
-        )
+            table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites),
+            *census.shared(self.siblings), *self._problem,
+        )  # fmt: skip
 
     def to_json(self, *, schedule: bool = False) -> dict[str, Any]:
         """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand."""
@@ -139,6 +142,7 @@ class Explanation:
             "problem": self.problem,
             "flops": self.flops,
             "totals": self.totals,
+            "siblings": self.siblings,
             "sites": [
                 {name: getattr(site, name) for name in ("module", "op", "rule", "reason", "quantized", "flops")}
                 | {"standing": site.standing, "share": self.share(site)}
@@ -182,7 +186,8 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
     ]
     problem = problem or _missing(sites, counts)
     text = None if problem is None else str(problem)
-    return Explanation(loaded, tuple(sites), blocks, text, runtime.capture.graphs)
+    groups = tuple(tuple(w.name for w in group.weights.values()) for group in runtime.plan.groups)
+    return Explanation(loaded, tuple(sites), blocks, text, runtime.capture.graphs, tuple(g for g in groups if g[1:]))
 
 
 def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:

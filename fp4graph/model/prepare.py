@@ -18,7 +18,7 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
 from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.graph.refusals import rule_that_keeps
-from fp4graph.model import hooks, state
+from fp4graph.model import hooks, siblings, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.source import Source, as_parameters, sources_below
 from fp4graph.model.weight import PlannedWeight, Weight
@@ -40,6 +40,7 @@ class PhasePlan:
 
     Attributes:
         weights: every weight that a rule quantizes, or may quantize.
+        groups: the weights that share a tensor scale.
     """
 
     def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
@@ -53,6 +54,7 @@ class PhasePlan:
                 for name, parameter in module._parameters.items()
                 if (weight := self._weight(fqn, module, name, parameter)) is not None
             ]
+            self.groups = siblings.groups_of(root, self.weights)
 
     @property
     def sources(self) -> list[Source]:

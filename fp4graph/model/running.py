@@ -98,6 +98,8 @@ class Runner:
         if self._steps.root_state is not None and not self._steps.trained:
             self._compile_sharded()
         self._steps.begin(training=training)
+        for group in self._plan.groups:
+            group.refresh()
         if forward.duties.compiled:
             self._current.begin_call()
         self._steps.trained += training and forward.duties.counts == "again"

@@ -132,10 +132,12 @@ class State:
         self.module.register_buffer(KEY, None, persistent=False)
         self._make_key(device)
 
-    def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
+    def add(
+        self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor], *, persistent: bool = True
+    ) -> None:
         """Add the technique entry in buffer ``name``, with the initial value ``init(weight())``."""
         self._weights[name] = (init, weight)
-        self.module.register_buffer(name, self._initial(name))
+        self.module.register_buffer(name, self._initial(name), persistent)
 
     def _initial(self, name: str) -> Tensor:
         init, weight = self._weights[name]

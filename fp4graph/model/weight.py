@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.parted import is_apart, quantized_weight
 from fp4graph.ops.product import total
-from fp4graph.ops.state import StateSlot
+from fp4graph.ops.state import StateSlot, in_each_dtype
 from fp4graph.policy import Rule
 from fp4graph.technique import Technique, acts_at
 from fp4graph.technique.operands import Operand
@@ -66,6 +67,10 @@ def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...
     return tuple(slot for slot, _ in slots.values())
 
 
+def _in_each_dtype(init: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    return in_each_dtype(init(weight))
+
+
 class Weight:
     """A weight that the policy quantizes at every use.
 
@@ -75,6 +80,7 @@ class Weight:
             captured graph shows the product (:meth:`settle`).
         stored_transposed: whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``.
         slots: the state that techniques keep for the weight, under any of the possible rules.
+        shared: returns the present value of an entry that siblings share.
     """
 
     def __init__(
@@ -86,13 +92,15 @@ class Weight:
         self._captured = False
         self._sharded: Tensor | None = None
         self.slots = _slots(possible, self.name)
+        self.shared: Callable[[StateSlot], Tensor] | None = None
 
     def add_entries(self, module_state: state.State) -> None:
         """Add the entries of techniques for this weight to the state of the module."""
         by_name = {t.name: t for planned in self.possible for t in planned.rule.techniques}
         for slot in self.slots:
             init = contract.initial(by_name[slot.technique], slot.entry, self.name)
-            module_state.add(self.buffer(slot), init, lambda: self.stored)
+            init = partial(_in_each_dtype, init) if slot.shared else init
+            module_state.add(self.buffer(slot), init, lambda: self.stored, persistent=not slot.shared)
 
     def settle(self, use: WeightUse) -> None:
         """Take over the decision that a captured graph shows.
@@ -211,6 +219,8 @@ class Weight:
 
     def entry(self, slot: StateSlot) -> Tensor:
         """Return a technique's entry for this weight."""
+        if slot.shared and self.shared is not None:  # the buffer is as of the last forward
+            return self.shared(slot)
         return self.module.get_buffer(self.buffer(slot))
 
     def entries(self, technique: Technique) -> dict[str, Tensor]:

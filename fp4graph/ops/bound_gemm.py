@@ -23,7 +23,7 @@ from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply
 from fp4graph.ops.schedule import GemmSchedule, Multiply, Setting, Source, Step
-from fp4graph.ops.state import OperandState
+from fp4graph.ops.state import OperandState, in_dtype
 from fp4graph.technique.operands import Gemm, Operand
 
 
@@ -243,5 +243,7 @@ class BoundGemm:
                 if slot.entry.weight_like:
                     tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
                     tensor = rotation.apply(tensor, "right")
+                if slot.shared:
+                    tensor = in_dtype(tensor, rotation.right.dtype)
                 result.setdefault(slot.technique, {})[slot.entry.name] = tensor
         return result

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fp4graph.technique import StateEntry
 from fp4graph.technique.operands import Operand
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: State of one operand: technique, then entry name.
 OperandState = Mapping[str, Mapping[str, Tensor]]
 
@@ -32,3 +34,21 @@ class StateSlot:
     def written(self) -> bool:
         """True if the graph writes the tensor."""
         return self.entry.writer == "graph"
+
+    @property
+    def shared(self) -> bool:
+        """True if siblings share the tensor, which follows from their weights."""
+        return self.entry.writer == "siblings"
+
+
+def in_each_dtype(maximum: Tensor) -> Tensor:
+    """Return the maximum of magnitudes, fp32, as it is and as operands of bf16 and fp16 have it: ``[3, ...]``, fp32.
+
+    A graph picks one. If it rounded the maximum itself, Inductor's C++ would drop the two casts.
+    """
+    return torch.stack([maximum.to(dtype).to(torch.float32) for dtype in _DTYPES])
+
+
+def in_dtype(maxima: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the maximum of an operand of ``dtype`` from what :func:`in_each_dtype` returned."""
+    return maxima[_DTYPES.index(dtype) if dtype in _DTYPES else 0]

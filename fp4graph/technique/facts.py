@@ -45,14 +45,18 @@ class StateEntry:
             and when a checkpoint lacks the entry. It must be a function of a module and not a lambda
             or a closure: a new function at each call of ``parts`` would prevent shared compiled code.
         writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by the part's ``observe``.
+            ``siblings`` keeps nothing: before each forward the entry becomes the maximum of ``init``, an elementwise
+            maximum over elements, of the weights that servers fuse with this one (q, k, v; gate, up).
         weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.
+        families: last names of modules with one parent that are siblings too, beside those that servers fuse.
     """
 
     name: str
     operand: Operand
     init: Callable[[Tensor], Tensor]
-    writer: Literal["optimizer", "graph"] = "optimizer"
+    writer: Literal["optimizer", "graph", "siblings"] = "optimizer"
     weight_like: bool = True
+    families: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

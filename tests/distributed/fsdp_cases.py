@@ -115,6 +115,18 @@ def case_trains(kind: str, policy: str, sites: int, *orders: str) -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@each(*product(ORDERS))
+def case_siblings_share_a_scale(first: str) -> None:
+    """The largest weight of a group may be on another rank."""
+    shared = one_rule({"tensor_scaling": {"share": "siblings"}}, quantize=NVFP4)
+    make, loss_of = MODELS["llama"]
+    expected = train(DDP(copied := fp4graph.apply(make(), shared, **EAGER)), copied, loss_of)
+    own = fp4graph.apply(make(), one_rule("tensor_scaling", quantize=NVFP4), **EAGER)
+    assert train(DDP(own), own, loss_of) != expected
+    model = sharded(make(), shared, first=first)
+    assert train(model, model, loss_of) == expected
+
+
 @each(*product(PHASED, ORDERS))
 def case_phases(policy: str, first: str) -> None:
     """With DDP's losses to the bit through three phases, whose modules are captured anew."""

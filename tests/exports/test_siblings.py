@@ -15,6 +15,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.exports import ExportError
+from fp4graph.model.runtime import runtime_of
 from tests.exports.models import MXFP4, NVFP4, modelopt_parts
 
 pytest.importorskip("compressed_tensors")
@@ -93,6 +94,23 @@ def test_a_shared_scale_is_read_as_float64_says(tmp_path, capsys):
     assert len({divisors[f"attn.{name}.weight_global_scale"].item() for name in SIBLINGS}) == 1
     untouched, again = (modelopt_parts(folder, "attn.o_proj") for folder in (tmp_path / "own", tmp_path / "modelopt"))
     assert all(map(np.array_equal, untouched, again))
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_siblings_that_share_in_training_are_served_as_they_train(layout, tmp_path):
+    """A reader that fuses q, k and v and takes the largest scale multiplies with what training multiplied with."""
+    model = applied(Net(), techniques=[{"tensor_scaling": {"share": "siblings"}}])
+    fp4graph.export(model, tmp_path / "out", format=layout)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    name = "weight_scale_2" if layout == "modelopt" else "weight_global_scale"
+    assert len({stored[f"attn.{each}.{name}"].item() for each in SIBLINGS}) == 1
+    loaded = fp4graph.load_quantized(Net(), tmp_path / "out")
+    runtime = runtime_of(model)
+    trained = {weight.name: weight.quantize(weight.stored, runtime.step) for weight in runtime.weights}
+    for each in SIBLINGS:
+        read = loaded.attn.get_submodule(each).weight
+        tolerance = 0.0 if layout == "modelopt" else 2**-22  # compressed-tensors stores 1/γ
+        torch.testing.assert_close(read, trained[f"attn.{each}.weight"], rtol=tolerance, atol=0)
 
 
 def test_zeros_have_no_say_in_the_shared_scale(tmp_path):

@@ -264,6 +264,18 @@ def everywhere(quantizer: Quantizer, stochastic: tuple[str, ...] = (), gemms: st
     return partial(originals, quantizers=quantizers)
 
 
+# --- W4A16 ----------------------------------------------------------------------------------------------------------
+
+# NVFP4 as ModelOpt writes and vLLM reads it: gamma = amax/(6*448), scales E4M3(amax_b/(6*gamma)), elements to even.
+NVFP4_SERVED = Quantizer(fmt="e4m3", rule="nearest_even", block=16, headroom=1.0)
+
+
+def w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Gradients:
+    """Returns y = x Q(w)^T, dx = dy Q(w) and dw = dy^T x: the straight-through estimator of Jacob et al. 2018."""
+    served = NVFP4_SERVED(w, 1, "fprop.weight", draw)
+    return x @ served.T, dy @ served, dy.T @ x
+
+
 # --- EL -------------------------------------------------------------------------------------------------------------
 
 # EL sec. 2: f(X) = Q(s_q X)/s_q with s_q = q(FP4max/Z(X)), q to nearest ("TiesToEven"): the encode convention.
@@ -333,6 +345,7 @@ REFERENCES: dict[str, Reference] = {
     "ue5m3": everywhere(EL_UE5M3),
     "e8m3": everywhere(EL_E8M3),
     "mxfp8": everywhere(MXFP8),
+    "nvfp4-w4a16": w4a16,
     "fp8-block": partial(originals, quantizers=FP8_BLOCK),
     # Mishra et al. as EL 3.1 cites them; a decode rule (DEF).
     "mxfp4-round-up": everywhere(replace(EL_MXFP4, rule="toward_positive", convention="decode")),

@@ -98,6 +98,7 @@ SPECS: dict[str, Specs] = {
     "nvfp4-best": intel(NV_ENCODE),
     "nvfp4-smooth-swiglu": intel(NV_ENCODE_ONE),
     **dict.fromkeys(("nvfp4-te", "nvfp4-te-4over6", "nvfp4-te-last-blocks"), nvidia(NV)),
+    "nvfp4-w4a16": alone(2, NV),
     "nvint4": nvidia(replace(NV, element=INT4)),
     "quartet": doubly(FLOOR, FLOOR),
     "quartet-ii": (AWAY, AWAY, AWAY, read(AWAY), AWAY, read(AWAY)),
@@ -117,7 +118,7 @@ SPECS: dict[str, Specs] = {
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
 #: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
-REUSES = {"tetrajet-q1": {Q6}, "tetrajet-q2": {Q4}, "wang-dge": {Q4, Q6}}
+REUSES = {"tetrajet-q1": {Q6}, "tetrajet-q2": {Q4}, "nvfp4-w4a16": {Q4}, "wang-dge": {Q4, Q6}}
 ROTATED = {"hadamard": {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}, "tensor_scaling": {}}
 HALF = {"tensor_scaling": {"headroom": 0.5}}
 SPAM: dict[str, Any] = {"stable_spam": {}}
@@ -154,6 +155,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
         "four_over_six": {"measure": "mae", "operands": ("inputs", "weights")},
     },
     "nvfp4-te-last-blocks": ROTATED,
+    "nvfp4-w4a16": {"tensor_scaling": {"operands": ("fprop.weight",), "share": "siblings"}},
     "nvint4": {**ROTATED, **INT_GUARDED},
     "quartet": {
         "hadamard": {"scope": "all", "block": 32, "kind": "random_backward"},

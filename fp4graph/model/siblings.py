@@ -1,0 +1,100 @@
+"""Weights that share a number, such as the tensor scale of the matrix into which servers fuse q, k and v.
+
+A technique declares the number as a :class:`~fp4graph.technique.StateEntry` whose writer is ``siblings``. Its value is
+the maximum, over the weights of a group and over their shards, of the entry's ``init`` of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.graph.siblings import SIBLINGS
+from fp4graph.model.weight import Weight
+from fp4graph.numerics.sharding import is_sharded, whole
+from fp4graph.ops.state import StateSlot, in_each_dtype
+from fp4graph.technique.operands import Operand
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Weights that share numbers: siblings, or a weight without siblings.
+
+    Attributes:
+        owner: the fully qualified name of the module that holds the siblings.
+        weights: by the siblings' names in it, in the order of the family.
+    """
+
+    owner: str
+    weights: Mapping[str, Weight]
+
+    @torch.no_grad()
+    def value(self, slot: StateSlot) -> Tensor:
+        """Return the present number of the group, in the shape that the entry's ``init`` returns."""
+        values = [_maximum(slot.entry.init, weight.stored.detach()) for weight in self.weights.values()]
+        return torch.stack(values).amax(0)
+
+    def refresh(self) -> None:
+        """Write the present numbers into the buffers that graphs read."""
+        for slot in _shared(next(iter(self.weights.values()))):
+            value = in_each_dtype(self.value(slot))
+            for weight in self.weights.values():
+                # Autograd counts no write to ``data``: if weights have not changed, a pending backward reads the same.
+                weight.module.get_buffer(weight.buffer(slot)).data.copy_(value)
+
+
+def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
+    """Return the groups of the weights that share numbers.
+
+    Raises:
+        PolicyError: a sibling of such a weight is kept, or is quantized otherwise.
+    """
+    sharing = {weight.name.removesuffix(".weight"): weight for weight in weights if _shared(weight)}
+    if not sharing:
+        return []
+    present = {name.removesuffix(".weight") for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
+    found: dict[tuple[str, tuple[str, ...]], Group] = {}
+    for name, weight in sharing.items():
+        owner, _, last = name.rpartition(".")
+        families = *_shared(weight)[0].entry.families, *SIBLINGS
+        family = next((each for each in families if last in each), (last,))
+        paths = {each: f"{owner}.{each}".removeprefix(".") for each in family}
+        members = {each: sharing.get(path) for each, path in paths.items() if path in present}
+        for each, sibling in members.items():
+            _require_equal(weight, sibling, paths[each])
+        group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
+        weight.shared = found.setdefault((owner, family), group).value
+    return list(found.values())
+
+
+def _shared(weight: Weight) -> list[StateSlot]:
+    return [slot for slot in weight.slots if slot.shared]
+
+
+def _require_equal(weight: Weight, sibling: Weight | None, path: str) -> None:
+    """Raise PolicyError where ``sibling``, at ``path``, has another quantizer in fprop, or does not share its scale."""
+    spec, other = (
+        None if each is None else {dict(choice.plan.specs)[Operand.FPROP_WEIGHT] for choice in each.choices}
+        for each in (weight, sibling)
+    )
+    if sibling is None or spec != other or _shared(sibling) != _shared(weight):
+        raise weight.rule.error(
+            f"{weight.name} shares its tensor scale with {path}, because servers fuse the two, and {path} is not "
+            "quantized in the same way; let one rule with one tensor_scaling decide both, or leave share out"
+        )
+
+
+def _maximum(init: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """Return the maximum of ``init`` over the shards of ``weight``."""
+    if not is_sharded(weight):
+        return init(weight)
+    if weight.dim() > 2:  # a shard holds some of the experts
+        return init(whole(weight))
+    local = weight.to_local()
+    value = init(local if local.numel() else local.new_zeros(1, 1))
+    for dimension in range(weight.device_mesh.ndim):
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, weight.device_mesh.get_group(dimension))
+    return value

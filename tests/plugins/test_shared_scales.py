@@ -1,0 +1,182 @@
+"""tensor_scaling with ``share: siblings``: matrices train as the one matrix that servers fuse them into."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import llama
+from tests.helpers.policies import NVFP4, one_rule
+
+SHARED = {"tensor_scaling": {"share": "siblings"}}
+SIBLINGS = ("q_proj", "k_proj", "v_proj")
+
+
+class Attention(nn.Module):
+    """Three projections of one tensor; ``fused`` is the matrix into which a server fuses them."""
+
+    def __init__(self, names=SIBLINGS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.names = names
+        for index, name in enumerate(names):
+            layer = nn.Linear(64, 48)
+            with torch.no_grad():
+                layer.weight.mul_(3.0**index)
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return torch.cat([getattr(self, name)(x) for name in self.names], -1)
+
+    def fused(self):
+        layer = nn.Linear(64, 48 * len(self.names))
+        with torch.no_grad():
+            layer.weight.copy_(torch.cat([getattr(self, name).weight for name in self.names]))
+            layer.bias.copy_(torch.cat([getattr(self, name).bias for name in self.names]))
+        return nn.Sequential(layer)
+
+
+def inputs():
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+#: The backward is exact, because a fused dY has one tensor scale where three have three.
+def policy(*more, **options):
+    return one_rule(
+        {"tensor_scaling": {"share": "siblings", **options}}, *more, quantize=NVFP4, operands={"backward": "keep"}
+    )
+
+
+FUSED = one_rule("tensor_scaling", quantize=NVFP4, operands={"backward": "keep"})
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_siblings_are_served_as_they_train(backend, autocast):
+    """Bit for bit, also after a step has changed the weights, and in evaluation."""
+    own = Attention()
+    fused = fp4graph.apply(own.fused(), FUSED, backend=backend)
+    own = fp4graph.apply(own, policy(), backend=backend)
+    for _ in range(2):
+        results = []
+        for model in (own, fused):
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                y = model(torch.eye(64))  # the quantized weights: no sums, whose order depends on the matrix
+            y.float().square().mean().backward()
+            results.append(y)
+        assert torch.equal(*results)
+        weights = torch.cat([getattr(own, name).weight.grad for name in SIBLINGS])
+        torch.testing.assert_close(weights, fused[0].weight.grad)  # sums in another order
+        with torch.no_grad():
+            for name, rows in zip(SIBLINGS, (fused[0].weight * 1.5).split(48), strict=True):
+                getattr(own, name).weight.copy_(rows)
+            fused[0].weight.mul_(1.5)
+    with torch.no_grad():
+        assert torch.equal(own.eval()(torch.eye(64)), fused.eval()(torch.eye(64)))
+
+
+def test_without_share_they_are_not():
+    """So the tests above can fail."""
+    own = Attention()
+    fused = fp4graph.apply(own.fused(), FUSED, backend="eager")
+    assert not torch.equal(fp4graph.apply(own, FUSED, backend="eager")(inputs()), fused(inputs()))
+
+
+def test_groups_add_names():
+    names = ("one", "two")
+    own = Attention(names)
+    fused = fp4graph.apply(own.fused(), FUSED, backend="eager")
+    alone = fp4graph.apply(copy.deepcopy(own), policy(), backend="eager")
+    together = fp4graph.apply(own, policy(groups=[list(names)]), backend="eager")
+    assert torch.equal(together(inputs()), fused(inputs()))
+    assert not torch.equal(alone(inputs()), fused(inputs()))
+
+
+class Experts(nn.Module):
+    """Stacks [E, K, N] of gates and of ups, or one stack of both."""
+
+    def __init__(self, *stacks):
+        super().__init__()
+        for name, stack in zip(("w1", "w3") if len(stacks) > 1 else ("w13",), stacks, strict=True):
+            self.register_parameter(name, nn.Parameter(stack.clone()))
+
+    def forward(self, x, ends):
+        return torch.cat([torch._grouped_mm(x, w, offs=ends) for w in self.parameters()], -1)
+
+
+def test_experts_share_expert_by_expert():
+    generator = torch.Generator().manual_seed(0)
+    w1, w3 = (torch.randn(3, 64, 32, generator=generator) for _ in range(2))
+    w3 *= torch.tensor([0.5, 2.0, 30.0]).reshape(3, 1, 1)
+    ends = torch.tensor([8, 16, 32], dtype=torch.int32)
+    options = {"quantize": NVFP4, "op": "grouped", "operands": {"backward": "keep"}}
+    x = inputs().to(torch.bfloat16)
+
+    def run(model, technique):
+        model = fp4graph.apply(model.to(torch.bfloat16), one_rule(technique, **options), backend="eager")
+        return model(x, ends)
+
+    fused = run(Experts(torch.cat([w1, w3], -1)), "tensor_scaling")
+    assert torch.equal(run(Experts(w1, w3), SHARED), fused)
+    assert not torch.equal(run(Experts(w1, w3), "tensor_scaling"), fused)
+
+
+def test_the_optimizer_sees_the_weights_of_the_next_forward():
+    model = fp4graph.apply(Attention(), policy(), backend="eager")
+    model(inputs())
+    with torch.no_grad():
+        model.v_proj.weight.mul_(7.0)  # as a step does
+        runtime = runtime_of(model)
+        (q,) = (weight for weight in runtime.weights if weight.fqn == "q_proj")
+        seen = q.quantize(q.stored, runtime.step)
+        model.q_proj.bias.zero_()
+        # The product multiplies elements by γ at the end, so it rounds once more.
+        torch.testing.assert_close(seen, model(torch.eye(64))[:, :48].mT, rtol=2**-22, atol=0)
+
+
+def test_state_dicts_and_copies_are_as_without_sharing():
+    model = fp4graph.apply(Attention(), policy(), backend="eager")
+    assert model.state_dict().keys() == Attention().state_dict().keys()
+    expected = model(inputs())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.v_proj.weight.mul_(5.0)
+    assert torch.equal(twin(inputs()), expected)
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "says"),
+    [
+        (({"name": "k", "match": {"module": "k_proj"}, "keep": "tried"},), {}, r"shares its tensor scale with k_proj"),
+        (({"name": "k", "match": {"module": "k_proj"}, "quantize": {**NVFP4, "block": 32}},), {}, "let one rule"),
+        ((), {"granularity": "row"}, "use granularity: tensor"),
+        ((), {"operands": ["fprop.input"]}, "does not list"),
+    ],
+    ids=["kept", "another quantizer", "rows", "no weight"],
+)
+def test_siblings_that_differ_are_refused(rules, options, says):
+    written = policy(**options)
+    written["rules"] = [*rules, *written["rules"]]
+    with pytest.raises((PolicyError, CaptureError), match=says):
+        fp4graph.apply(Attention(), written, backend="eager")
+
+
+@pytest.mark.parametrize("technique", [{"hadamard": {"scope": ["fprop"]}}, {"smooth_max": {"kind": "softmax"}}])
+def test_techniques_that_change_the_weight_before_are_refused(technique):
+    with pytest.raises((PolicyError, CaptureError), match="shares the scale of the weights of siblings"):
+        fp4graph.apply(Attention(), policy(technique), backend="eager")
+
+
+def test_explain_names_the_groups():
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    shown = fp4graph.explain(llama(), policy(), (ids,))
+    groups = [tuple(name.split(".")[-2] for name in group) for group in shown.siblings]
+    assert groups == [SIBLINGS, ("gate_proj", "up_proj")] * 2
+    assert "q_proj, k_proj, v_proj (in 2 modules); gate_proj, up_proj (in 2 modules)" in str(shown)
