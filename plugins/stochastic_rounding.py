@@ -93,6 +93,7 @@ class RangeGuard(BlockScale):
     """
 
     mixes = "block"
+    constant = True
     guard: float
 
     def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:

@@ -19,7 +19,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from fp4graph import targets
 from fp4graph.errors import Error
+from fp4graph.graph.plan import plan_once
 from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
@@ -130,6 +132,17 @@ def planned(rule: Rule) -> OperandSpecs:
     """Return the specs of a rule after the plans of its techniques."""
     site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
     return plan_specs(rule.techniques, site, rule.specs)
+
+
+def native_on(target: str, policy: Policy) -> list[tuple[str, str, str, str]]:
+    """Return (rule, GEMM, kind, why) for every GEMM of the rules that quantize, in a linear layer of any size."""
+    rows = []
+    for rule in (*policy.rules, policy.default):
+        if rule.quantizes:
+            view = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
+            found = targets.verdicts(target, plan_once(view, rule).program)
+            rows += [(rule.name, str(gemm), *verdict) for gemm, verdict in found.items()]
+    return rows
 
 
 def _option_data(field: FieldInfo) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
     from fp4graph.policy import Policy, Rule
 
 
+TargetOption = Annotated[
+    str | None,
+    typer.Option(help="Show which GEMMs run natively there, and why others do not: b200, mi355x, te, vllm, ..."),
+]
+
+
 def check(
     policy: PolicyArgument,
     model: Annotated[str | None, typer.Option(help=f"A model that the policy must fit: {HELP}")] = None,
+    target: TargetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Load a policy and print it resolved: its rules, and the quantizers of the six operands."""
@@ -28,7 +36,9 @@ def check(
 
     loaded = load_policy(policy, installed_registry())
     explanation = _explanation(model, loaded) if model else None
-    data = catalogue.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
+    data = catalogue.policy_data(loaded) | ({"model": explanation.to_json(target=target)} if explanation else {})
+    native = catalogue.native_on(target, loaded) if target else []
+    data |= {"target": [{"rule": rule, "gemm": gemm, "kind": kind, "why": why} for rule, gemm, kind, why in native]}
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     if not loaded.ever_quantizes:
         heading += "This policy quantizes nothing: every rule and the default keep high precision.\n"
@@ -36,9 +46,21 @@ def check(
     for phase in loaded.phases:
         rules = (*phase.policy.rules, phase.policy.default)
         tables += [f"{catalogue.phase_heading(phase).capitalize()}:\n", *map(_rule_table, rules)]
-    show(data, heading, *tables, *([str(explanation)] if explanation else []), as_json=as_json)
+    if target:
+        tables.append(_target_table(target, native))
+    shown = [] if explanation is None else [str(explanation), *([explanation.on(target)] if target else [])]
+    show(data, heading, *tables, *shown, as_json=as_json)
     if explanation and explanation.problem:
         raise Error(f"{model}: {explanation.problem}")
+
+
+def _target_table(target: str, rows: Sequence[Sequence[str]]) -> RenderableType:
+    from fp4graph import targets
+
+    table = Table("rule", "GEMM", "", "why", title=f"on {targets.target(target).title}", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _rule_table(rule: Rule) -> RenderableType:
@@ -69,6 +91,7 @@ def explain(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Show which code quantizes each operand on this machine, and why.")
     ] = False,
+    target: TargetOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the effect of a policy on each matrix product of a model, without changing the model."""
@@ -76,7 +99,8 @@ def explain(
 
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
     shown = explanation.schedule if schedule else explanation.table
-    show(explanation.to_json(schedule=schedule), shown(every=every), as_json=as_json)
+    native = [explanation.on(target, every=every)] if target else []
+    show(explanation.to_json(schedule=schedule, target=target), *(native or [shown(every=every)]), as_json=as_json)
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:

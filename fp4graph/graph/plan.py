@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import SymInt
@@ -294,7 +294,8 @@ class Planner:
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
         count, specs = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
-        site = Site(view.module, view.op, *facts, exact=exact, apart_channels=count, apart=specs, lowered=lowered)
+        more: dict[str, Any] = {"exact": exact, "apart_channels": count, "apart": specs}
+        site = Site(view.module, view.op, *facts, **more, program=plan.program, lowered=lowered)
         self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None
 

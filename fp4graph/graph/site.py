@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Decision
 from fp4graph.technique.operands import Gemm, Operand
@@ -39,6 +40,7 @@ class Site:
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
         apart: the specs of those channels in fprop and wgrad, where ``operands`` has those of the other channels;
             dgrad multiplies all channels together.
+        program: what is computed in place of the product; None where nothing is quantized.
         lowered: returns :attr:`schedule`; None where nothing is quantized.
     """
 
@@ -56,6 +58,7 @@ class Site:
     exact: tuple[Gemm, ...] = ()
     apart_channels: int = 0
     apart: Mapping[Operand, QuantSpec | None] = field(default_factory=dict)
+    program: MatmulProgram | None = field(default=None, repr=False, compare=False)
     lowered: Callable[[], Schedule] | None = field(default=None, repr=False, compare=False)
 
     @property

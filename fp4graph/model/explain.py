@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
-from fp4graph import torch_internals
+from fp4graph import targets, torch_internals
 from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.nested import nested
@@ -96,6 +96,26 @@ class Explanation:
         nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
         return _printed(table, *nothing, *self._problem)
 
+    def on(self, target: str, *, every: bool = False) -> str:
+        """Return a table of the GEMMs that run natively on a target, such as "b200" or "te", and why others would not.
+        Equal sites of repeated blocks share a line, unless ``every`` is set.
+
+        Raises:
+            Error: there is no such target; docs/targets.md lists them.
+        """
+        chosen = targets.target(target)
+        table = Table(title=f"{self.policy.name} on {chosen.title}", title_justify="left")
+        for column in ("module", "GEMM", "", "why"):
+            table.add_column(column, overflow="fold")
+        previous = None
+        for name, sites in self._lines([site for site in self.sites if site.quantized], every=every):
+            verdicts = targets.verdicts(target, sites[0].program, sites[0])
+            rows = [(str(gemm), *verdict) for gemm, verdict in verdicts.items()]
+            for index, row in enumerate([("as above",)] if rows == previous else rows):
+                table.add_row("" if index else name, *row)
+            previous = rows
+        return _printed(table, targets.summary(target, self.sites), *self._problem)
+
     @property
     def _problem(self) -> list[str]:
         return [f"problem: {self.problem}"] if self.problem else []
@@ -133,8 +153,9 @@ class Explanation:
             *census.shared(self.siblings), *self._problem,
         )  # fmt: skip
 
-    def to_json(self, *, schedule: bool = False) -> dict[str, Any]:
-        """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand."""
+    def to_json(self, *, schedule: bool = False, target: str | None = None) -> dict[str, Any]:
+        """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand, with
+        ``target`` the verdict of each GEMM there."""
         return {
             "policy": self.policy.name,
             "quantized": self.quantized,
@@ -151,6 +172,7 @@ class Explanation:
                 | {"exact": [gemm.value for gemm in site.exact], "apart_channels": site.apart_channels}
                 | {"apart": {operand.value: describe(spec) for operand, spec in site.apart.items()}}
                 | ({"schedule": {} if site.schedule is None else site.schedule.to_json()} if schedule else {})
+                | ({} if target is None else {"target": targets.to_json(target, site)})
                 for site in self.sites
             ],
         }

@@ -216,6 +216,7 @@ class BlockScale(Part):
     Attributes:
         group_granularity: the elements that share the γ of :meth:`group_scale`: "tensor", "all", "row" or their number
             along the contraction axis; None if there is no γ, or if each call decides.
+        constant: whether γ is one number that depends on no data.
         normalizes: whether γ is the statistic g of its groups up to a constant, so that operands are quantized as
             U = X/g. Other parts of the operand then read :attr:`group_granularity` as ``context.normalized``.
     """
@@ -224,6 +225,7 @@ class BlockScale(Part):
         "block_statistic", "group_statistic", "group_scale", "scale", "rescale", "observe",
     )  # fmt: skip
     group_granularity: Granularity | None = None
+    constant: bool = False
     normalizes: bool = False
 
     @property

@@ -1,0 +1,91 @@
+"""Writes docs/targets.md: what hardware and libraries run natively of each shipped policy.
+
+python -m fp4graph.commands.targets docs/targets.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from fp4graph.commands.catalogue import loadable_policies, native_on, shipped_registry
+from fp4graph.files import write
+from fp4graph.targets import data
+
+HEAD = """# Where policies run natively
+
+fp4graph simulates; this page says what hardware would multiply in FP4 or FP8 by itself. A GEMM is native on a target if
+both operands are in formats that the target multiplies. Hardware leaves the rounding before a product to software; a
+library has the roundings and techniques of its recipes alone.
+
+```sh
+fp4graph check nvfp4-te --target b200                                    # each GEMM of a policy, with the reason
+fp4graph explain nvfp4-te --model deit_tiny_patch16_224 --target te      # each layer, with its sizes
+```
+
+In Python `fp4graph.explain(model, policy, args).on("b200")` returns the same table. The last line is the share of the
+training FLOPs of matrix products that is native. The data is `fp4graph/targets.yaml`, read from sources, not measured.
+`python -m fp4graph.commands.targets docs/targets.md` generates this page.
+"""
+LEGEND = """
+**yes**: all three GEMMs of a linear layer of suitable size. A name: only that GEMM. Empty: none. "exact": in high
+precision by the policy. `check --target` says why.
+"""
+
+
+def page() -> str:
+    known = data()
+    lines = [HEAD, "## Targets\n"]
+    lines += ["| target | | multiplies | experts | sizes are multiples of |", "| --- | --- | --- | --- | --- |"]
+    for name, target in known.targets.items():
+        products = (", ".join(map(_pair, each)) or "none" for each in (target.products, target.grouped))
+        sizes = target.multiples
+        cells = name, target.title, *products, f"{sizes.contraction} (contracted), {sizes.result} (result)"
+        lines.append(f"| `{cells[0]}` | {' | '.join(cells[1:])} |")
+    lines += [
+        "\n## Formats\n",
+        "| format | element | block | scale | tensor scale |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {name} | {f.element.upper()} | {f.block} | {f.scale.upper()} | {'yes' if f.levels == 2 else 'no'} |"
+        for name, f in known.formats.items()
+    ]
+    lines += [
+        "\n## Policies",
+        LEGEND,
+        f"| policy | {' | '.join(known.targets)} |",
+        "| --- |" + " --- |" * len(known.targets),
+    ]
+    for name, policy in loadable_policies(shipped_registry()).items():
+        if policy.quantizes:
+            found = [_cell([(gemm, kind) for _, gemm, kind, _ in native_on(each, policy)]) for each in known.targets]
+            lines.append(f"| `{name}` | {' | '.join(found)} |")
+    lines += ["\n## Sources\n", *(f"- {name}: {text.strip()}" for name, text in known.sources.items())]
+    used = {each: [name for name, target in known.targets.items() if each in target.sources] for each in known.sources}
+    lines += ["", "; ".join(f"{each}: {', '.join(names)}" for each, names in used.items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def _pair(pair: tuple[str, str]) -> str:
+    return pair[0] if pair[0] == pair[1] else " x ".join(pair)
+
+
+def _cell(gemms: list[tuple[str, str]]) -> str:
+    """Return the GEMMs that are native under every rule."""
+    kinds = {gemm: {kind for each, kind in gemms if each == gemm} for gemm, _ in gemms}
+    native = [gemm for gemm, found in kinds.items() if "native" in found and "simulated" not in found]
+    exact = [gemm for gemm, found in kinds.items() if found == {"exact"}]
+    if native and len(native) + len(exact) == len(kinds):
+        return "yes" if not exact else f"{', '.join(native)}; {', '.join(exact)} exact"
+    return ", ".join(native)
+
+
+def main(file: Path) -> None:
+    """Write the page to FILE."""
+    write(file, page())
+
+
+if __name__ == "__main__":
+    typer.run(main)

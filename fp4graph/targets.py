@@ -1,0 +1,264 @@
+"""Says which GEMMs of a policy hardware or a library runs natively, and why the others are simulated.
+
+The data is ``targets.yaml``, with its sources. A GEMM is native on a target if both operands are in formats that the
+target multiplies: element, blocks along the contraction axis, scale format, and one or two levels of scales. Rounding
+is free, as far as the target's entry does not restrict it: it happens before the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict
+
+from fp4graph.errors import Error, suggest
+from fp4graph.graph.site import Site
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique import TENSOR_STAGES, Part
+from fp4graph.technique.operands import Gemm, Operand
+
+#: The stages at which a technique takes an operand off the grid of its format, with what it does there.
+_OFF_GRID = {"split": "splits", "around": "wraps the quantizer of", "after": "changes"}
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Format(_Entry):
+    """An operand that a target multiplies; ``levels`` 2 allows a tensor scale above the scales of blocks."""
+
+    element: str
+    block: int | str
+    scale: str
+    levels: int
+
+
+class Multiples(_Entry):
+    """The divisors of the contraction axis, and of both axes of the result."""
+
+    contraction: int
+    result: int
+
+
+class Target(_Entry):
+    """A kind of hardware, through torch, or a library; ``targets.yaml`` explains the keys."""
+
+    title: str
+    sources: tuple[str, ...]
+    products: tuple[tuple[str, str], ...]
+    grouped: tuple[tuple[str, str], ...]
+    multiples: Multiples
+    torch: str | None = None
+    gemms: tuple[Gemm, ...] = tuple(Gemm)
+    stochastic: tuple[Operand, ...] = tuple(Operand)
+    square: tuple[Operand, ...] = tuple(Operand)
+    techniques: Mapping[str, Mapping[str, tuple[Any, ...]]] | None = None
+    apart: tuple[tuple[str, str], ...] = ()
+
+
+class Data(_Entry):
+    """The content of ``targets.yaml``."""
+
+    sources: Mapping[str, str]
+    formats: Mapping[str, Format]
+    targets: Mapping[str, Target]
+
+
+class Verdict(NamedTuple):
+    """Whether a GEMM is ``native``, ``simulated``, or ``exact`` (both operands in high precision); and the formats of
+    a native one, or why another is simulated."""
+
+    kind: str
+    why: str
+
+
+@cache
+def data() -> Data:
+    """Return the content of ``targets.yaml``."""
+    return Data.model_validate(yaml.safe_load(resources.files("fp4graph").joinpath("targets.yaml").read_text("utf-8")))
+
+
+def target(name: str) -> Target:
+    """Return the target ``name``; raise an Error if there is none."""
+    targets = data().targets
+    if name.lower() not in targets:
+        raise Error(f"unknown target {name!r}; {suggest(name.lower(), targets)}")
+    return targets[name.lower()]
+
+
+def verdicts(name: str, program: MatmulProgram | None, site: Site | None = None) -> dict[Gemm, Verdict]:
+    """Return the verdict of each GEMM of a product on the target ``name``.
+
+    Args:
+        program: of the product; None where it is kept in high precision.
+        site: gives the sizes and the kind of the product; None leaves sizes open.
+    """
+    chosen, result = target(name), dict[Gemm, Verdict]()
+    for which in Gemm:
+        gemm: GemmProgram | None = None if program is None else getattr(program, which)
+        if gemm is None or (gemm.left.spec is None and gemm.right.spec is None):
+            result[which] = Verdict("exact", "high precision")
+            continue
+        formats, why = _formats(chosen, gemm, grouped=site is not None and site.op == "grouped")
+        why = why or _apart(chosen, program) or _size(chosen, which, site)
+        if program is not None and program.apart is not None and which is not Gemm.DGRAD:
+            why = why or "some input channels are multiplied apart"
+        result[which] = Verdict("simulated", why) if why else Verdict("native", formats)
+    return result
+
+
+def to_json(name: str, site: Site) -> dict[str, dict[str, str]]:
+    """Return the verdict of each GEMM of a site as plain data."""
+    return {str(gemm): verdict._asdict() for gemm, verdict in verdicts(name, site.program, site).items()}
+
+
+def _formats(target: Target, gemm: GemmProgram, *, grouped: bool) -> tuple[str, str]:
+    """Return the formats of the operands, or why the target does not multiply them."""
+    if gemm.gemm not in target.gemms:
+        return "", f"{target.title} has no {gemm.gemm}: it serves, and does not train"
+    why = ""
+    operands = dict(zip(gemm.operands, (gemm.left, gemm.right), strict=True))
+    pairs = target.grouped if grouped else target.products
+    names, reasons = [], dict[str, list[str]]()
+    for side, (operand, program) in enumerate(operands.items()):
+        possible = dict.fromkeys(pair[side] for pair in pairs)
+        names.append([name for name in possible if not _mismatch(name, program)])
+        if not names[side]:
+            reasons.setdefault(_nearest(possible, program), []).append(operand)
+    if not pairs:
+        why = f"{target.title} has no {'grouped products' if grouped else 'products'} of quantized operands"
+    if not why and reasons:
+        why = "; ".join(f"{' and '.join(where)}: {what}" for what, where in reasons.items())
+    if why := why or next(_restrictions(target, gemm), ""):
+        return "", why
+    for left, right in pairs:
+        if left in names[0] and right in names[1]:
+            return f"{left} x {right}", ""
+    return "", f"{target.title} does not multiply {names[0][0]} with {names[1][0]}"
+
+
+def _mismatch(name: str, program: OperandProgram) -> tuple[int, str] | None:
+    """Return in which respect an operand differs from a format, in how many respects it fits before that one; None if
+    it fits in all."""
+    spec = program.spec
+    if spec is None or name == "exact":
+        return None if spec is None and name == "exact" else (0, "left exact" if spec is None else "quantized")
+    known, scale = data().formats[name], spec.scale
+    scaling = [part for part in program.at("group_scale") if not part.constant]  # the result carries a constant
+    others = [part.name for part in scaling if part.group_granularity not in ("tensor", "all")]
+    elements = " or ".join(each.name.upper() for each in (spec.element, *spec.others))
+    stored = scale.convention == "encode" and scale.format.mantissa_bits and known.scale != "fp32"
+    respects = (
+        (spec.element.name != known.element or bool(spec.others), f"{elements} elements"),
+        (bool(others), f"{''.join(others[:1])} has scales of groups between block and tensor"),
+        (scale.format.name != known.scale, f"{scale.format.name.upper()} scales, {name} has {known.scale.upper()}"),
+        (bool(stored), "encode scales, which divide; hardware multiplies by scales"),
+        (not _in_blocks(spec, known.block), f"blocks of {_words(spec)}, {name} has {known.block}"),
+        (bool(scaling) and known.levels == 1, f"a tensor scale, {name} has none"),
+    )
+    return next(((place, what) for place, (differs, what) in enumerate(respects) if differs), None)
+
+
+def _nearest(names: Iterable[str], program: OperandProgram) -> str:
+    """Return the mismatch with the format that fits in most respects."""
+    found = [mismatch for name in names if (mismatch := _mismatch(name, program)) is not None]
+    return max(found, key=lambda each: each[0], default=(0, ""))[1]
+
+
+def _in_blocks(spec: QuantSpec, native: int | str) -> bool:
+    block = spec.block[1] if isinstance(spec.block, tuple) else spec.block
+    return block == native or (isinstance(native, int) and isinstance(block, int) and block % native == 0)
+
+
+def _words(spec: QuantSpec) -> str:
+    return " x ".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
+
+
+def _restrictions(target: Target, gemm: GemmProgram) -> Iterator[str]:
+    """Yield why techniques or roundings keep the target from multiplying the operands."""
+    for operand, program in zip(gemm.operands, (gemm.left, gemm.right), strict=True):
+        for stage, does in _OFF_GRID.items():
+            for part in program.at(stage):
+                yield f"{part.name} {does} {operand}"
+        if program.spec is not None and program.spec.rounding == "stochastic" and operand not in target.stochastic:
+            yield f"{target.title} does not round {operand} stochastically"
+        if program.spec is not None and isinstance(program.spec.block, tuple) and operand not in target.square:
+            yield f"{target.title} has no two-dimensional blocks of {operand}"
+    yield from (why for part in _parts(gemm) if (why := _refused(target, part)))
+
+
+def _parts(gemm: GemmProgram) -> list[Part]:
+    """Return the parts that act on the tensors of a GEMM."""
+    parts = dict.fromkeys([*gemm.transforms, *gemm.left.parts, *gemm.right.parts])
+    return [part for part in parts if any(map(part.acts_at, TENSOR_STAGES))]
+
+
+def _apart(target: Target, program: MatmulProgram | None) -> str:
+    """Return which techniques of a product the target has, but not together; empty where there are none."""
+    gemms = () if program is None else (program.fprop, program.dgrad, program.wgrad)
+    names = {part.name for gemm in gemms for part in _parts(gemm)}
+    return next((f"{target.title} has no {a} together with {b}" for a, b in target.apart if {a, b} <= names), "")
+
+
+def _refused(target: Target, part: Part) -> str | None:
+    if target.techniques is None:
+        return None
+    if part.name not in target.techniques:
+        return f"{target.title} has no {part.name}"
+    options = part.options.model_dump(mode="json", by_alias=True)
+    for key, values in target.techniques[part.name].items():
+        if options[key] not in values:
+            return f"{target.title} has {part.name} with {key} {' or '.join(map(str, values))} only, not {options[key]}"
+    return None
+
+
+def _size(target: Target, which: Gemm, site: Site | None) -> str:
+    """Return which axis of a GEMM is no multiple of what the target needs; empty where sizes fit or are open."""
+    if site is None or site.op not in ("linear", "grouped") or not all(map(_is_number, site.shapes)):
+        return ""
+    tokens, features = _product(site.shapes[0][:-1]), int(site.shapes[0][-1])
+    outputs = next((int(size) for size in site.shapes[1][-2:] if size != features), features)
+    axes = {"tokens": tokens, "in_features": features, "out_features": outputs}
+    contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[which]
+    for name, size in axes.items():
+        needed = target.multiples.contraction if name == contracted else target.multiples.result
+        if size % needed and not (name == "tokens" and name != contracted):
+            return f"{name} {size} is no multiple of {needed}"
+    return ""
+
+
+def _is_number(shape: Iterable[int | str]) -> bool:
+    return all(isinstance(size, int) for size in shape)
+
+
+def _product(sizes: Iterable[int | str]) -> int:
+    result = 1
+    for size in sizes:
+        result *= int(size)
+    return result
+
+
+def summary(name: str, sites: Iterable[Site]) -> str:
+    """Return the share of the training's FLOPs in matrix products that a target runs natively, in words."""
+    flops = {"native": 0.0, "simulated": 0.0, "exact": 0.0}
+    for site in sites:
+        for verdict in verdicts(name, site.program, site).values():
+            flops[verdict.kind] += site.flops or 0
+    total = sum(flops.values()) or 1.0
+    native, simulated, exact = (f"{100 * flops[kind] / total:.0f} %" for kind in flops)
+    chosen = target(name)
+    old = chosen.torch is not None and Version(torch.__version__).release < Version(chosen.torch).release
+    needs = f"; needs torch {chosen.torch}, this is {torch.__version__}" if old else ""
+    return (
+        f"{chosen.title}: {native} of the training FLOPs of matrix products native, {simulated} simulated, {exact} in "
+        f"high precision{needs}"
+    )

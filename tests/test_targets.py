@@ -1,0 +1,127 @@
+"""What targets run natively: the data, the verdicts against what their sources say, and the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph import targets
+from fp4graph.commands.catalogue import native_on
+from fp4graph.commands.targets import page
+from fp4graph.errors import Error
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.site import Site
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.site import SiteView
+from tests.helpers.commands import run
+from tests.helpers.models import llama
+from tests.helpers.policies import NVFP4, one_rule
+
+TARGETS = targets.data().targets
+
+
+def verdict(policy, target, gemm="fprop"):
+    rows = native_on(target, fp4graph.load_policy(policy))
+    ((kind, why),) = {(kind, why) for _, each, kind, why in rows if each == gemm}
+    return kind, why
+
+
+def test_every_source_is_used_and_every_format_is_multiplied():
+    data = targets.data()
+    assert {source for target in TARGETS.values() for source in target.sources} == data.sources.keys()
+    used = {name for target in TARGETS.values() for pair in (*target.products, *target.grouped) for name in pair}
+    assert used - {"exact"} == data.formats.keys()
+
+
+@pytest.mark.parametrize(
+    ("policy", "target", "gemm", "kind", "why"),
+    [
+        # torch: NVFP4 through cuBLASLt wherever there is FP4 on NVIDIA's; MXFP4 only where the capability is 10.x.
+        ("nvfp4-te", "b200", "wgrad", "native", "NVFP4 x NVFP4"),
+        ("nvfp4-te", "rtx5090", "dgrad", "native", "NVFP4 x NVFP4"),
+        ("nvfp4-te", "mi355x", "fprop", "simulated", "E4M3 scales, MXFP4 has E8M0"),
+        ("nvfp4-te", "h200", "fprop", "simulated", "E2M1 elements"),
+        ("tetrajet", "b300", "dgrad", "native", "MXFP4 x MXFP4"),
+        ("tetrajet", "rtx5090", "fprop", "simulated", "E8M0 scales, NVFP4 has E4M3"),
+        ("tetrajet", "mi355x", "wgrad", "native", "MXFP4 x MXFP4"),
+        # Tiles of 128 and squares of 128 x 128: Hopper's alone.
+        ("fp8-block", "h200", "fprop", "native", "FP8 by tile x FP8 by tile"),
+        ("fp8-block", "b200", "fprop", "simulated", "blocks of 128"),
+        # Scales that divide, scales of groups, elements and operands that no hardware multiplies.
+        ("nvfp4", "b200", "fprop", "simulated", "encode"),
+        ("tetrajet-v2", "b200", "fprop", "simulated", "tensor_scaling has scales of groups"),
+        ("averis", "b200", "fprop", "simulated", "mean_split wraps the quantizer of fprop.input"),
+        ("if4", "b200", "fprop", "simulated", "E2M1 or INT4 elements"),
+        ("tetrajet-q1", "b200", "fprop", "simulated", "fprop.weight: left exact"),
+        ("tetrajet-q1", "b200", "dgrad", "exact", "high precision"),
+        ("fp4-all-the-way", "mi355x", "fprop", "simulated", "E4M3 scales"),
+        # A constant in front of the quantizer goes into the result.
+        ("mxfp4-rht-sr", "b200", "dgrad", "native", "MXFP4 x MXFP4"),
+        # Transformer Engine rounds gradients alone stochastically, and rotates wgrad alone.
+        ("nvfp4-te-4over6", "te", "fprop", "native", "NVFP4 x NVFP4"),
+        ("fp4-all-the-way", "te", "wgrad", "simulated", "does not round wgrad.input stochastically"),
+        ("quartet-ii", "te", "dgrad", "simulated", "has no ms_eden"),
+        ("fp4-all-the-way", "te", "fprop", "simulated", "tensor_scaling with headroom 1.0 only, not 0.5"),
+        ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
+        ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
+        # vLLM serves: weights alone too.
+        ("nvfp4-w4a16", "vllm", "fprop", "native", "exact x NVFP4"),
+        ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: left exact"),
+        ("mxfp8", "vllm", "dgrad", "simulated", "it serves, and does not train"),
+    ],
+)
+def test_verdicts(policy, target, gemm, kind, why):
+    found = verdict(policy, target, gemm)
+    assert found[0] == kind
+    assert why in found[1]
+
+
+def test_techniques_that_a_library_has_but_not_together():
+    policy = one_rule(
+        {"hadamard": {"scope": ["wgrad"], "block": 16, "kind": "random"}}, "four_over_six",
+        {"tensor_scaling": {"target": 256}}, quantize=NVFP4,
+    )  # fmt: skip
+    assert verdict(policy, "te") == ("simulated", "Transformer Engine has no hadamard together with four_over_six")
+    assert verdict(policy, "b200")[0] == "native"
+
+
+def test_sizes_count():
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    shown = fp4graph.explain(llama(), one_rule("tensor_scaling", quantize=NVFP4), (ids,))
+    verdicts = targets.verdicts("b200", shown.sites[0].program, shown.sites[0])
+    assert [each.kind for each in verdicts.values()] == ["native", "native", "simulated"]
+    assert verdicts["wgrad"].why == "tokens 24 is no multiple of 16"
+    table = shown.on("b200")
+    assert "tokens 24 is no multiple of 16" in table
+    assert "model.layers.0-1.self_attn.q_proj" in table
+    shares = [int(number) for number in re.findall(r"(\d+) %", table)]
+    assert sum(shares) == pytest.approx(100, abs=2)
+
+
+def test_experts_have_products_of_their_own():
+    view = SiteView("e", "grouped", 64, 64, 4 * 64 * 64)
+    program = plan_site(view, fp4graph.load_policy("tetrajet").rules[0]).program
+    site = Site("e", "grouped", ((32, 64), (4, 64, 64)), None, "", {}, quantized=True)
+    assert targets.verdicts("b200", program, site)[Gemm.FPROP].kind == "native"
+    assert targets.verdicts("mi355x", program, site)[Gemm.FPROP].why == "fprop.input and fprop.weight: E2M1 elements"
+
+
+def test_unknown_targets_are_named():
+    with pytest.raises(Error, match="unknown target 'b20'; did you mean 'b200'"):
+        targets.target("b20")
+    assert "did you mean" in run("check", "nvfp4-te", "--target", "b20").err
+
+
+def test_the_command_says_it():
+    result = run("check", "nvfp4-te", "--target", "H200")
+    assert result.code == 0
+    assert "E2M1 elements" in result.out
+
+
+def test_the_page_is_of_this_data():
+    """`python -m fp4graph.commands.targets docs/targets.md` writes it."""
+    assert Path(__file__).parents[1].joinpath("docs/targets.md").read_text("utf-8") == page()
