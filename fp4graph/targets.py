@@ -198,8 +198,8 @@ def _restrictions(target: Target, gemm: GemmProgram) -> Iterator[str]:
 
 def _parts(gemm: GemmProgram) -> list[Part]:
     """Return the parts that act on the tensors of a GEMM."""
-    parts = dict.fromkeys([*gemm.transforms, *gemm.left.parts, *gemm.right.parts])
-    return [part for part in parts if any(map(part.acts_at, TENSOR_STAGES))]
+    parts = dict.fromkeys([*gemm.left.parts, *gemm.right.parts])
+    return [*gemm.transforms, *(part for part in parts if any(map(part.acts_at, TENSOR_STAGES)))]
 
 
 def _apart(target: Target, program: MatmulProgram | None) -> str:
