@@ -64,7 +64,7 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         # Transformer Engine rounds gradients alone stochastically, and rotates wgrad alone.
         ("nvfp4-te-4over6", "te", "fprop", "native", "NVFP4 x NVFP4"),
         ("fp4-all-the-way", "te", "wgrad", "simulated", "does not round wgrad.input stochastically"),
-        ("quartet-ii", "te", "dgrad", "simulated", "has no ms_eden"),
+        ("quartet-ii", "te", "dgrad", "simulated", "hadamard with scope ['wgrad'] only, not backward"),
         ("fp4-all-the-way", "te", "fprop", "simulated", "tensor_scaling with headroom 1.0 only, not 0.5"),
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
