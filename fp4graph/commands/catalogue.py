@@ -19,9 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from fp4graph import targets
 from fp4graph.errors import Error
-from fp4graph.graph.plan import plan_once
 from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
@@ -136,6 +134,9 @@ def planned(rule: Rule) -> OperandSpecs:
 
 def native_on(target: str, policy: Policy) -> list[tuple[str, str, str, str]]:
     """Return (rule, GEMM, kind, why) for every GEMM of the rules that quantize, in a linear layer of any size."""
+    from fp4graph import targets
+    from fp4graph.graph.plan import plan_once
+
     rows = []
     for rule in (*policy.rules, policy.default):
         if rule.quantizes:

@@ -1,5 +1,20 @@
 """The lines that fp4graph adds to the user's own training loop."""
 
-from fp4graph.training.optimizer import grad_scaler, prepare_optimizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp4graph.training.optimizer import grad_scaler, prepare_optimizer
 
 __all__ = ["grad_scaler", "prepare_optimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the optimizer's side at first use: plugins import other modules of this package, and listing policies
+    must not wait for Dynamo."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fp4graph.training' has no attribute {name!r}")
+    from fp4graph.training import optimizer
+
+    return getattr(optimizer, name)
