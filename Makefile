@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 QUIET := PYTHONWARNINGS="ignore:Editable installation"
 INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test long oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
+.PHONY: demo test long oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger dist clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -90,8 +90,11 @@ gpu-validate:
 stranger: $(STAMP)
 	$(BIN)/python examples/technique_plugin/stranger.py
 
-wheel: $(STAMP)
-	$(BIN)/python -m build --wheel
+# Builds dist/*.tar.gz and dist/*.whl, and checks what an index would show of them.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
 
 # Keeps runs/: results and data sets.
 clean:
