@@ -295,6 +295,7 @@ class Planner:
         count, specs = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
         more: dict[str, Any] = {"exact": exact, "apart_channels": count, "apart": specs}
+        more["techniques"] = tuple(technique.name for technique in rule.techniques) if quantized else ()
         site = Site(view.module, view.op, *facts, **more, program=plan.program, lowered=lowered)
         self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None

@@ -40,6 +40,7 @@ class Site:
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
         apart: the specs of those channels in fprop and wgrad, where ``operands`` has those of the other channels;
             dgrad multiplies all channels together.
+        techniques: the names of the rule's techniques, in the policy's order; empty where nothing is quantized.
         program: what is computed in place of the product; None where nothing is quantized.
         lowered: returns :attr:`schedule`; None where nothing is quantized.
     """
@@ -58,6 +59,7 @@ class Site:
     exact: tuple[Gemm, ...] = ()
     apart_channels: int = 0
     apart: Mapping[Operand, QuantSpec | None] = field(default_factory=dict)
+    techniques: tuple[str, ...] = ()
     program: MatmulProgram | None = field(default=None, repr=False, compare=False)
     lowered: Callable[[], Schedule] | None = field(default=None, repr=False, compare=False)
 

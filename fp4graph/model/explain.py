@@ -145,6 +145,8 @@ class Explanation:
             decision = summarize(site.operands) if site.quantized else site.reason
             if site.apart_channels:
                 decision += f"; {site.apart_channels} of {site.shapes[0][-1]} input channels: {summarize(site.apart)}"
+            if site.techniques:
+                decision += f"; {', '.join(site.techniques)}"
             previous, decision = decision, "as above" if decision == previous else decision
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", decision)
@@ -169,6 +171,7 @@ class Explanation:
                 | {"standing": site.standing, "share": self.share(site)}
                 | {"shapes": [list(shape) for shape in site.shapes]}
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
+                | {"techniques": list(site.techniques)}
                 | {"exact": [gemm.value for gemm in site.exact], "apart_channels": site.apart_channels}
                 | {"apart": {operand.value: describe(spec) for operand, spec in site.apart.items()}}
                 | ({"schedule": {} if site.schedule is None else site.schedule.to_json()} if schedule else {})
