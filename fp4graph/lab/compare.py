@@ -134,7 +134,7 @@ class _Job:
     ) -> None:
         self._train, self._policies, self._seeds = train, policies, seeds
         self._record, self._statistics = record, statistics
-        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, force_jupyter=False)
         self.notes: list[str] = []
 
     @property
