@@ -109,7 +109,8 @@ def _executed(path: Path) -> nbformat.NotebookNode:
     if not kept.exists() or kept.stat().st_mtime < changed:
         notebook = nbformat.read(path, 4)
         with TemporaryDirectory() as folder:
-            nbclient.execute(notebook, folder, coalesce_streams=True)
+            # The kernel warns of ports on this machine.
+            nbclient.execute(notebook, folder, coalesce_streams=True, extra_arguments=["--log-level=ERROR"])
         kept.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, kept)
     return nbformat.read(kept, 4)
