@@ -1,21 +1,27 @@
 """Hooks of ``mkdocs build``: pages that are made of files outside of docs/, so that the site is whole offline.
 
-README is the front page, CHANGELOG a page, every public name has an entry on the API page, and each file of the
-repository that a page links to is a page with its text.
+README is the front page, CHANGELOG a page, every public name has an entry on the API page, each notebook is a page with
+its outputs, and each file of the repository that a page links to is a page with its text.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import nbclient
+import nbformat
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
 import fp4graph
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _LINK = re.compile(r"\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 _LANGUAGE = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
@@ -33,7 +39,10 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(
             File.generated(config, place, content=_linked(text, sources.get(place, ROOT / "docs" / place), place))
         )
-    waiting, shown = [*pages.values(), *sources.values()], set[Path]()
+    for path in NOTEBOOKS:
+        for place, content in _notebook(path):
+            files.append(File.generated(config, f"notebooks/{place}", content=content))
+    waiting, shown = [*pages.values(), *sources.values(), *NOTEBOOKS], set[Path]()
     while waiting:
         path = waiting.pop()
         for target in sorted(_outside(path) - shown):
@@ -52,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def _outside(path: Path) -> set[Path]:
     """Return the files of the repository outside of docs/ that the page at ``path`` links to."""
     targets = {(path.parent / found[1]).resolve() for found in _LINK.finditer(path.read_text("utf-8"))}
-    own = {ROOT / "README.md", ROOT / "CHANGELOG.md"}
+    own = {ROOT / "README.md", ROOT / "CHANGELOG.md", *NOTEBOOKS}
     return {t for t in targets if t.exists() and t.is_relative_to(ROOT) and not t.is_relative_to(ROOT / "docs")} - own
 
 
@@ -71,11 +80,40 @@ def _linked(text: str, path: Path, place: str) -> str:
             there = "index.md" if target.name == "README.md" else "changelog.md"
         elif target.is_relative_to(ROOT / "docs"):
             there = target.relative_to(ROOT / "docs").as_posix()
+        elif target in NOTEBOOKS:
+            there = f"notebooks/{target.stem}.md"
         else:
             there = _page_of(target)
         return f"]({os.path.relpath(there, Path(place).parent)}{found[2] or ''})"
 
     return _LINK.sub(link, text)
+
+
+def _notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the names and contents of a notebook's page, of its pictures, and of the executed notebook."""
+    executed = _executed(path)
+    resources = {"unique_key": path.stem}  # begins the names of pictures
+    page, resources = MarkdownExporter().from_notebook_node(executed, resources)
+    title, _, text = _linked(page, path, f"notebooks/{path.stem}.md").partition("\n")
+    yield f"{path.stem}.md", f"{title}\n\n[Download this notebook]({path.name})\n{text}"
+    yield path.name, nbformat.writes(executed)
+    yield from resources["outputs"].items()
+
+
+def _executed(path: Path) -> nbformat.NotebookNode:
+    """Return a notebook with its outputs, from runs/notebooks if neither it nor the package has changed since."""
+    kept = ROOT / "runs/notebooks" / path.name
+    package = (file for name in ("fp4graph", "plugins", "policies") for file in (ROOT / name).rglob("*"))
+    sources = (file for file in package if file.is_file() and "__pycache__" not in file.parts)
+    changed = max(file.stat().st_mtime for file in (path, *sources))
+    if not kept.exists() or kept.stat().st_mtime < changed:
+        notebook = nbformat.read(path, 4)
+        with TemporaryDirectory() as folder:
+            # The kernel warns of ports on this machine.
+            nbclient.execute(notebook, folder, coalesce_streams=True, extra_arguments=["--log-level=ERROR"])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, kept)
+    return nbformat.read(kept, 4)
 
 
 def _shown(target: Path) -> str:

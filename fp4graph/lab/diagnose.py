@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp4graph.errors import Error
 from fp4graph.extras import needs
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.html import html
 from fp4graph.lab import jsonlines
 from fp4graph.lab.checks import DIVERGENCE, OF_ERROR, QUANTITIES, SCALES, Quantity, Remedy
 from fp4graph.lab.comparison.record import LOG
@@ -79,7 +80,14 @@ class Diagnosis:
     missing: tuple[str, ...]  # quantities that were not recorded, and so not judged
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *map(str, self.findings[:10]), *(f"Not recorded: {m}" for m in self.missing)])
+        return "\n".join([self.headline, *map(str, self.findings[:10]), *self._missing])
+
+    def _repr_html_(self) -> str:
+        return html(self.headline, self.table(), *self._missing)
+
+    @property
+    def _missing(self) -> list[str]:
+        return [f"Not recorded: {name}" for name in self.missing]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a number that is not finite is None."""

@@ -19,6 +19,7 @@ from rich.table import Table
 from fp4graph.errors import Error
 from fp4graph.extras import needs
 from fp4graph.files import read_json, write
+from fp4graph.html import html
 from fp4graph.lab.pictures.style import LABELS, styled, subplots
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ class Sensitivity:
             for (policy, measure), value in self.correlation.items()
         )
         return table
+
+    def _repr_html_(self) -> str:
+        return html(self.table())
 
     @styled()
     def figure(self, policy: str | None = None) -> Figure:

@@ -22,6 +22,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.graph.nested import nested
+from fp4graph.html import html
 from fp4graph.lab import jsonlines
 from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, Floats, bound_text, total
 from fp4graph.lab.comparison.record import locked
@@ -84,6 +85,9 @@ class Search:
             table.add_row("\n".join(each.modules), *each.formats, f"{each.increase:+.3g}")
         table.caption = f"predicted loss increase {self.predicted:+.4g}, measured together {self.measured:+.4g}"
         return table
+
+    def _repr_html_(self) -> str:
+        return html(self.table())
 
 
 def search(

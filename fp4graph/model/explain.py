@@ -23,6 +23,7 @@ from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.nested import nested
 from fp4graph.graph.site import Site
+from fp4graph.html import html
 from fp4graph.model import census, coverage, hooks
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
@@ -38,7 +39,7 @@ from fp4graph.torch_internals import pytree
 
 @dataclass(frozen=True)
 class Explanation:
-    """The sites of a model under a policy; ``str()`` is a table.
+    """The sites of a model under a policy; ``str()``, and the last line of a notebook's cell, show a table.
 
     Attributes:
         policy: the resolved policy.
@@ -78,6 +79,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return html(self._table(every=False), *self._summary)
 
     def schedule(self, *, every: bool = False) -> str:
         """Return a table of the code that quantizes each operand of the quantized sites, with reasons. Equal sites of
@@ -130,6 +134,14 @@ class Explanation:
 
     def table(self, *, every: bool = False) -> str:
         """Return a table of the sites. Equal sites of repeated blocks share a line, unless ``every`` is set."""
+        return _printed(self._table(every=every), *self._summary)
+
+    @property
+    def _summary(self) -> list[str]:
+        blocks, summary = _blocks(self.blocks), census.summary(self.sites)
+        return [blocks, summary, *census.on_gpu(self.sites), *census.shared(self.siblings), *self._problem]
+
+    def _table(self, *, every: bool) -> Table:
         table = Table(
             title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left"
         )
@@ -150,10 +162,7 @@ class Explanation:
             previous, decision = decision, "as above" if decision == previous else decision
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", decision)
-        return _printed(
-            table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites),
-            *census.shared(self.siblings), *self._problem,
-        )  # fmt: skip
+        return table
 
     def to_json(self, *, schedule: bool = False, target: str | None = None) -> dict[str, Any]:
         """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand, with

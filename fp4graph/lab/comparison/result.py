@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp4graph.extras import needs
+from fp4graph.html import html
 from fp4graph.lab.pictures.style import LABELS
 from fp4graph.lab.statistics import storage
 from fp4graph.policy import Policy
@@ -38,7 +40,7 @@ def paired(differences: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies side by side. ``print(comparison)`` shows a table and the verdict; :attr:`folder` holds the page.
+    """Policies side by side. ``print(comparison)`` shows a table and the verdict, a notebook the curves too.
 
     Attributes:
         folder: the files: ``report.html``, ``table.csv``, ``table.tex``, ``loss.svg``, ``loss.pdf``, ``runs.jsonl``.
@@ -203,6 +205,12 @@ class Comparison:
         text = io.StringIO()
         self.print(Console(file=text, width=160, no_color=True, highlight=False, markup=False))
         return text.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        picture = self.folder / "loss.svg"
+        data = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
+        curves = f'\n<img alt="losses by step" src="data:image/svg+xml;base64,{data}">' if data else ""
+        return html(self.table(), *self.verdict.split("\n"), *self.notes) + curves
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
