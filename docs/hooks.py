@@ -94,6 +94,7 @@ def _notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
     executed = _executed(path)
     resources = {"unique_key": path.stem}  # begins the names of pictures
     page, resources = MarkdownExporter().from_notebook_node(executed, resources)
+    page = page.replace('<table border="1" class="dataframe">', "<table>")  # the theme styles plain tables
     title, _, text = _linked(page, path, f"notebooks/{path.stem}.md").partition("\n")
     yield f"{path.stem}.md", f"{title}\n\n[Download this notebook]({path.name})\n{text}"
     yield path.name, nbformat.writes(executed)
@@ -111,6 +112,9 @@ def _executed(path: Path) -> nbformat.NotebookNode:
         with TemporaryDirectory() as folder:
             # The kernel warns of ports on this machine.
             nbclient.execute(notebook, folder, coalesce_streams=True, extra_arguments=["--log-level=ERROR"])
+        for cell in notebook.cells:  # progress, and notes of libraries that are imported, are no results
+            if cell.cell_type == "code":
+                cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         kept.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, kept)
     return nbformat.read(kept, 4)

@@ -17,5 +17,5 @@ def test_the_navigation_has_every_page():
     made = {"index.md", "api.md", "changelog.md"}  # by docs/hooks.py
     assert {*named} == made | {"reference/README.md", "reference/policy.md"} | {
         p.name for p in (ROOT / "docs").glob("*.md")
-    }
+    } | {f"notebooks/{p.stem}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}
     assert len(named) == len({*named})

@@ -95,6 +95,10 @@ def test_losses_are_those_of_a_loop_by_hand(result):
         assert str(row["complexity"]) in (result.folder / "table.csv").read_text()
     assert (baseline["bits_per_weight"], baseline["fp4_flops"], baseline["difference"]) == (16, 0, None)
     assert result.to_frame()["loss"].tolist() == [row["loss"] for row in result.rows]
+    in_notebooks = result._repr_html_()
+    assert all(f">{cell}<" in in_notebooks for row in result.cells for cell in row.values())
+    assert result.verdict.split("\n")[0] in in_notebooks
+    assert "<img" in in_notebooks
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def test_ranking_correlation_and_files(tmp_path):
     assert {"b", "f"} <= set(cells)
     assert not {"a", "e"} & set(cells)
     assert "0.20" in str(result.table().caption)
+    assert "0.20" in result._repr_html_()
     image = result.figure("p").axes[0].images[0].get_array()
     assert np.ma.masked_invalid(image).ravel().filled(-1).tolist() == [3.0, -1, 1.0, 2.0]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.files import replacing, write
-from fp4graph.lab.comparison.result import Comparison, shown
+from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.pictures import panels
 from fp4graph.lab.pictures.style import PALETTE, styled, subplots, svg
 from fp4graph.lab.report import rendered
@@ -27,9 +27,8 @@ def write_all(result: Comparison) -> None:
     frame = pd.DataFrame(result.rows, dtype=object)  # object: counts stay integers in columns with None
     for state in ("diverged", "failed"):
         frame[state] = frame[state].map(len)
-    cells = [shown(row, result.metrics) for row in result.rows]
     write(result.folder / "table.csv", frame.to_csv(index=False))
-    write(result.folder / "table.tex", as_tex(cells))
+    write(result.folder / "table.tex", as_tex(result.cells))
     picture = losses(result)
     for kind in ("svg", "pdf") if picture is not None else ():
         with mpl.rc_context({"pdf.fonttype": 42}), replacing(result.folder / f"loss.{kind}") as file:  # TrueType
@@ -37,7 +36,7 @@ def write_all(result: Comparison) -> None:
     page = rendered(
         "compare.html.jinja",
         result=result,
-        rows=cells,
+        rows=result.cells,
         curves=None if picture is None else svg(picture, "losses"),
         subtracted=picture is not None and len(picture.axes) > 1,
         worst=[(name, rows) for name in result.others if (rows := result.worst(name))],

@@ -91,6 +91,13 @@ class Comparison:
         """
         return [self._row(policy) for policy in self.policies]
 
+    @property
+    def cells(self) -> list[dict[str, str]]:
+        """The rows as text, by the headings of their columns; without the two of times if no time was measured."""
+        untimed = () if self.timings else ("ms/step", "ratio")
+        rows = (_shown(row, self.metrics) for row in self.rows)
+        return [{heading: cell for heading, cell in row.items() if heading not in untimed} for row in rows]
+
     def _row(self, policy: Policy) -> dict[str, Any]:
         finished = self.of(policy.name)
         losses = [run["loss"] for run in finished]
@@ -182,13 +189,14 @@ class Comparison:
         rows = storage.read(folder).having("snr_db") if storage.find(folder) else []
         last = {(row["site"], row["tensor"]): row for row in rows}
         ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:6]
-        names = ("step", "site", "snr_db", "underflowed", "saturated")
-        return [{name: row.get(name) for name in names} | {"operand": LABELS[row["tensor"]]} for row in ranked]
+        names = ("snr_db", "underflowed", "saturated")
+        places = [{"step": row["step"], "site": row["site"], "operand": LABELS[row["tensor"]]} for row in ranked]
+        return [place | {name: row.get(name) for name in names} for place, row in zip(places, ranked, strict=True)]
 
     def table(self) -> Table:
         """Return the rows as a table for a terminal."""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        cells = [shown(row, self.metrics) for row in self.rows]
+        cells = self.cells
         for place, column in enumerate(cells[0]):
             table.add_column(column, justify="right" if place else "left", no_wrap=True)
         for row in cells:
@@ -225,7 +233,7 @@ class Comparison:
         return pd.DataFrame(self.rows)
 
 
-def shown(row: Row, metrics: Sequence[str]) -> dict[str, str]:
+def _shown(row: Row, metrics: Sequence[str]) -> dict[str, str]:
     """Return a row as text, by the headings of its columns."""
     loss = "–" if row["loss"] is None else f"{row['loss']:.4g}"
     spread = f" ± {row['deviation']:.2g}" if row["deviation"] is not None else ""

@@ -1,0 +1,16 @@
+"""Results show as tables and text in notebooks."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from fp4graph.html import html
+
+
+def test_text_and_cells_are_escaped_and_empty_tables_left_out() -> None:
+    table = Table("a<b", title="sites", caption="c&d")
+    table.add_row("1 > 0")
+    style = 'style="text-align:left;white-space:pre-line"'
+    rows = f"<thead><tr><th {style}>a&lt;b</th></tr></thead><tbody><tr><td {style}>1 &gt; 0</td></tr></tbody>"
+    shown = f'<p>sites</p><div style="overflow-x:auto"><table>{rows}</table></div><p>c&amp;d</p>'
+    assert html("x < y", table, Table("empty")) == f"<p>x &lt; y</p>\n{shown}"
