@@ -1,10 +1,43 @@
-"""Results as HTML, which notebooks show for the last line of a cell."""
+"""Results as HTML: in notebooks, for the last line of a cell, and as pages that need nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 
 from rich.table import Table
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+body {{ margin: 0 auto; max-width: 1200px; padding: 24px 16px; font: 15px/1.5 system-ui, sans-serif; color: #1d2733; }}
+h1 {{ font-size: 24px; margin: 0 0 12px; }}
+p {{ max-width: 80ch; margin: 8px 0; }}
+table {{ border-collapse: collapse; font-size: 13px; }}
+th, td {{ padding: 4px 10px 4px 0; border-bottom: 1px solid #e3e8ee; vertical-align: top; }}
+td:first-child {{ font-weight: 600; overflow-wrap: anywhere; min-width: 13em; }}
+td:last-child {{ min-width: 20em; }}
+details {{ margin-top: 16px; }}
+summary {{ cursor: pointer; color: #0072b2; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def page(title: str, body: str, folded: Mapping[str, str]) -> str:
+    """Return a page of HTML with ``body``, and below it parts that open by a click, by their titles."""
+    parts = (f"<details><summary>{escape(name)}</summary>{part}</details>" for name, part in folded.items())
+    return _PAGE.format(title=escape(title), body="\n".join([body, *parts]))
 
 
 def html(*parts: Table | str) -> str:

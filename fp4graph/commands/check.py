@@ -13,6 +13,7 @@ from rich.table import Table
 from fp4graph.commands.models import HELP, named_model
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
+from fp4graph.files import write
 
 if TYPE_CHECKING:
     from fp4graph.policy import Policy, Rule
@@ -92,12 +93,15 @@ def explain(
         bool, typer.Option("--schedule", help="Show which code quantizes each operand on this machine, and why.")
     ] = False,
     target: TargetOption = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file, for a browser.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the effect of a policy on each matrix product of a model, without changing the model."""
     from fp4graph.policy import load_policy
 
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
+    if page is not None:
+        write(page, explanation.to_html(target=target))
     shown = explanation.schedule if schedule else explanation.table
     native = [explanation.on(target, every=every)] if target else []
     show(explanation.to_json(schedule=schedule, target=target), *(native or [shown(every=every)]), as_json=as_json)

@@ -23,7 +23,7 @@ from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.nested import nested
 from fp4graph.graph.site import Site
-from fp4graph.html import html
+from fp4graph.html import html, page
 from fp4graph.model import census, coverage, hooks
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
@@ -83,9 +83,26 @@ class Explanation:
     def _repr_html_(self) -> str:
         return html(self._table(every=False), *self._summary)
 
+    def to_html(self, *, target: str | None = None) -> str:
+        """Return a page: the summary and the table of sites, and behind a click each site by itself and the code that
+        quantizes; with ``target`` also what runs natively there. The page needs no other file and no network."""
+        folded = {
+            "Every site": html(self._table(every=True)),
+            "The code that quantizes each operand on this machine": html(self._schedule(every=False)),
+        }
+        if target is not None:
+            native = html(self._on(target, every=False), targets.summary(target, self.sites))
+            folded = {f"On {targets.target(target).title}": native, **folded}
+        body = html(*self._summary, self._table(every=False))
+        return page(f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", body, folded)
+
     def schedule(self, *, every: bool = False) -> str:
         """Return a table of the code that quantizes each operand of the quantized sites, with reasons. Equal sites of
         repeated blocks share a line, unless ``every`` is set."""
+        nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
+        return _printed(self._schedule(every=every), *nothing, *self._problem)
+
+    def _schedule(self, *, every: bool) -> Table:
         table = Table(title=f"{self.policy.name}: how operands are quantized", title_justify="left")
         for column in ("module", "operand", "by", "because", "kept for the backward"):
             table.add_column(column, overflow="fold")
@@ -97,8 +114,7 @@ class Explanation:
             for index, row in enumerate([("as above",)] if rows == previous else rows):
                 table.add_row("" if index else name, *row)
             previous = rows
-        nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
-        return _printed(table, *nothing, *self._problem)
+        return table
 
     def on(self, target: str, *, every: bool = False) -> str:
         """Return a table of the GEMMs that run natively on a target, such as "b200" or "te", and why others would not.
@@ -107,6 +123,9 @@ class Explanation:
         Raises:
             Error: there is no such target; docs/targets.md lists them.
         """
+        return _printed(self._on(target, every=every), targets.summary(target, self.sites), *self._problem)
+
+    def _on(self, target: str, *, every: bool) -> Table:
         chosen = targets.target(target)
         table = Table(title=f"{self.policy.name} on {chosen.title}", title_justify="left")
         for column in ("module", "GEMM", "", "why"):
@@ -118,7 +137,7 @@ class Explanation:
             for index, row in enumerate([("as above",)] if rows == previous else rows):
                 table.add_row("" if index else name, *row)
             previous = rows
-        return _printed(table, targets.summary(target, self.sites), *self._problem)
+        return table
 
     @property
     def _problem(self) -> list[str]:
