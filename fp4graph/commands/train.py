@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -15,9 +15,10 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from fp4graph.commands.output import AsJson, new_console, print_json, wide_console
+from fp4graph.commands.output import AsJson, new_console, print_json, warn, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error, suggest
+from fp4graph.extras import install, needs
 
 if TYPE_CHECKING:
     from fp4graph.lab.runs.run import Outcome, Run
@@ -101,9 +102,10 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 @contextmanager
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
     """Yield a ``stream`` for ``Statistics`` for each name, with a new run of W&B or MLflow; None for no names."""
-    from fp4graph.extras import needs
     from fp4graph.policy import load_policy
 
+    if names is None and importlib.util.find_spec("tensorboard") is None:
+        warn(f"the record has no TensorBoard events, because tensorboard is not installed; {install('analysis')}")
     load_policy(run.policy)  # a mistake ends the command before a tracker's run begins
     chosen = list(dict.fromkeys(names or []))
     for name in chosen:

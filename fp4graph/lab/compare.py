@@ -209,7 +209,8 @@ class _Job:
         for policy in others:
             pair = {"fingerprint": policy.fingerprint, "baseline": baseline.fingerprint}
             recorded = self._record.timings.get(policy.name, {})
-            if pair.items() <= recorded.items() or not self.result().of(policy.name):
+            done = pair.items() <= recorded.items() and recorded.get("spread", 0.0) <= timing.STEADY
+            if done or not self.result().of(policy.name):
                 continue
             self._console.print(f"timing {policy.name}: its first steps and those of {baseline.name}, in alternation")
             try:
@@ -230,6 +231,13 @@ class _Job:
         if len(losses) > 1 and len({*losses}) == 1:
             notes[SAME_LOSS.format(names[0])] = None
         timings = {name: line for name, line in self._record.timings.items() if name in names and "ratio" in line}
+        for name, line in list(timings.items()):
+            if (spread := line.get("spread", 0.0)) > timing.STEADY:
+                del timings[name]
+                notes[
+                    f"the time of {name} is not shown: its ratios to {names[0]} spread by {100 * spread:.0f} %: the "
+                    "machine was busy. Call compare again on a quiet machine to measure it"
+                ] = None
         return Comparison(
             self._record.folder, name_of(self._train).rpartition(":")[2], names[0], tuple(self._policies),
             tuple(self._seeds), tuple(runs), timings, tuple(notes),

@@ -129,6 +129,8 @@ def diagnose(
         Error: the run has neither losses nor statistics, the baseline has no losses, or pandas is not installed.
     """
     needs("pandas", "diagnoses need pandas", "analysis")
+    if not Path(run).exists():
+        raise Error(f"there is no folder {str(run)!r}; give that of fp4graph train, or of a run of fp4graph.compare")
     record = _read(Path(run), losses)
     if record.recorded is None and not record.losses:
         raise Error(f"{run} has neither losses nor statistics; train with fp4graph train --statistics, or with "

@@ -452,6 +452,24 @@ def test_times_of_short_and_of_failing_trainings():
         timed(Sleeper({"bf16": 0.0}))
 
 
+def test_times_of_a_busy_machine_are_not_shown_and_measured_again(tmp_path, monkeypatch):
+    """Their note says why; the next call measures again, and shows what is steady."""
+    measured = {"baseline_ms_per_step": 2.0, "ratio": 3.0, "spread": 0.4}
+    calls = []
+
+    def timed(*arguments):
+        calls.append(arguments)
+        return measured
+
+    monkeypatch.setattr(timing, "timed", timed)
+    for spread, ratio, called in ((0.4, None, 1), (0.1, 3.0, 2), (0.9, 3.0, 2)):
+        measured["spread"] = spread
+        result = fp4graph.compare(loop, "nvfp4", seeds=1, folder=tmp_path, statistics=0)
+        assert [row["ratio"] for row in result.rows] == [ratio and 1.0, ratio]
+        assert any("spread by 40 %" in note for note in result.notes) == (ratio is None)
+        assert len(calls) == called
+
+
 @pytest.mark.slow
 def test_a_listener_hears_its_context_and_its_thread():
     heard = []

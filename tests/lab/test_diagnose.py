@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from html import escape
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_a_diverging_learning_rate(tmp_path):
     assert (alone.baseline, both.baseline, one.baseline) == (None, True, False)
     assert "learning rate" in alone.headline
     assert "what both runs share" in both.headline
-    assert both.headline in both._repr_html_()
+    assert escape(both.headline) in both._repr_html_()
     assert "quantization is part of the cause" in one.headline
     assert {each.range for each in one.findings if each.quantity == "loss"} == {"early", "baseline"}
     assert diagnose(tmp_path / "good", same, losses=good).findings == ()
@@ -164,6 +165,8 @@ def test_the_command(tmp_path):
 
 
 def test_mistakes(tmp_path):
+    with pytest.raises(fp4graph.Error, match="there is no folder"):
+        diagnose(tmp_path / "nowhere")
     with pytest.raises(fp4graph.Error, match="neither losses nor statistics"):
         diagnose(tmp_path)
     (tmp_path / FILE).write_text('{"format": "fp4graph.statistics", "version": 1, "metrics": ["snr"]}\n')
