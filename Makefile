@@ -49,8 +49,9 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m fp4graph.commands.reference docs/reference
 
-# Builds the site into runs/site; a broken link is an error. Its pages open without a server and make no request; only
-# the search needs a server, such as python -m http.server --directory runs/site.
+# Builds the site into runs/site; a broken link is an error. Notebooks run first, for two minutes, if they or the package
+# were edited since the last build. Pages open without a server and make no request; only the search needs a server, such
+# as python -m http.server --directory runs/site.
 docs-site: $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 

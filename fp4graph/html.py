@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from html import escape
 
 from rich.table import Table
 
+_text = partial(escape, quote=False)
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -43,7 +45,7 @@ def page(title: str, body: str, folded: Mapping[str, str]) -> str:
 def html(*parts: Table | str) -> str:
     """Return tables and paragraphs of text as HTML; a table without rows is left out."""
     return "\n".join(
-        _table(part) if isinstance(part, Table) else f"<p>{escape(part)}</p>"
+        _table(part) if isinstance(part, Table) else f"<p>{_text(part)}</p>"
         for part in parts
         if isinstance(part, str) or part.row_count
     )
@@ -55,11 +57,11 @@ def _table(table: Table) -> str:
 
     def row(cells: tuple[object, ...], tag: str) -> str:
         pairs = zip(styles, cells, strict=True)
-        return "".join(f'<{tag} style="{style}">{escape(str(cell))}</{tag}>' for style, cell in pairs)
+        return "".join(f'<{tag} style="{style}">{_text(str(cell))}</{tag}>' for style, cell in pairs)
 
     head = row(tuple(column.header for column in table.columns), "th")
     lines = zip(*(column.cells for column in table.columns), strict=True)
     body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in lines)
-    title, caption = (f"<p>{escape(str(text))}</p>" if text else "" for text in (table.title, table.caption))
+    title, caption = (f"<p>{_text(str(text))}</p>" if text else "" for text in (table.title, table.caption))
     rows = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'{title}<div style="overflow-x:auto">{rows}</div>{caption}'

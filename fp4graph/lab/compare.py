@@ -134,7 +134,7 @@ class _Job:
     ) -> None:
         self._train, self._policies, self._seeds = train, policies, seeds
         self._record, self._statistics = record, statistics
-        # A notebook says that it is a terminal but cannot redraw lines, and rich would show each line by itself.
+        # A notebook's stream claims to be a terminal, but cannot redraw lines; and rich would show each line by itself.
         terminal = False if Console().is_jupyter else None
         plain: dict[str, Any] = {"highlight": False, "markup": False, "force_jupyter": False}
         self._console = Console(stderr=True, force_terminal=terminal, **plain)

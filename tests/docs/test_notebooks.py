@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 #: What outputs of each notebook say, on which the text around them builds.
 SHOWN = {
-    "compare_recipes": ["bf16, seed 0: finished", "nvfp4: its loss is higher", "image/svg+xml", "dgrad.grad_output"],
+    "compare_recipes": ["bf16, seed 0: finished", "nvfp4: its loss is higher", "<img", "dgrad.grad_output"],
     "train_export_load": ["14 of 17 sites quantized", "Explicit is better than implicit.", "equal logits: True"],
     "why_did_it_diverge": ["grad_output at blocks.2.down is 0.0 dB", "tensor_scaling", "Nothing left its normal range"],
 }

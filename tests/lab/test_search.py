@@ -260,6 +260,7 @@ def test_complexity_and_measured_overhead_bind():
     formats = ("nvfp4", "tetrajet")
     free = search(model, loss, batches(1), formats=formats, complexity=0.5, scores=scores)
     assert {each.formats for each in free.choices} == {("tetrajet",) * 3}
+    assert ">tetrajet</td>" in free._repr_html_()
     bound = search(model, loss, batches(1), formats=formats, complexity=0.4, scores=scores)
     assert {each.formats for each in bound.choices} == {("nvfp4",) * 3}
 

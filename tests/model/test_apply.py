@@ -34,6 +34,7 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     before = {key: value.clone() for key, value in model.state_dict().items()}
     explanation = fp4graph.explain(model, "tetrajet", (torch.empty(2, 3, 224, 224),))
     assert (explanation.quantized, explanation.graphs, explanation.problem) == (48, 1, None)
+    assert "<td" in explanation._repr_html_()
     kept = {(site.module, site.op): site.reason for site in explanation.sites if not site.quantized}
     attention = {(f"blocks.{i}.attn", "sdpa") for i in range(12)}
     assert set(kept) == {("patch_embed.proj", "conv"), ("head", "linear"), *attention}
