@@ -1,6 +1,6 @@
-"""Integrations with Hugging Face's Trainer and Accelerate; a training loop needs one additional line.
+"""Integrations with Hugging Face's Trainer, Accelerate and ``from_pretrained``, and with Lightning's Trainer.
 
-Needs ``pip install fp4graph[hf]``; each part is imported at first use.
+Each part is imported at first use; they need the extra ``hf``, or Lightning. A training needs one additional line.
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ from fp4graph.extras import install
 
 if TYPE_CHECKING:
     from fp4graph.integrations.accelerate import apply_with_accelerate
+    from fp4graph.integrations.from_pretrained import FP4GraphConfig
+    from fp4graph.integrations.lightning import FP4GraphLightningCallback
     from fp4graph.integrations.trainer import FP4GraphCallback
 
-__all__ = ["FP4GraphCallback", "apply_with_accelerate"]
+__all__ = ["FP4GraphCallback", "FP4GraphConfig", "FP4GraphLightningCallback", "apply_with_accelerate"]
 
-_HOME = {"FP4GraphCallback": "trainer", "apply_with_accelerate": "accelerate"}
+_HOME = {
+    "FP4GraphCallback": "trainer",
+    "FP4GraphConfig": "from_pretrained",
+    "FP4GraphLightningCallback": "lightning",
+    "apply_with_accelerate": "accelerate",
+}
+#: The extra that installs each.
+_EXTRAS = dict.fromkeys(_HOME, "hf") | {"FP4GraphLightningCallback": "clients"}
 
 
 def __getattr__(name: str) -> Any:
@@ -28,5 +37,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("fp4graph"):
             raise
-        raise Error(f"fp4graph.integrations.{name} needs {error.name}; {install('hf')}") from error
+        raise Error(f"fp4graph.integrations.{name} needs {error.name}; {install(_EXTRAS[name])}") from error
     return getattr(module, name)

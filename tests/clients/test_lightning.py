@@ -6,13 +6,17 @@ import pytest
 import torch
 
 import fp4graph
+from fp4graph.errors import Error
 from fp4graph.model.runtime import runtime_of
+from fp4graph.training.origin import Mismatch
 from tests.helpers import models
 from tests.helpers.steps import descend
 
 pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 import lightning
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+from fp4graph.integrations import FP4GraphLightningCallback
 
 pytestmark = pytest.mark.long
 GENERATOR = torch.Generator().manual_seed(1)
@@ -108,3 +112,27 @@ def test_an_average_of_weights(applied, tmp_path, products):
             for x, y in zip(IMAGES.split(4), LABELS.split(4), strict=True)
         ]
     assert again == module.validated[-4:]
+
+
+def by_callback(policy="tetrajet-qema", part="net"):
+    return FP4GraphLightningCallback(policy, part, backend="eager")
+
+
+def test_a_callback_trains_and_resumes_as_two_lines_do(tmp_path):
+    expected = fitted(Classifier("net", "tetrajet-qema"), tmp_path / "lines")
+    module = fitted(Classifier(), tmp_path, callbacks=[by_callback(part=None)])
+    assert module.losses == expected.losses
+    resumed = fitted(Classifier(), tmp_path, callbacks=[by_callback()], resume=tmp_path / "epoch=0.ckpt")
+    assert resumed.losses == expected.losses[4:]
+    fitted(Classifier(), tmp_path / "other", epochs=1, callbacks=[by_callback("mxfp4")])
+    with pytest.raises(Mismatch, match="was written under policy 'mxfp4', this model has 'tetrajet'"):
+        fitted(Classifier(), tmp_path, callbacks=[by_callback("tetrajet")], resume=tmp_path / "other/epoch=0.ckpt")
+
+
+def test_a_callback_is_told_which_part(tmp_path):
+    module = Classifier()
+    module.other = torch.nn.Linear(2, 2)
+    with pytest.raises(Error, match="has the parts net, other; give the one to quantize"):
+        fitted(module, tmp_path, callbacks=[by_callback(part=None)])
+    with pytest.raises(Error, match="has no part 'nett' with parameters; it has net, other"):
+        fitted(module, tmp_path, callbacks=[by_callback(part="nett")])

@@ -1,0 +1,78 @@
+"""``from_pretrained`` under a policy: the model of ``fp4graph.apply``, saved and loaded with its policy and state."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import llama
+
+transformers = pytest.importorskip("transformers", reason="install fp4graph[hf]")
+from fp4graph.integrations import FP4GraphConfig  # noqa: E402
+
+IDS = torch.arange(32).reshape(2, 16)
+EAGER = {"backend": "eager", "seed": 3}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def loaded(folder, policy=None, **more):
+    config = {} if policy is None else {"quantization_config": FP4GraphConfig(policy, **EAGER)}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **config, **more)
+
+
+def step(model):
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_model_that_apply_makes(folder, dtype):
+    model = loaded(folder, "tetrajet", dtype=dtype)
+    expected = fp4graph.apply(loaded(folder, dtype=dtype), "tetrajet", **EAGER)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    step(model), step(expected)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
+    model = step(loaded(folder, "tetrajet-qema"))
+    model.save_pretrained(tmp_path / "trained")
+    written = json.loads((tmp_path / "trained/config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["policy"]["name"], written["seed"]) == ("fp4graph", "tetrajet-qema", 3)
+    again = loaded(tmp_path / "trained")
+    runtime = runtime_of(again)
+    assert runtime.policy.fingerprint == fp4graph.load_policy("tetrajet-qema").fingerprint
+    state = model.state_dict()
+    assert any("q_ema" in key for key in state)
+    assert state.keys() == again.state_dict().keys()
+    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+    plain = fp4graph.remove(copy.deepcopy(again)).eval()
+    with torch.no_grad():
+        assert torch.equal(plain(IDS).logits, fp4graph.remove(model).eval()(IDS).logits)
+
+
+def test_a_trainer_trains_it(folder, tmp_path):
+    model = loaded(folder, "tetrajet")
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1}
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **options), train_dataset=data)
+    assert trainer.train().training_loss > 0
+
+
+def test_a_policy_that_cannot_be_loaded_is_refused_at_once():
+    with pytest.raises(PolicyError, match="did you mean"):
+        FP4GraphConfig("tetrajett")
