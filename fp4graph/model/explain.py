@@ -314,6 +314,10 @@ def _captured(
             outputs = [leaf for leaf in nested(result, torch.Tensor) if backward and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    except TypeError as error:
+        given = f"{len(args)} positional inputs and the keywords {list(kwargs)}"
+        error.add_note(f"forward() was called with {given}; args of explain(), or example_inputs, are its inputs")
+        raise
     except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "

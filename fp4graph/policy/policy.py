@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 import yaml
@@ -268,6 +269,9 @@ class Policy:
     def to_yaml(self) -> str:
         """Return YAML that loads as an equal policy: ``extends`` is resolved, and defaults are left out."""
         return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=120)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.to_yaml(), quote=False)}</pre>"
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -151,6 +151,12 @@ def test_explain_takes_what_example_inputs_takes(inputs):
     assert fp4graph.explain(Model(), POLICY, inputs).quantized == 2
 
 
+def test_explain_without_inputs_says_which_it_takes():
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        fp4graph.explain(Model(), POLICY)
+    assert "0 positional inputs and the keywords []; args of explain()" in caught.value.__notes__[0]
+
+
 AFTERWARDS = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm, old": torch.nn.utils.spectral_norm,

@@ -145,6 +145,7 @@ def test_rules_before_at_several_levels_and_in_a_phase(parent: Path, registry: R
     assert [rule.file for rule in policy.rules] == [str(grandchild), str(path), str(parent)]
     assert [names(phase.policy) for phase in policy.phases] == [["late", "first", "mine", "one"], ["alone"]]
     assert load_policy(yaml.safe_load(policy.to_yaml()), registry) == policy
+    assert f"\nname: {policy.name}\n" in policy._repr_html_()
 
 
 def test_techniques_are_appended_and_namesakes_replaced_in_their_place(parent: Path, registry: Registry) -> None:
