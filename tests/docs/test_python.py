@@ -29,7 +29,10 @@ pytestmark = pytest.mark.slow
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/sensitivity.md": {'by=("site", "gemm")': 'by="gemm"'},
     "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
-    "docs/compare.md": {"policy, seed=seed)": 'policy, seed=seed, backend="eager")', "seeds=3": "seeds=1, timing=False"},
+    "docs/compare.md": {
+        "policy, seed=seed)": 'policy, seed=seed, backend="eager")',
+        "seeds=3": "seeds=1, timing=False",
+    },
     "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
     "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
     "docs/how_to/trainer.md": {
