@@ -119,7 +119,7 @@ class _Schedule:
 #: Pages whose blocks are alternatives: each begins with what the page takes for granted.
 ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
 #: Packages of extras that a page may import; without them it is skipped.
-OPTIONAL = {"accelerate", "datasets", "lightning", "peft", "timm", "transformers", "trl"}
+OPTIONAL = {"accelerate", "datasets", "lightning", "peft", "timm", "torchao", "transformers", "trl"}
 GIVEN = {
     "docs/first_steps.md": _first_steps,
     "docs/analysis.md": _analysis,
@@ -155,7 +155,7 @@ def test_python_of_a_page(page: str, working_directory: Path) -> None:
     for block in blocks(page):
         if block.language != "python":
             continue
-        for package in OPTIONAL.intersection(re.findall(r"^import (\w+)", block.text, re.MULTILINE)):
+        for package in OPTIONAL.intersection(re.findall(r"^(?:import|from) (\w+)", block.text, re.MULTILINE)):
             pytest.importorskip(package)
         if page in ALTERNATIVES:
             namespace |= GIVEN[page](working_directory)
