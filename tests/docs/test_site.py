@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from tests.docs.blocks import PAGES, ROOT
@@ -19,3 +21,10 @@ def test_the_navigation_has_every_page():
         page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
     }
     assert len(named) == len({*named})
+
+
+def test_tests_that_pages_name_exist():
+    for page in PAGES:
+        for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", (ROOT / page).read_text("utf-8")):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+            assert not name or f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{page}: {path}::{name}"
