@@ -14,12 +14,15 @@ ROOT = Path(__file__).parents[2]
 #: Every page that a user reads, but for those of docs/reference, which are generated.
 PAGES = sorted(
     str(page.relative_to(ROOT))
-    for folder in ("", "docs", "examples")
+    for folder in ("", "docs", "docs/how_to", "examples")
     for page in (ROOT / folder).glob("**/*.md" if folder == "examples" else "*.md")
     if page.name != "CHANGELOG.md"
 )
 #: The pages whose blocks take longest.
-LONG = {f"docs/{name}.md" for name in ("analysis", "compare", "diagnose", "export", "search", "tasks", "training")}
+LONG = {
+    *(f"docs/{name}.md" for name in ("analysis", "compare", "diagnose", "export", "search", "tasks", "training")),
+    *(f"docs/how_to/{name}.md" for name in ("lora", "mixtures", "nanogpt", "rl", "trainer")),
+}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 
 

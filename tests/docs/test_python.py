@@ -21,7 +21,7 @@ from fp4graph.technique.registry import Registry
 from tests.docs.blocks import ROOT, Block, blocks, of_language, pages_with
 from tests.helpers import models
 from tests.helpers.steps import descend
-from tests.lab import test_search, trainings
+from tests.lab import test_search
 
 pytestmark = pytest.mark.slow
 
@@ -31,17 +31,13 @@ INSTEAD: dict[str, dict[str, str]] = {
     "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
     "docs/compare.md": {
         "policy, seed=seed)": 'policy, seed=seed, backend="eager")',
-        'timm.create_model("deit_tiny_patch16_224", num_classes=10)': "vit()",
         "seeds=3": "seeds=1, timing=False",
-        'folder="runs/gpt"': 'seeds=1, timing=False, folder="runs/gpt"',
-        'folder="runs/deit"': 'seeds=1, timing=False, folder="runs/deit"',
     },
     "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
     "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
-    "docs/training.md": {
+    "docs/how_to/trainer.md": {
         'FP4GraphCallback("tetrajet-qema")': 'FP4GraphCallback("tetrajet-qema", backend="eager")',
-        'optimizer, "tetrajet-qema")\nmodel, optimizer, data': 'optimizer, "tetrajet-qema", backend="eager")\n'
-        "model, optimizer, data",
+        'optimizer, "tetrajet-qema")': 'optimizer, "tetrajet-qema", backend="eager")',
     },
 }
 
@@ -72,10 +68,6 @@ def _analysis(folder: Path) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "train": _train, "rich": rich, "make_model": models.vit}
 
 
-def _sensitivity(folder: Path) -> dict[str, Any]:
-    return {"model": models.vit(), "batches": [(_images(), torch.arange(4))]}
-
-
 def _diagnose(folder: Path) -> dict[str, Any]:
     return {**_analysis(folder), "bf16_losses": [1.0] * 12}
 
@@ -83,25 +75,6 @@ def _diagnose(folder: Path) -> dict[str, Any]:
 def _clients(folder: Path) -> dict[str, Any]:
     model = models.vit()
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-
-
-def _compare(folder: Path) -> dict[str, Any]:
-    """A training, and what the two loops of the page call: a model of the GPT's form, its data, images."""
-    timm = pytest.importorskip("timm")
-
-    class GPT(trainings.Net):
-        def __init__(self, config: None) -> None:
-            super().__init__()
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return None, super().forward(x, y)["loss"]
-
-    return {
-        "train": trainings.loop, "GPT": GPT, "config": None, "steps": 2, "estimate_loss": lambda model: {"val": 1.0},
-        "get_batch": lambda split: (torch.randn(4, 32), torch.randn(4, 32)), "timm": timm, "vit": models.vit,
-        "loader": [(_images(), torch.arange(4))], "criterion": nn.functional.cross_entropy,
-        "validation_loss": lambda model: 1.0, "accuracy": lambda model: 0.5,
-    }  # fmt: skip
 
 
 def _distributed(folder: Path) -> dict[str, Any]:
@@ -125,26 +98,11 @@ def _search(folder: Path) -> dict[str, Any]:
 
 
 def _training(folder: Path) -> dict[str, Any]:
-    """A LLaMA for the loop, for the Trainer and for Accelerate."""
-    accelerate = pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
-
-    class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            tokens = torch.arange(16) + index
-            return {"input_ids": tokens, "labels": tokens}
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "trainer"), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True
-    )
+    """A LLaMA for the loop."""
+    pytest.importorskip("transformers")
     model = fp4graph.apply(models.llama(), "tetrajet")
     return {
         "steps": 2, "scheduler": _Schedule(), "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
-        "Trainer": transformers.Trainer, "args": arguments, "data": Data(),
-        "accelerator": accelerate.Accelerator(cpu=True),
         "x": torch.arange(16)[None], "y": None, "criterion": lambda output, _: output.logits.square().mean(),
     }  # fmt: skip
 
@@ -160,14 +118,14 @@ class _Schedule:
 
 #: Pages whose blocks are alternatives: each begins with what the page takes for granted.
 ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
+#: Packages of extras that a page may import; without them it is skipped.
+OPTIONAL = {"accelerate", "datasets", "lightning", "peft", "timm", "torchao", "transformers", "trl"}
 GIVEN = {
     "docs/first_steps.md": _first_steps,
     "docs/analysis.md": _analysis,
     "docs/diagnose.md": _diagnose,
     "docs/clients.md": _clients,
-    "docs/compare.md": _compare,
     "docs/distributed.md": _distributed,
-    "docs/sensitivity.md": _sensitivity,
     "docs/search.md": _search,
     "docs/training.md": _training,
 }
@@ -197,6 +155,8 @@ def test_python_of_a_page(page: str, working_directory: Path) -> None:
     for block in blocks(page):
         if block.language != "python":
             continue
+        for package in OPTIONAL.intersection(re.findall(r"^(?:import|from) (\w+)", block.text, re.MULTILINE)):
+            pytest.importorskip(package)
         if page in ALTERNATIVES:
             namespace |= GIVEN[page](working_directory)
         text = block.text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import PAGES, ROOT
 
 
 def test_the_navigation_has_every_page():
@@ -16,6 +18,13 @@ def test_the_navigation_has_every_page():
     named = [*pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])]
     made = {"index.md", "api.md", "changelog.md"}  # by docs/hooks.py
     assert {*named} == made | {"reference/README.md", "reference/policy.md"} | {
-        p.name for p in (ROOT / "docs").glob("*.md")
+        page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
     } | {f"notebooks/{p.stem}.md" for p in (ROOT / "notebooks").glob("*.ipynb")}
     assert len(named) == len({*named})
+
+
+def test_tests_that_pages_name_exist():
+    for page in PAGES:
+        for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", (ROOT / page).read_text("utf-8")):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+            assert not name or f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{page}: {path}::{name}"
