@@ -263,6 +263,13 @@ def test_forget_code() -> None:
     assert len(backend.graphs) == 3
 
 
+def test_captured_graphs() -> None:
+    before = internals.captured_graphs()
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(compiled(torch.ones(2)))
+    assert internals.captured_graphs() == before + 1
+
+
 def test_is_full() -> None:
     def function(x: Tensor) -> Tensor:
         return x + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 #: The streams of a record, and the extra that installs each library.
 EXTRAS = {"tensorboard": "analysis", "wandb": "wandb", "mlflow": "mlflow"}
 STREAMS = (*EXTRAS, "none")
+#: Seconds between lines about steps where there is no terminal.
+EVERY = 30.0
 #: The functions that a training calls with (step, steps, loss) and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
@@ -136,16 +139,35 @@ def _unused(run: Run) -> Path:
 
 @contextmanager
 def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
-    """Show a training's progress on stderr: a bar on a terminal, else a line per validation."""
+    """Show a training's progress on stderr: a bar on a terminal, else a line per validation and every half a minute."""
+    from fp4graph.lab.runs.waiting import waiting
+
     console = new_console(stderr=True, quiet=quiet)
     name, status = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[status]}"))
     columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), status
-    validation = ""
-    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+    validation, live = "", console.is_terminal
+    begun: tuple[int, float] | None = None
+    spoken = time.monotonic()
+    with Progress(*columns, console=console, disable=not live) as shown, ExitStack() as until_first_step:
         bar_of_run = shown.add_task(f"{run.task}, {run.policy}", total=None, status="preparing")
 
+        def say(text: str, first: bool) -> None:
+            shown.update(bar_of_run, status=text)
+            if first and not live:
+                console.print(text)
+
+        stepped = until_first_step.enter_context(waiting(say))
+
         def tick(step: int, steps: int, loss: float) -> None:
-            shown.update(bar_of_run, completed=step, total=steps, status=f"loss {loss:.4g}{validation}")
+            nonlocal begun, spoken
+            stepped()
+            now = time.monotonic()
+            begun = begun or (step, now)  # the first step compiles
+            rate = f", {(step - begun[0]) / (now - begun[1]):.3g} steps/s" if step > begun[0] else ""
+            shown.update(bar_of_run, completed=step, total=steps, status=f"loss {loss:.4g}{validation}{rate}")
+            if not live and now - spoken > EVERY:
+                spoken = now
+                console.print(f"step {step} of {steps}: loss {loss:.4g}{rate}")
 
         def report(step: int, loss: float) -> None:
             nonlocal validation

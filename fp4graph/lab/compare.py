@@ -27,6 +27,7 @@ from fp4graph.lab.comparison.record import Line, Record, name_of, recording
 from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.comparison.runs import orphan_watch, train_once
 from fp4graph.lab.comparison.training import Log, Train
+from fp4graph.lab.runs.waiting import waiting
 from fp4graph.policy import Policy, load_policy
 
 __all__ = ["Comparison", "Log", "compare"]
@@ -155,8 +156,9 @@ class _Job:
         task = bar.add_task("", total=total, completed=total - len(pending), status="")
         table = self.result().table()
 
-        def progress(policy: Policy, seed: int, step: int, loss: float) -> None:
-            bar.update(task, status=f"{policy.name}, seed {seed}: step {step:,}, loss {loss:.4g}")
+        def progress(policy: Policy, seed: int, step: int, loss: float | str) -> None:
+            done = loss if isinstance(loss, str) else f"step {step:,}, loss {loss:.4g}"
+            bar.update(task, status=f"{policy.name}, seed {seed}: {done}")
 
         if len(pending) < total:
             console.print(f"{total - len(pending)} of {total} runs are in {self._record.folder} already")
@@ -174,12 +176,12 @@ class _Job:
                     written = time.monotonic()
 
     def _runs(
-        self, pending: Sequence[tuple[Policy, int]], processes: int, progress: Callable[[Policy, int, int, float], None]
+        self, pending: Sequence[tuple[Policy, int]], processes: int, progress: Callable[[Policy, int, int, Any], None]
     ) -> Iterator[Line]:
         """Yield the line of each run as it ends."""
         alone = 1 if processes > 1 else len(pending)  # the length of the first run sets the statistics' interval
         for run in pending[:alone]:
-            yield train_once(*self._arguments(*run), progress)
+            yield self._alone(run, progress)
         if not (others := pending[alone:]):
             return
         options: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": orphan_watch}
@@ -194,6 +196,23 @@ class _Job:
                 ) from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _alone(self, run: tuple[Policy, int], progress: Callable[[Policy, int, int, Any], None]) -> Line:
+        """Train in this process, and say that the training compiles while it has made no step."""
+        policy, seed = run
+
+        def say(text: str, first: bool) -> None:
+            if first and not self._console.is_terminal:
+                self._console.print(f"{policy.name}, seed {seed}: {text}")
+            progress(policy, seed, 0, text)
+
+        with waiting(say) as stepped:
+
+            def look(policy: Policy, seed: int, step: int, loss: float) -> None:
+                stepped()
+                progress(policy, seed, step, loss)
+
+            return train_once(*self._arguments(policy, seed), look)
 
     def _arguments(self, policy: Policy, seed: int) -> tuple[Train, Policy, int, Path, int | None]:
         """Return the arguments of :func:`train_once`."""

@@ -1,0 +1,62 @@
+"""A training that has made no step yet says that it compiles."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import torch
+
+from fp4graph.commands import train
+from fp4graph.lab.runs import waiting as module
+from fp4graph.lab.runs.run import Run
+from fp4graph.lab.runs.waiting import waiting
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_counts_graphs_until_the_first_step(monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.02)
+    said = []
+    with waiting(lambda text, first: said.append((text, first))) as stepped:
+        wait_for(lambda: said)
+        assert said[0] == ("compiling (once): no graphs so far", True)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        wait_for(lambda: ("compiling (once): 1 graph so far", False) in said)
+        stepped()
+        time.sleep(0.1)
+        count = len(said)
+        time.sleep(0.1)
+        assert len(said) == count
+
+
+def test_a_fast_training_says_nothing():
+    said = []
+    with waiting(lambda *words: said.append(words)) as stepped:
+        stepped()
+    assert said == []
+
+
+def test_without_a_terminal_there_are_lines(monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", 0.02)
+    monkeypatch.setattr(train, "EVERY", 10.0)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    text = ""
+    with train.progress_of(Run("digits"), quiet=False) as (tick, report):
+        while "compiling (once)" not in text:
+            text += capsys.readouterr().err
+        for step in range(1, 26):
+            clock.now = float(step)
+            tick(step, 25, 2.0)
+        report(25, 1.5)
+    text += capsys.readouterr().err
+    lines = [line for line in text.splitlines() if line.startswith("step")]
+    assert lines == [
+        "step 11 of 25: loss 2, 1 steps/s", "step 22 of 25: loss 2, 1 steps/s", "step 25: validation loss 1.5",
+    ]  # fmt: skip
