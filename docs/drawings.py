@@ -1,4 +1,4 @@
-"""The drawings of docs/concepts.md, with names from the code. ``python docs/drawings.py`` writes them to docs/images."""
+"""The drawings of docs/concepts.md, with names from the code; ``python docs/drawings.py`` writes docs/images."""
 
 from __future__ import annotations
 
