@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import yaml
 
@@ -28,3 +29,9 @@ def test_tests_that_pages_name_exist():
         for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", (ROOT / page).read_text("utf-8")):
             assert (ROOT / path).exists(), f"{page}: {path}"
             assert not name or f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{page}: {path}::{name}"
+
+
+def test_drawings_are_those_of_the_code():
+    script = runpy.run_path(str(ROOT / "docs/drawings.py"))
+    for name, draw in script["DRAWINGS"].items():
+        assert (ROOT / "docs/images" / name).read_text("utf-8") == draw(), "run python docs/drawings.py"
