@@ -80,6 +80,12 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
     return lines
 
 
+def techniques(sites: Iterable[Site]) -> list[str]:
+    """Return a sentence for each rule about the techniques that act at its sites."""
+    rules = dict.fromkeys((site.rule, site.techniques) for site in sites if site.techniques)
+    return [f"techniques of {rule}: {', '.join(names)}" for rule, names in rules]
+
+
 def shared(groups: Iterable[Sequence[str]]) -> list[str]:
     """Return a sentence about the weights that share a tensor scale; none without such weights."""
     names = (", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in group) for group in groups)

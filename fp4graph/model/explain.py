@@ -158,7 +158,8 @@ class Explanation:
     @property
     def _summary(self) -> list[str]:
         blocks, summary = _blocks(self.blocks), census.summary(self.sites)
-        return [blocks, summary, *census.on_gpu(self.sites), *census.shared(self.siblings), *self._problem]
+        more = *census.techniques(self.sites), *census.on_gpu(self.sites), *census.shared(self.siblings)
+        return [blocks, summary, *more, *self._problem]
 
     def _table(self, *, every: bool) -> Table:
         table = Table(
@@ -176,8 +177,6 @@ class Explanation:
             decision = summarize(site.operands) if site.quantized else site.reason
             if site.apart_channels:
                 decision += f"; {site.apart_channels} of {site.shapes[0][-1]} input channels: {summarize(site.apart)}"
-            if site.techniques:
-                decision += f"; {', '.join(site.techniques)}"
             previous, decision = decision, "as above" if decision == previous else decision
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", decision)
