@@ -52,10 +52,10 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
     Raises:
         PolicyError: a sibling of such a weight is kept, or is quantized otherwise.
     """
-    sharing = {weight.name.removesuffix(".weight"): weight for weight in weights if _shared(weight)}
+    sharing = {_path(weight.name): weight for weight in weights if _shared(weight)}
     if not sharing:
         return []
-    present = {name.removesuffix(".weight") for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
+    present = {_path(name) for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
     found: dict[tuple[str, tuple[str, ...]], Group] = {}
     for name, weight in sharing.items():
         owner, _, last = name.rpartition(".")
@@ -68,6 +68,11 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
         weight.shared = found.setdefault((owner, family), group).value
     return list(found.values())
+
+
+def _path(name: str) -> str:
+    """Return the name of the layer that a weight belongs to, as in the model without adapters."""
+    return name.removesuffix(".weight").removesuffix(".base_layer")
 
 
 def _shared(weight: Weight) -> list[StateSlot]:

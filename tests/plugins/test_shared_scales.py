@@ -141,6 +141,41 @@ def test_the_optimizer_sees_the_weights_of_the_next_forward():
         torch.testing.assert_close(seen, model(torch.eye(64))[:, :48].mT, rtol=2**-22, atol=0)
 
 
+def test_adapters_around_some_siblings_change_nothing():
+    """PEFT wraps a linear layer as ``base_layer``."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, x):
+            return self.base_layer(x)
+
+    expected = fp4graph.apply(Attention(), policy(), backend="eager")(inputs())
+    wrapped = Attention()
+    for name in SIBLINGS[:2]:
+        setattr(wrapped, name, Wrapped(getattr(wrapped, name)))
+    assert torch.equal(fp4graph.apply(wrapped, policy(), backend="eager")(inputs()), expected)
+
+
+def test_a_loaded_state_counts_at_once():
+    """In evaluation, in inference mode too, and where weights are changed through ``data``."""
+    model = fp4graph.apply(Attention(), policy(), backend="eager").eval()
+    with torch.inference_mode():
+        model(inputs())
+    other = Attention()
+    other.v_proj.weight.data.mul_(11.0)
+    model.load_state_dict(other.state_dict())
+    expected = fp4graph.apply(other, policy(), backend="eager").eval()
+    with torch.inference_mode():
+        assert torch.equal(model(inputs()), expected(inputs()))
+    model.v_proj.weight.data.mul_(0.5)
+    expected.v_proj.weight.data.mul_(0.5)
+    with torch.no_grad():
+        assert torch.equal(model(inputs()), expected(inputs()))
+
+
 def test_state_dicts_and_copies_are_as_without_sharing():
     model = fp4graph.apply(Attention(), policy(), backend="eager")
     assert model.state_dict().keys() == Attention().state_dict().keys()
