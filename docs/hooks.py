@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
 import fp4graph
+from fp4graph import integrations
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -145,4 +146,6 @@ def _api() -> str:
     values = {name: getattr(fp4graph, name) for name in fp4graph.__all__ if name not in fp4graph._MODULES}
     functions_first = sorted(values, key=lambda name: (isinstance(values[name], type), name))
     entries = [f"::: {values[name].__module__}.{name}" for name in functions_first if name != "hookimpl"]
-    return "# API\n\nEvery name is an attribute of `fp4graph`.\n\n" + "\n\n".join(entries) + "\n"
+    joined = [f"::: {getattr(integrations, name).__module__}.{name}" for name in integrations.__all__]
+    text = "# API\n\nEvery name is an attribute of `fp4graph`, those at the end of `fp4graph.integrations`.\n\n"
+    return text + "\n\n".join([*entries, *joined]) + "\n"

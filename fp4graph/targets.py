@@ -26,6 +26,7 @@ from fp4graph.technique import TENSOR_STAGES, Part
 from fp4graph.technique.operands import Gemm, Operand
 
 #: The stages at which a technique takes an operand off the grid of its format, with what it does there.
+_OPS = {"conv": "convolution", "sdpa": "attention", "matmul": "product of two activations"}
 _OFF_GRID = {"split": "splits", "around": "wraps the quantizer of", "after": "changes"}
 
 
@@ -43,10 +44,11 @@ class Format(_Entry):
 
 
 class Multiples(_Entry):
-    """The divisors of the contraction axis, and of both axes of the result."""
+    """The divisors of the contraction axis, of the features of the result, and of its tokens."""
 
     contraction: int
     result: int
+    tokens: int = 1
 
 
 class Target(_Entry):
@@ -63,6 +65,8 @@ class Target(_Entry):
     square: tuple[Operand, ...] = tuple(Operand)
     techniques: Mapping[str, Mapping[str, tuple[Any, ...]]] | None = None
     apart: tuple[tuple[str, str], ...] = ()
+    scales: Mapping[str, tuple[str, ...]] = {}
+    ties: tuple[str, ...] = ("even", "up", "away")
 
 
 class Data(_Entry):
@@ -95,20 +99,23 @@ def target(name: str) -> Target:
     return targets[name.lower()]
 
 
-def verdicts(name: str, program: MatmulProgram | None, site: Site | None = None) -> dict[Gemm, Verdict]:
+def verdicts(
+    name: str, program: MatmulProgram | None, site: Site | None = None, *, op: str = "linear"
+) -> dict[Gemm, Verdict]:
     """Return the verdict of each GEMM of a product on the target ``name``.
 
     Args:
         program: of the product; None where it is kept in high precision.
         site: gives the sizes and the kind of the product; None leaves sizes open.
+        op: the kind of the product without a site.
     """
-    chosen, result = target(name), dict[Gemm, Verdict]()
+    chosen, result, kind = target(name), dict[Gemm, Verdict](), op if site is None else site.op
     for which in Gemm:
         gemm: GemmProgram | None = None if program is None else getattr(program, which)
         if gemm is None or (gemm.left.spec is None and gemm.right.spec is None):
             result[which] = Verdict("exact", "high precision")
             continue
-        formats, why = _formats(chosen, gemm, grouped=site is not None and site.op == "grouped")
+        formats, why = _formats(chosen, gemm, kind)
         why = why or _apart(chosen, program) or _size(chosen, which, site)
         if program is not None and program.apart is not None and which is not Gemm.DGRAD:
             why = why or "some input channels are multiplied apart"
@@ -121,11 +128,13 @@ def to_json(name: str, site: Site) -> dict[str, dict[str, str]]:
     return {str(gemm): verdict._asdict() for gemm, verdict in verdicts(name, site.program, site).items()}
 
 
-def _formats(target: Target, gemm: GemmProgram, *, grouped: bool) -> tuple[str, str]:
+def _formats(target: Target, gemm: GemmProgram, op: str) -> tuple[str, str]:
     """Return the formats of the operands, or why the target does not multiply them."""
     if gemm.gemm not in target.gemms:
         return "", f"{target.title} has no {gemm.gemm}: it serves, and does not train"
-    why = ""
+    if op not in ("linear", "grouped"):
+        return "", f"{target.title} has no {_OPS.get(op, op)} of quantized operands"
+    why, grouped = "", op == "grouped"
     operands = dict(zip(gemm.operands, (gemm.left, gemm.right), strict=True))
     pairs = target.grouped if grouped else target.products
     names, reasons = [], dict[str, list[str]]()
@@ -151,7 +160,9 @@ def _mismatch(name: str, program: OperandProgram) -> tuple[int, str] | None:
     it fits in all."""
     spec = program.spec
     if spec is None or name == "exact":
-        return None if spec is None and name == "exact" else (0, "left exact" if spec is None else "quantized")
+        return (
+            None if spec is None and name == "exact" else (0, "kept in high precision" if spec is None else "quantized")
+        )
     known, scale = data().formats[name], spec.scale
     scaling = [part for part in program.at("group_scale") if not part.constant]  # the result carries a constant
     others = [part.name for part in scaling if part.group_granularity not in ("tensor", "all")]
@@ -189,10 +200,17 @@ def _restrictions(target: Target, gemm: GemmProgram) -> Iterator[str]:
         for stage, does in _OFF_GRID.items():
             for part in program.at(stage):
                 yield f"{part.name} {does} {operand}"
-        if program.spec is not None and program.spec.rounding == "stochastic" and operand not in target.stochastic:
+        if (spec := program.spec) is None:
+            continue
+        scale = spec.scale
+        if spec.rounding == "stochastic" and operand not in target.stochastic:
             yield f"{target.title} does not round {operand} stochastically"
-        if program.spec is not None and isinstance(program.spec.block, tuple) and operand not in target.square:
+        if isinstance(spec.block, tuple) and operand not in target.square:
             yield f"{target.title} has no two-dimensional blocks of {operand}"
+        if scale.rounding not in target.scales.get(scale.format.name, (scale.rounding,)):
+            yield f"{target.title} does not round scales of {operand} by {scale.rounding}"
+        if spec.rounding == "nearest" and spec.ties not in target.ties:
+            yield f"{target.title} does not round ties of {operand} {spec.ties}"
     yield from (why for part in _parts(gemm) if (why := _refused(target, part)))
 
 
@@ -230,8 +248,10 @@ def _size(target: Target, which: Gemm, site: Site | None) -> str:
     axes = {"tokens": tokens, "in_features": features, "out_features": outputs}
     contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[which]
     for name, size in axes.items():
-        needed = target.multiples.contraction if name == contracted else target.multiples.result
-        if size % needed and not (name == "tokens" and name != contracted):
+        multiples = target.multiples
+        needed = multiples.tokens if name == "tokens" else multiples.result
+        needed = multiples.contraction if name == contracted else needed
+        if size % needed:
             return f"{name} {size} is no multiple of {needed}"
     return ""
 

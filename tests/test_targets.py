@@ -26,7 +26,7 @@ TARGETS = targets.data().targets
 
 def verdict(policy, target, gemm="fprop"):
     rows = native_on(target, fp4graph.load_policy(policy))
-    ((kind, why),) = {(kind, why) for _, each, kind, why in rows if each == gemm}
+    ((kind, why),) = {(kind, why) for _, op, each, kind, why in rows if (op, each) == ("linear", gemm)}
     return kind, why
 
 
@@ -56,7 +56,7 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("tetrajet-v2", "b200", "fprop", "simulated", "tensor_scaling has scales of groups"),
         ("averis", "b200", "fprop", "simulated", "mean_split wraps the quantizer of fprop.input"),
         ("if4", "b200", "fprop", "simulated", "E2M1 or INT4 elements"),
-        ("tetrajet-q1", "b200", "fprop", "simulated", "fprop.weight: left exact"),
+        ("tetrajet-q1", "b200", "fprop", "simulated", "fprop.weight: kept in high precision"),
         ("tetrajet-q1", "b200", "dgrad", "exact", "high precision"),
         ("fp4-all-the-way", "mi355x", "fprop", "simulated", "E4M3 scales"),
         # A constant in front of the quantizer goes into the result.
@@ -64,13 +64,15 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         # Transformer Engine rounds gradients alone stochastically, and rotates wgrad alone.
         ("nvfp4-te-4over6", "te", "fprop", "native", "NVFP4 x NVFP4"),
         ("fp4-all-the-way", "te", "wgrad", "simulated", "does not round wgrad.input stochastically"),
-        ("quartet-ii", "te", "dgrad", "simulated", "hadamard with scope ['wgrad'] only, not backward"),
+        ("quartet-ii", "te", "dgrad", "simulated", "does not round ties of dgrad.grad_output away"),
+        ("mxfp4-rht-sr", "torchao", "dgrad", "simulated", "E8M0 scales"),
         ("fp4-all-the-way", "te", "fprop", "simulated", "tensor_scaling with headroom 1.0 only, not 0.5"),
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
         # vLLM serves: weights alone too.
         ("nvfp4-w4a16", "vllm", "fprop", "native", "exact x NVFP4"),
-        ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: left exact"),
+        ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: kept in high precision"),
+        ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
         ("mxfp8", "vllm", "dgrad", "simulated", "it serves, and does not train"),
     ],
 )
@@ -108,6 +110,31 @@ def test_experts_have_products_of_their_own():
     site = Site("e", "grouped", ((32, 64), (4, 64, 64)), None, "", {}, quantized=True)
     assert targets.verdicts("b200", program, site)[Gemm.FPROP].kind == "native"
     assert targets.verdicts("mi355x", program, site)[Gemm.FPROP].why == "fprop.input and fprop.weight: E2M1 elements"
+
+
+HYBRID = {"element": "e5m2", "block": "tensor", "scale": {"format": "fp32"}}
+
+
+def test_gradients_in_e5m2_beside_e4m3():
+    tensor = HYBRID | {"element": "e4m3"}
+    policy = one_rule(quantize=tensor, operands={"gradients": {"element": "e5m2"}})
+    assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")
+    assert verdict(one_rule(quantize=HYBRID), "h200")[0] == "simulated"  # two of E5M2
+
+
+@pytest.mark.parametrize("op", ["conv", "sdpa", "matmul"])
+def test_products_that_no_source_has(op):
+    rows = native_on("te", fp4graph.load_policy(one_rule("tensor_scaling", quantize=NVFP4, op=op)))
+    assert {kind for *_, kind, _ in rows} == {"simulated"}
+
+
+def test_experts_and_phases_show():
+    rows = native_on("rtx5090", fp4graph.load_policy("fp4-all-the-way"))
+    assert {(op, kind) for _, op, _, kind, _ in rows} == {("linear", "native"), ("grouped", "simulated")}
+    assert "nothing is quantized" in run("check", "nvfp4-te-bf16", "--target", "b200").out
+    assert "| `nvfp4-te-bf16` | yes at first |" in page()
+    refused = native_on("b200", fp4graph.load_policy(one_rule("q_ema", quantize=NVFP4, op=["conv", "linear"])))
+    assert [(op, kind) for _, op, _, kind, _ in refused][:2] == [("conv", "refused"), ("linear", "native")]
 
 
 def test_unknown_targets_are_named():

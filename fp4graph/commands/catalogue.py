@@ -132,17 +132,22 @@ def planned(rule: Rule) -> OperandSpecs:
     return plan_specs(rule.techniques, site, rule.specs)
 
 
-def native_on(target: str, policy: Policy) -> list[tuple[str, str, str, str]]:
-    """Return (rule, GEMM, kind, why) for every GEMM of the rules that quantize, in a linear layer of any size."""
+def native_on(target: str, policy: Policy) -> list[tuple[str, str, str, str, str]]:
+    """Return (rule, op, GEMM, kind, why) of every GEMM of the rules that quantize, for products of any size; phases are
+    policies of their own."""
     from fp4graph import targets
     from fp4graph.graph.plan import plan_once
 
-    rows = []
+    rows: list[tuple[str, str, str, str, str]] = []
     for rule in (*policy.rules, policy.default):
-        if rule.quantizes:
-            view = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
-            found = targets.verdicts(target, plan_once(view, rule).program)
-            rows += [(rule.name, str(gemm), *verdict) for gemm, verdict in found.items()]
+        for op in (rule.match.op or ("linear", "grouped")) if rule.quantizes else ():
+            try:
+                program = plan_once(SiteView(None, op, None, None, None), rule).program
+            except Error as error:  # the policy refuses such products
+                rows.append((rule.name, op, "all", "refused", str(error)))
+                continue
+            found = targets.verdicts(target, program, op=op)
+            rows += [(rule.name, op, str(gemm), *verdict) for gemm, verdict in found.items()]
     return rows
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fp4graph.policy import Policy, Rule
 
 
+_TARGET_KEYS = ("rule", "op", "gemm", "kind", "why")
 TargetOption = Annotated[
     str | None,
     typer.Option(help="Show which GEMMs run natively there, and why others do not: b200, mi355x, te, vllm, ..."),
@@ -39,7 +40,11 @@ def check(
     explanation = _explanation(model, loaded) if model else None
     data = catalogue.policy_data(loaded) | ({"model": explanation.to_json(target=target)} if explanation else {})
     native = catalogue.native_on(target, loaded) if target else []
-    data |= {"target": [{"rule": rule, "gemm": gemm, "kind": kind, "why": why} for rule, gemm, kind, why in native]}
+    for phase in loaded.phases if target else ():
+        begins = catalogue.phase_heading(phase)
+        rows = catalogue.native_on(str(target), phase.policy) or [("nothing is quantized", "", "", "exact", "")]
+        native += [(f"{begins}: {rule}", *rest) for rule, *rest in rows]  # type: ignore[misc]
+    data |= {"target": [dict(zip(_TARGET_KEYS, row, strict=True)) for row in native]}
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     if not loaded.ever_quantizes:
         heading += "This policy quantizes nothing: every rule and the default keep high precision.\n"
@@ -58,7 +63,7 @@ def check(
 def _target_table(target: str, rows: Sequence[Sequence[str]]) -> RenderableType:
     from fp4graph import targets
 
-    table = Table("rule", "GEMM", "", "why", title=f"on {targets.target(target).title}", title_justify="left")
+    table = Table("rule", "op", "GEMM", "", "why", title=f"on {targets.target(target).title}", title_justify="left")
     for row in rows:
         table.add_row(*row)
     return table

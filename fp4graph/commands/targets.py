@@ -11,6 +11,7 @@ import typer
 
 from fp4graph.commands.catalogue import loadable_policies, native_on, shipped_registry
 from fp4graph.files import write
+from fp4graph.policy import Policy
 from fp4graph.targets import data
 
 HEAD = """# Where policies run natively
@@ -30,7 +31,7 @@ training FLOPs of matrix products that is native. The data is `fp4graph/targets.
 """
 LEGEND = """
 **yes**: all three GEMMs of a linear layer of suitable size. A name: only that GEMM. Empty: none. "exact": in high
-precision by the policy. `check --target` says why.
+precision by the policy. "at first": a later phase differs. `check --target` says why, and shows experts and phases.
 """
 
 
@@ -60,7 +61,7 @@ def page() -> str:
     ]
     for name, policy in loadable_policies(shipped_registry()).items():
         if policy.quantizes:
-            found = [_cell([(gemm, kind) for _, gemm, kind, _ in native_on(each, policy)]) for each in known.targets]
+            found = [_in_phases(each, policy) for each in known.targets]
             lines.append(f"| `{name}` | {' | '.join(found)} |")
     lines += ["\n## Sources\n", *(f"- {name}: {text.strip()}" for name, text in known.sources.items())]
     used = {each: [name for name, target in known.targets.items() if each in target.sources] for each in known.sources}
@@ -70,6 +71,16 @@ def page() -> str:
 
 def _pair(pair: tuple[str, str]) -> str:
     return pair[0] if pair[0] == pair[1] else " x ".join(pair)
+
+
+def _in_phases(target: str, policy: Policy) -> str:
+    """Return the cell of a policy's linear layers; phases that differ from the first are named."""
+
+    def cell(phase: Policy) -> str:
+        return _cell([(gemm, kind) for _, op, gemm, kind, _ in native_on(target, phase) if op == "linear"])
+
+    first = cell(policy)
+    return f"{first} at first" if first and any(cell(p.policy) != first for p in policy.phases) else first
 
 
 def _cell(gemms: list[tuple[str, str]]) -> str:

@@ -144,9 +144,15 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             if policy.file not in (None, rule.file):
                 remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
             ahead = _decided_before(policy, index, sites)
+            if rule.match.first_blocks and rule.match.last_blocks:
+                hint, remedy = "", "first_blocks and last_blocks must both hold, and no block is both; write two rules"
             if rule.quantizes and ahead and not any(site.quantized for site in sites):
                 names = ", ".join(dict.fromkeys(repr(policy.rules[s.rule_index or 0].name) for s in ahead))
-                remedy = f"rules before it ({names}) keep all that it could match; change those, or use another policy"
+                hint = ""
+                remedy = (
+                    f"rules before it ({names}) keep all that it could match; change those, use another policy, or "
+                )
+                remedy += "give the model more blocks"
             if named is not None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"

@@ -65,7 +65,8 @@ class PreparedOptimizers:
             if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
                 raise CaptureError(
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
-                    "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training"
+                    "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training, "
+                    "or give a Trainer FP4GraphCallback"
                 )
 
 

@@ -16,7 +16,6 @@ from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import is_sharded, whole
 from fp4graph.ops.state import StateSlot, in_each_dtype
-from fp4graph.technique.operands import Operand
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +56,7 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         return []
     present = {_path(name) for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
     found: dict[tuple[str, tuple[str, ...]], Group] = {}
+    claimed: dict[tuple[int, str], tuple[str, tuple[str, ...]]] = {}
     for name, weight in sharing.items():
         owner, _, last = name.rpartition(".")
         families = *_shared(weight)[0].entry.families, *SIBLINGS
@@ -65,6 +65,16 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         members = {each: sharing.get(path) for each, path in paths.items() if path in present}
         for each, sibling in members.items():
             _require_equal(weight, sibling, paths[each])
+        for sibling in filter(None, members.values()):
+            holder = claimed.setdefault((id(sibling.module), sibling.parameter_name), (owner, family))
+            if holder != (owner, family):
+                both = " and ".join(
+                    f"{', '.join(names)} of {where or '(root)'}" for where, names in (holder, (owner, family))
+                )
+                raise weight.rule.error(
+                    f"{sibling.name} belongs to two groups of siblings, {both}; let groups name a whole "
+                    "family, or leave share out"
+                )
         group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
         weight.shared = found.setdefault((owner, family), group).value
     return list(found.values())
@@ -81,11 +91,11 @@ def _shared(weight: Weight) -> list[StateSlot]:
 
 def _require_equal(weight: Weight, sibling: Weight | None, path: str) -> None:
     """Raise PolicyError where ``sibling``, at ``path``, has another quantizer in fprop, or does not share its scale."""
-    spec, other = (
-        None if each is None else {dict(choice.plan.specs)[Operand.FPROP_WEIGHT] for choice in each.choices}
+    own, other = (
+        None if each is None else {p and p.fprop.right for p in (choice.plan.program for choice in each.choices)}
         for each in (weight, sibling)
     )
-    if sibling is None or spec != other or _shared(sibling) != _shared(weight):
+    if sibling is None or own != other:
         raise weight.rule.error(
             f"{weight.name} shares its tensor scale with {path}, because servers fuse the two, and {path} is not "
             "quantized in the same way; let one rule with one tensor_scaling decide both, or leave share out"

@@ -203,6 +203,25 @@ def test_siblings_that_differ_are_refused(rules, options, says):
         fp4graph.apply(Attention(), written, backend="eager")
 
 
+def test_siblings_with_another_target_are_refused():
+    """Their γ would differ."""
+    written = policy()
+    other = copy.deepcopy(written["rules"][0]) | {"name": "q", "match": {"module": "q_proj"}}
+    other["techniques"][0]["tensor_scaling"]["target"] = 300
+    written["rules"].insert(0, other)
+    with pytest.raises(PolicyError, match="let one rule with one tensor_scaling decide both"):
+        fp4graph.apply(Attention(), written, backend="eager")
+
+
+def test_a_layer_is_in_one_group():
+    with pytest.raises(PolicyError, match="belongs to two groups of siblings"):
+        fp4graph.apply(Attention(), policy(groups=[["q_proj", "k_proj"]]), backend="eager")
+    model = nn.ModuleDict({"one": Attention(), "two": Attention()})
+    model.two.q_proj = model.one.q_proj
+    with pytest.raises(PolicyError, match=r"q_proj\.weight belongs to two groups of siblings"):
+        fp4graph.apply(model, policy(), backend="eager")
+
+
 @pytest.mark.parametrize("technique", [{"hadamard": {"scope": ["fprop"]}}, {"smooth_max": {"kind": "softmax"}}])
 def test_techniques_that_change_the_weight_before_are_refused(technique):
     with pytest.raises((PolicyError, CaptureError), match="shares the scale of the weights of siblings"):
