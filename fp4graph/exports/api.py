@@ -168,7 +168,7 @@ def _scales(
         warnings.warn(
             f"the activations of {scaled[0]} and others have a new tensor scale at every call, but servers read a "
             "constant: only weights are exported. Give calibration= batches to measure constants, or "
-            "activations=False to accept this",
+            "activations=False (--weights-only) to accept this",
             PolicyWarning,
             stacklevel=4,
         )
@@ -176,7 +176,10 @@ def _scales(
     used = [weight for weight in runtime.weights if weight.is_captured]
     scales = input_scales(root, used, calibration)
     if missing := [name for name in scaled if name not in scales]:
-        raise Error(f"no calibration batch reaches {missing[0]}; add batches that do, or export with activations=False")
+        raise Error(
+            f"no calibration batch reaches {missing[0]}; add batches that do, or export with activations=False "
+            "(--weights-only)"
+        )
     return scales, True
 
 
