@@ -1,0 +1,37 @@
+"""Says that a training compiles, so that nobody thinks it hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fp4graph import torch_internals
+
+#: Seconds without a first step after which a training says so, and between two such texts.
+PATIENCE = 5.0
+
+
+@contextmanager
+def waiting(say: Callable[[str, bool], object]) -> Iterator[Callable[[], None]]:
+    """Call ``say(text, first)`` every few seconds in this context, until the function that it yields is called.
+
+    ``text`` counts the graphs that torch.compile has captured since the context began; ``first`` is True at the first
+    call. ``say`` runs in another thread.
+    """
+    stepped, begun = threading.Event(), torch_internals.captured_graphs()
+
+    def watch() -> None:
+        first = True
+        while not stepped.wait(PATIENCE):
+            graphs = torch_internals.captured_graphs() - begun
+            say(f"compiling (once): {graphs or 'no'} graph{'' if graphs == 1 else 's'} so far", first)
+            first = False
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield stepped.set
+    finally:
+        stepped.set()
+        watcher.join()
