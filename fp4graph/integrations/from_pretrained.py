@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import safe_open
-from torch import Tensor
+from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fp4graph.errors import Error
 from fp4graph.model.api import apply
-from fp4graph.model.state import NAME, is_ours
+from fp4graph.model.runtime import runtime_of
+from fp4graph.model.state import NAME
 from fp4graph.policy import Policy, load_policy
 
 _METHOD = "fp4graph"
@@ -29,16 +33,19 @@ class FP4GraphConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ignor
 
     The model is as :func:`fp4graph.apply` returns it: the same class with the same parameters, ready to train. Call
     :func:`fp4graph.prepare_optimizer` in your own loop; a Trainer takes ``FP4GraphCallback`` instead of this config.
-    ``save_pretrained`` writes the weights in high precision, the state of techniques, and the policy into
-    ``config.json``. ``from_pretrained`` of that folder restores all three, where this class has been imported.
-    :func:`fp4graph.export` writes FP4 weights for servers.
+    ``save_pretrained`` writes the weights in high precision, the state of techniques, and into ``config.json`` the
+    policy that the model then has; null after :func:`fp4graph.remove`. ``from_pretrained`` of that folder restores all
+    three, where this class has been imported. :func:`fp4graph.export` writes FP4 weights for servers.
 
     Args:
         policy, backend, seed, total_forwards: as for :func:`fp4graph.apply`.
 
     Raises:
         PolicyError: the policy cannot be loaded.
+        Error: from ``from_pretrained``: ``device_map`` put weights on several devices, on the disk or on ``meta``.
     """
+
+    _model: weakref.ref[nn.Module] | None = None  # the model that from_pretrained returned
 
     def __init__(
         self,
@@ -53,11 +60,26 @@ class FP4GraphConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ignor
         self.policy = yaml.safe_load(load_policy(policy).to_yaml())
         self.backend, self.seed, self.total_forwards = backend, seed, total_forwards
 
+    def to_dict(self) -> dict[str, Any] | None:  # type: ignore[override,unused-ignore]
+        """Return the entry of ``config.json``: the policy that the model has now; None after fp4graph.remove()."""
+        entries: dict[str, Any] = copy.deepcopy({key: value for key, value in vars(self).items() if key != "_model"})
+        if self._model is None or (model := self._model()) is None:
+            return entries
+        if (runtime := runtime_of(model)) is None:
+            return None
+        settings = runtime.settings
+        changed = {"seed": settings.seed, "total_forwards": settings.total_forwards}
+        return {**entries, **changed, "policy": runtime.policy.to_data()}
+
+    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled, and a copy belongs to no model
+        return {key: value for key, value in vars(self).items() if key != "_model"} | (self.to_dict() or {})
+
 
 @register_quantizer(_METHOD)  # type: ignore[untyped-decorator,unused-ignore]
 class FP4GraphQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     """Applies the policy of an :class:`FP4GraphConfig` once the weights are loaded."""
 
+    folder: str = ""
     is_trainable = True
     is_qat_trainable = True
 
@@ -65,23 +87,32 @@ class FP4GraphQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         """Return True: the saved folder is that of a plain model, with the state of techniques beside the weights."""
         return True
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> Any:
+        self.folder = str(Path(checkpoint_files[0]).parent) if checkpoint_files else ""
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, NAME}  # read below, once there are buffers for them
+        model._keys_to_ignore_on_load_unexpected = {*ignored, NAME}  # apply() reads these entries
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        config: Any = self.quantization_config
-        apply(model, config.policy, backend=config.backend, seed=config.seed, total_forwards=config.total_forwards)
-        if state := _saved_state(Path(model.config._name_or_path)):
-            model.load_state_dict(state, strict=False)
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        if len(devices) > 1 or "meta" in devices:
+            raise Error(
+                f"device_map put the weights on {', '.join(sorted(devices))} ('meta': not in memory), and a policy is "
+                "applied to a model on one device: leave device_map out, or name one device"
+            )
+        # From here on the model is as after apply(). transformers would refuse its float(), and ignore the state_dict=
+        # of its save_pretrained: it does so for models whose stored weights are quantized.
+        del model.hf_quantizer, model.quantization_method
+        model.is_quantized = False
+        config: Any = copy.copy(self.quantization_config)  # the user's may serve several models
+        name = model.name_or_path
+        try:  # apply() restores the techniques' state from the folder of the weights: a subfolder, or the hub's cache
+            model.name_or_path = self.folder
+            apply(model, config.policy, backend=config.backend, seed=config.seed, total_forwards=config.total_forwards)
+        finally:
+            model.name_or_path = name
+        config._model = weakref.ref(model)
+        model.config.quantization_config = config
         return model
-
-
-def _saved_state(folder: Path) -> dict[str, Tensor]:
-    """Return the state of techniques in a folder of ``save_pretrained``; empty for other places."""
-    state: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        with safe_open(file, "pt") as stored:
-            state |= {key: stored.get_tensor(key) for key in stored.keys() if is_ours(key)}  # noqa: SIM118
-    return state

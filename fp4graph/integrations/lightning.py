@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from os import PathLike
 from typing import Any
 
@@ -9,9 +10,10 @@ import lightning
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.model.api import apply
+from fp4graph.model.api import apply, set_total_forwards
+from fp4graph.model.runtime import require_runtime
 from fp4graph.policy import Policy, load_policy
-from fp4graph.training import prepare_optimizer
+from fp4graph.training import grad_scaler, prepare_optimizer
 from fp4graph.training.origin import check_policy, written_under
 
 
@@ -22,7 +24,7 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
 
     The policy is applied before the optimizers are made, and the optimizers are prepared before the first step.
     Checkpoints are Lightning's: they hold the state of techniques among the module's weights, and the policy in the
-    callback's state. Call ``fp4graph.apply`` yourself for a policy that scales the loss.
+    callback's state. For policies with phases, ``total_forwards`` is the number of batches that the Trainer expects.
 
     Args:
         policy: as for :func:`fp4graph.apply`; ``options`` are its further arguments.
@@ -31,8 +33,9 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        Mismatch: training resumes from a checkpoint of another policy or seed.
-        Error: the LightningModule has no such part, or ``part`` is needed to choose one.
+        Mismatch: a checkpoint of another policy or seed, or of none, is loaded.
+        Error: the LightningModule has no such part, or ``part`` is needed to choose one; or, when training begins, the
+            policy scales the loss, which needs ``precision="16-mixed"``.
     """
 
     def __init__(
@@ -45,7 +48,6 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
     ) -> None:
         self.policy, self.part, self.same_policy, self.options = load_policy(policy), part, same_policy, options
         self._model: nn.Module | None = None
-        self._resumed: dict[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the policy, once, before Lightning configures optimizers and loads a checkpoint."""
@@ -64,17 +66,27 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
         return children[part]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Prepare the optimizers, and compare the policy with that of the checkpoint."""
+        """Prepare the optimizers that train the part."""
         assert self._model is not None
-        if self._resumed is not None and self.same_policy:
-            check_policy("the checkpoint", self._resumed["written_under"], self._model)
+        policy = require_runtime(self._model, "FP4GraphLightningCallback").policy
+        if grad_scaler(self._model).is_enabled() and getattr(trainer.precision_plugin, "scaler", None) is None:
+            raise Error(
+                f"policy {policy.name!r} scales the loss, which Lightning does only with precision='16-mixed'; set it"
+            )
+        steps = trainer.estimated_stepping_batches if policy.phases else math.inf
+        if math.isfinite(steps):
+            set_total_forwards(self._model, int(steps) * trainer.accumulate_grad_batches)
+        held = {id(parameter) for parameter in self._model.parameters()}
         for optimizer in trainer.optimizers:
-            prepare_optimizer(self._model, optimizer)
+            if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
+                prepare_optimizer(self._model, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the origin of the training for a checkpoint."""
         return {} if self._model is None else {"written_under": written_under(self._model)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the origin that a checkpoint holds."""
-        self._resumed = state_dict
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Compare the policy with that of the checkpoint; a checkpoint without this callback has none."""
+        if self.same_policy and self._model is not None:
+            saved = checkpoint["callbacks"].get(self.state_key, {})
+            check_policy("the checkpoint", saved.get("written_under"), self._model)

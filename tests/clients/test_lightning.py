@@ -129,6 +129,45 @@ def test_a_callback_trains_and_resumes_as_two_lines_do(tmp_path):
         fitted(Classifier(), tmp_path, callbacks=[by_callback("tetrajet")], resume=tmp_path / "other/epoch=0.ckpt")
 
 
+LINEARS = {"version": 1, "name": "linears", "rules": [{"match": {}, "quantize": {"element": "e2m1", "block": 32}}]}
+
+
+def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_training(tmp_path):
+    fitted(Classifier(), tmp_path, epochs=1)
+    with pytest.raises(Mismatch, match="was written under no policy"):
+        fitted(Classifier(), tmp_path, callbacks=[by_callback("tetrajet")], resume=tmp_path / "epoch=0.ckpt")
+    with pytest.raises(Error, match="precision='16-mixed'"):
+        fitted(Classifier(), tmp_path, callbacks=[by_callback(LINEARS | {"techniques": ["loss_scaling"]})])
+    module = Classifier()
+    fitted(
+        module, tmp_path, callbacks=[by_callback(LINEARS | {"phases": [{"at": 0.5, "rules": [], "default": "keep"}]})]
+    )
+    assert runtime_of(module.net).settings.total_forwards == 8
+
+
+class Two(Classifier):
+    """Has an optimizer of another part, which acts on none of the net's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(10, 10)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(self.other(self.net(batch[0])).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.net, self.other)]
+
+
+def test_a_callback_prepares_the_optimizers_of_the_part(tmp_path):
+    module = fitted(Two(), tmp_path, epochs=1, callbacks=[by_callback()])
+    net = module.net.state_dict()
+    assert any(not torch.equal(net[key], net[key.replace("_fp4graph_q_ema_", "")]) for key in net if "q_ema" in key)
+
+
 def test_a_callback_is_told_which_part(tmp_path):
     module = Classifier()
     module.other = torch.nn.Linear(2, 2)

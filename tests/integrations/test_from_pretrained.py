@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -49,11 +50,11 @@ def test_it_is_the_model_that_apply_makes(folder, dtype):
 
 
 def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
-    model = step(loaded(folder, "tetrajet-qema"))
+    model = step(fp4graph.apply(loaded(folder, "tetrajet"), "tetrajet-qema", **EAGER))
     model.save_pretrained(tmp_path / "trained")
     written = json.loads((tmp_path / "trained/config.json").read_text())["quantization_config"]
     assert (written["quant_method"], written["policy"]["name"], written["seed"]) == ("fp4graph", "tetrajet-qema", 3)
-    again = loaded(tmp_path / "trained")
+    again = loaded(tmp_path, subfolder="trained")
     runtime = runtime_of(again)
     assert runtime.policy.fingerprint == fp4graph.load_policy("tetrajet-qema").fingerprint
     state = model.state_dict()
@@ -63,6 +64,22 @@ def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
     plain = fp4graph.remove(copy.deepcopy(again)).eval()
     with torch.no_grad():
         assert torch.equal(plain(IDS).logits, fp4graph.remove(model).eval()(IDS).logits)
+
+
+def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path):
+    config = FP4GraphConfig("tetrajet", **EAGER)
+    model, removed = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config) for _ in range(2)
+    )
+    fp4graph.remove(removed).save_pretrained(folder)
+    assert runtime_of(loaded(folder)) is None
+    zeros = {key: torch.zeros_like(value) for key, value in model.float().state_dict().items()}
+    pickle.loads(pickle.dumps(model.config)).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=zeros)
+    assert not any(parameter.any() for parameter in loaded(tmp_path).parameters())
+    assert runtime_of(loaded(tmp_path)).policy.name == "tetrajet"
+    with pytest.raises(fp4graph.Error, match="put the weights on meta"):
+        loaded(tmp_path, device_map="meta")
 
 
 def test_a_trainer_trains_it(folder, tmp_path):
