@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +26,8 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique import TENSOR_STAGES, Part
 from fp4graph.technique.operands import Gemm, Operand
 
-#: The stages at which a technique takes an operand off the grid of its format, with what it does there.
 _OPS = {"conv": "convolution", "sdpa": "attention", "matmul": "product of two activations"}
+#: The stages at which a technique takes an operand off the grid of its format, with what it does there.
 _OFF_GRID = {"split": "splits", "around": "wraps the quantizer of", "after": "changes"}
 
 
@@ -64,7 +65,7 @@ class Target(_Entry):
     stochastic: tuple[Operand, ...] = tuple(Operand)
     square: tuple[Operand, ...] = tuple(Operand)
     techniques: Mapping[str, Mapping[str, tuple[Any, ...]]] | None = None
-    apart: tuple[tuple[str, str], ...] = ()
+    exclusive: tuple[tuple[str, str], ...] = ()
     scales: Mapping[str, tuple[str, ...]] = {}
     ties: tuple[str, ...] = ("even", "up", "away")
 
@@ -116,7 +117,7 @@ def verdicts(
             result[which] = Verdict("exact", "high precision")
             continue
         formats, why = _formats(chosen, gemm, kind)
-        why = why or _apart(chosen, program) or _size(chosen, which, site)
+        why = why or _exclusive(chosen, program) or _size(chosen, which, site)
         if program is not None and program.apart is not None and which is not Gemm.DGRAD:
             why = why or "some input channels are multiplied apart"
         result[which] = Verdict("simulated", why) if why else Verdict("native", formats)
@@ -159,10 +160,10 @@ def _mismatch(name: str, program: OperandProgram) -> tuple[int, str] | None:
     """Return in which respect an operand differs from a format, in how many respects it fits before that one; None if
     it fits in all."""
     spec = program.spec
-    if spec is None or name == "exact":
-        return (
-            None if spec is None and name == "exact" else (0, "kept in high precision" if spec is None else "quantized")
-        )
+    if name == "exact":
+        return None if spec is None else (0, "quantized")
+    if spec is None:
+        return 0, "kept in high precision"
     known, scale = data().formats[name], spec.scale
     scaling = [part for part in program.at("group_scale") if not part.constant]  # the result carries a constant
     others = [part.name for part in scaling if part.group_granularity not in ("tensor", "all")]
@@ -220,11 +221,11 @@ def _parts(gemm: GemmProgram) -> list[Part]:
     return [*gemm.transforms, *(part for part in parts if any(map(part.acts_at, TENSOR_STAGES)))]
 
 
-def _apart(target: Target, program: MatmulProgram | None) -> str:
+def _exclusive(target: Target, program: MatmulProgram | None) -> str:
     """Return which techniques of a product the target has, but not together; empty where there are none."""
     gemms = () if program is None else (program.fprop, program.dgrad, program.wgrad)
     names = {part.name for gemm in gemms for part in _parts(gemm)}
-    return next((f"{target.title} has no {a} together with {b}" for a, b in target.apart if {a, b} <= names), "")
+    return next((f"{target.title} has no {a} together with {b}" for a, b in target.exclusive if {a, b} <= names), "")
 
 
 def _refused(target: Target, part: Part) -> str | None:
@@ -243,7 +244,7 @@ def _size(target: Target, which: Gemm, site: Site | None) -> str:
     """Return which axis of a GEMM is no multiple of what the target needs; empty where sizes fit or are open."""
     if site is None or site.op not in ("linear", "grouped") or not all(map(_is_number, site.shapes)):
         return ""
-    tokens, features = _product(site.shapes[0][:-1]), int(site.shapes[0][-1])
+    tokens, features = prod(map(int, site.shapes[0][:-1])), int(site.shapes[0][-1])
     outputs = next((int(size) for size in site.shapes[1][-2:] if size != features), features)
     axes = {"tokens": tokens, "in_features": features, "out_features": outputs}
     contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[which]
@@ -258,13 +259,6 @@ def _size(target: Target, which: Gemm, site: Site | None) -> str:
 
 def _is_number(shape: Iterable[int | str]) -> bool:
     return all(isinstance(size, int) for size in shape)
-
-
-def _product(sizes: Iterable[int | str]) -> int:
-    result = 1
-    for size in sizes:
-        result *= int(size)
-    return result
 
 
 def summary(name: str, sites: Iterable[Site]) -> str:

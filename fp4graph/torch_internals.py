@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CheckpointFrame
 
-F = TypeVar("F", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: Maps and flattens nested lists, tuples and dicts as torch does.
 pytree = _pytree
@@ -83,7 +83,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def constant_result(function: F) -> F:
+def constant_result(function: _Function) -> _Function:
     """Have Dynamo call ``function`` while it traces, and write the result into the graph as a constant. The public
     torch.compiler.assume_constant_result does the same, but imports Dynamo, which takes a second, where it decorates.
     Checked on torch 2.13 to 2.15."""

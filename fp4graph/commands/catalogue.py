@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from inspect import get_annotations
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import annotated_types
 from pydantic import ValidationError
@@ -132,22 +132,33 @@ def planned(rule: Rule) -> OperandSpecs:
     return plan_specs(rule.techniques, site, rule.specs)
 
 
-def native_on(target: str, policy: Policy) -> list[tuple[str, str, str, str, str]]:
-    """Return (rule, op, GEMM, kind, why) of every GEMM of the rules that quantize, for products of any size; phases are
-    policies of their own."""
+class Native(NamedTuple):
+    """Whether a GEMM of a rule runs natively on a target: ``kind`` and ``why`` are those of a
+    :class:`~fp4graph.targets.Verdict`, or "refused" and the error where a technique does not take such products."""
+
+    rule: str
+    op: str
+    gemm: str
+    kind: str
+    why: str
+
+
+def native_on(target: str, policy: Policy) -> list[Native]:
+    """Return a row for every GEMM of the rules that quantize, for products of any size; phases are policies of their
+    own."""
     from fp4graph import targets
     from fp4graph.graph.plan import plan_once
 
-    rows: list[tuple[str, str, str, str, str]] = []
+    rows: list[Native] = []
     for rule in (*policy.rules, policy.default):
         for op in (rule.match.op or ("linear", "grouped")) if rule.quantizes else ():
             try:
                 program = plan_once(SiteView(None, op, None, None, None), rule).program
             except Error as error:  # the policy refuses such products
-                rows.append((rule.name, op, "all", "refused", str(error)))
+                rows.append(Native(rule.name, op, "all", "refused", str(error)))
                 continue
             found = targets.verdicts(target, program, op=op)
-            rows += [(rule.name, op, str(gemm), *verdict) for gemm, verdict in found.items()]
+            rows += [Native(rule.name, op, str(gemm), *verdict) for gemm, verdict in found.items()]
     return rows
 
 

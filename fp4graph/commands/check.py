@@ -16,10 +16,9 @@ from fp4graph.errors import Error
 from fp4graph.files import write
 
 if TYPE_CHECKING:
+    from fp4graph.commands.catalogue import Native
     from fp4graph.policy import Policy, Rule
 
-
-_TARGET_KEYS = ("rule", "op", "gemm", "kind", "why")
 TargetOption = Annotated[
     str | None,
     typer.Option(help="Show which GEMMs run natively there, and why others do not: b200, mi355x, te, vllm, ..."),
@@ -39,12 +38,8 @@ def check(
     loaded = load_policy(policy, installed_registry())
     explanation = _explanation(model, loaded) if model else None
     data = catalogue.policy_data(loaded) | ({"model": explanation.to_json(target=target)} if explanation else {})
-    native = catalogue.native_on(target, loaded) if target else []
-    for phase in loaded.phases if target else ():
-        begins = catalogue.phase_heading(phase)
-        rows = catalogue.native_on(str(target), phase.policy) or [("nothing is quantized", "", "", "exact", "")]
-        native += [(f"{begins}: {rule}", *rest) for rule, *rest in rows]  # type: ignore[misc]
-    data |= {"target": [dict(zip(_TARGET_KEYS, row, strict=True)) for row in native]}
+    native = [] if target is None else _native_on(target, loaded)
+    data |= {"target": [row._asdict() for row in native]}
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     if not loaded.ever_quantizes:
         heading += "This policy quantizes nothing: every rule and the default keep high precision.\n"
@@ -60,7 +55,20 @@ def check(
         raise Error(f"{model}: {explanation.problem}")
 
 
-def _target_table(target: str, rows: Sequence[Sequence[str]]) -> RenderableType:
+def _native_on(target: str, policy: Policy) -> list[Native]:
+    """Return the rows of a policy and of its phases, whose rules are named with the phase."""
+    from fp4graph.commands import catalogue
+
+    rows = catalogue.native_on(target, policy)
+    for phase in policy.phases:
+        begins = catalogue.phase_heading(phase)
+        nothing = [catalogue.Native("nothing is quantized", "", "", "exact", "")]
+        found = catalogue.native_on(target, phase.policy) or nothing
+        rows += [row._replace(rule=f"{begins}: {row.rule}") for row in found]
+    return rows
+
+
+def _target_table(target: str, rows: Sequence[Native]) -> RenderableType:
     from fp4graph import targets
 
     table = Table("rule", "op", "GEMM", "", "why", title=f"on {targets.target(target).title}", title_justify="left")
@@ -107,9 +115,11 @@ def explain(
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
     if page is not None:
         write(page, explanation.to_html(target=target))
-    shown = explanation.schedule if schedule else explanation.table
-    native = [explanation.on(target, every=every)] if target else []
-    show(explanation.to_json(schedule=schedule, target=target), *(native or [shown(every=every)]), as_json=as_json)
+    tables = [explanation.schedule(every=every)] if schedule else []
+    tables += [explanation.on(target, every=every)] if target else []
+    shown = tables or [explanation.table(every=every)]
+    shown += [f"{page} shows this in a browser"] if page is not None else []
+    show(explanation.to_json(schedule=schedule, target=target), *shown, as_json=as_json)
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:

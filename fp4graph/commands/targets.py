@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from fp4graph.commands.catalogue import loadable_policies, native_on, shipped_registry
+from fp4graph.commands.catalogue import Native, loadable_policies, native_on, shipped_registry
 from fp4graph.files import write
 from fp4graph.policy import Policy
 from fp4graph.targets import data
@@ -77,15 +77,15 @@ def _in_phases(target: str, policy: Policy) -> str:
     """Return the cell of a policy's linear layers; phases that differ from the first are named."""
 
     def cell(phase: Policy) -> str:
-        return _cell([(gemm, kind) for _, op, gemm, kind, _ in native_on(target, phase) if op == "linear"])
+        return _cell([row for row in native_on(target, phase) if row.op == "linear"])
 
     first = cell(policy)
     return f"{first} at first" if first and any(cell(p.policy) != first for p in policy.phases) else first
 
 
-def _cell(gemms: list[tuple[str, str]]) -> str:
+def _cell(rows: list[Native]) -> str:
     """Return the GEMMs that are native under every rule."""
-    kinds = {gemm: {kind for each, kind in gemms if each == gemm} for gemm, _ in gemms}
+    kinds = {row.gemm: {each.kind for each in rows if each.gemm == row.gemm} for row in rows}
     native = [gemm for gemm, found in kinds.items() if "native" in found and "simulated" not in found]
     exact = [gemm for gemm, found in kinds.items() if found == {"exact"}]
     if native and len(native) + len(exact) == len(kinds):

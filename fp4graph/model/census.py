@@ -81,7 +81,7 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
 
 
 def techniques(sites: Iterable[Site]) -> list[str]:
-    """Return a sentence for each rule about the techniques that act at its sites."""
+    """Return the techniques that act at the sites of each rule, in words."""
     rules = dict.fromkeys((site.rule, site.techniques) for site in sites if site.techniques)
     return [f"techniques of {rule}: {', '.join(names)}" for rule, names in rules]
 

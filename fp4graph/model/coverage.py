@@ -145,14 +145,14 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
                 remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
             ahead = _decided_before(policy, index, sites)
             if rule.match.first_blocks and rule.match.last_blocks:
-                hint, remedy = "", "first_blocks and last_blocks must both hold, and no block is both; write two rules"
+                hint, remedy = "", "its blocks must be both first_blocks and last_blocks; for either, write two rules"
             if rule.quantizes and ahead and not any(site.quantized for site in sites):
                 names = ", ".join(dict.fromkeys(repr(policy.rules[s.rule_index or 0].name) for s in ahead))
                 hint = ""
                 remedy = (
                     f"rules before it ({names}) keep all that it could match; change those, use another policy, or "
+                    "give the model more blocks"
                 )
-                remedy += "give the model more blocks"
             if named is not None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"

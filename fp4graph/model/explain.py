@@ -7,7 +7,7 @@ import dataclasses
 import io
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,13 @@ class Explanation:
         table = Table(title=f"{self.policy.name}: how operands are quantized", title_justify="left")
         for column in ("module", "operand", "by", "because", "kept for the backward"):
             table.add_column(column, overflow="fold")
-        previous = None
-        for name, sites in self._lines([site for site in self.sites if site.quantized], every=every, schedules=True):
-            schedule = sites[0].schedule
-            lines = [] if schedule is None else schedule.lines()
-            rows = [(line.what, line.by, line.why, ", ".join(line.keeps)) for line in lines]
-            for index, row in enumerate([("as above",)] if rows == previous else rows):
-                table.add_row("" if index else name, *row)
-            previous = rows
+
+        def rows(site: Site) -> list[tuple[str, ...]]:
+            lines = [] if site.schedule is None else site.schedule.lines()
+            return [(line.what, line.by, line.why, ", ".join(line.keeps)) for line in lines]
+
+        quantized = [site for site in self.sites if site.quantized]
+        _fill(table, self._lines(quantized, every=every, schedules=True), rows)
         return table
 
     def on(self, target: str, *, every: bool = False) -> str:
@@ -130,13 +129,11 @@ class Explanation:
         table = Table(title=f"{self.policy.name} on {chosen.title}", title_justify="left")
         for column in ("module", "GEMM", "", "why"):
             table.add_column(column, overflow="fold")
-        previous = None
-        for name, sites in self._lines([site for site in self.sites if site.quantized], every=every):
-            verdicts = targets.verdicts(target, sites[0].program, sites[0])
-            rows = [(str(gemm), *verdict) for gemm, verdict in verdicts.items()]
-            for index, row in enumerate([("as above",)] if rows == previous else rows):
-                table.add_row("" if index else name, *row)
-            previous = rows
+
+        def rows(site: Site) -> list[tuple[str, ...]]:
+            return [(str(gemm), *verdict) for gemm, verdict in targets.verdicts(target, site.program, site).items()]
+
+        _fill(table, self._lines([site for site in self.sites if site.quantized], every=every), rows)
         return table
 
     @property
@@ -157,9 +154,9 @@ class Explanation:
 
     @property
     def _summary(self) -> list[str]:
-        blocks, summary = _blocks(self.blocks), census.summary(self.sites)
-        more = *census.techniques(self.sites), *census.on_gpu(self.sites), *census.shared(self.siblings)
-        return [blocks, summary, *more, *self._problem]
+        summary = "; ".join([census.summary(self.sites), *census.techniques(self.sites)])
+        more = *census.on_gpu(self.sites), *census.shared(self.siblings)
+        return [_blocks(self.blocks), summary, *more, *self._problem]
 
     def _table(self, *, every: bool) -> Table:
         table = Table(
@@ -389,6 +386,18 @@ def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: 
     with fake_mode:
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad)
     return nn.Parameter(like, x.requires_grad) if isinstance(x, nn.Parameter) else like
+
+
+def _fill(
+    table: Table, lines: Iterable[tuple[str, tuple[Site, ...]]], rows: Callable[[Site], list[tuple[str, ...]]]
+) -> None:
+    """Add the rows of each line's first site under the line's name; rows equal to those before become "as above"."""
+    previous = None
+    for name, sites in lines:
+        shown = rows(sites[0])
+        for index, row in enumerate([("as above",)] if shown == previous else shown):
+            table.add_row("" if index else name, *row)
+        previous = shown
 
 
 def _printed(table: Table, *lines: str) -> str:

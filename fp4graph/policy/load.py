@@ -71,7 +71,7 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     name = repr(shortened(str(ref)))
     unshipped = f"no policy {name} is shipped{registry.why_missing(str(ref))}, and it {problem}"
     described = unshipped if is_name else f"policy {name} {problem}"
-    raise place.error(f"{described}; {hint}Shipped policies: {', '.join(names) or 'none'}")
+    raise place.error(f"{described}; {hint}shipped policies: {', '.join(names) or 'none'}")
 
 
 def _read(path: Path) -> Node:

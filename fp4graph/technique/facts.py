@@ -45,8 +45,9 @@ class StateEntry:
             and when a checkpoint lacks the entry. It must be a function of a module and not a lambda
             or a closure: a new function at each call of ``parts`` would prevent shared compiled code.
         writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by the part's ``observe``.
-            ``siblings`` keeps nothing: before each forward the entry becomes the maximum of ``init``, an elementwise
-            maximum over elements, of the weights that servers fuse with this one (q, k, v; gate, up).
+            With ``siblings`` the entry is not kept: before each forward it becomes the maximum of ``init`` over this
+            weight and those that servers fuse with it (q, k, v; gate, up). Such an ``init`` must itself be a maximum
+            over elements, because a sharded weight takes the maximum over its shards.
         weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.
         families: last names of modules with one parent that are siblings too, beside those that servers fuse.
     """

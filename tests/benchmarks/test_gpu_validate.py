@@ -251,7 +251,7 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
 
 def test_a_rehearsal_writes_where_git_looks_away() -> None:
     ignored = (validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
-    assert f"{validate._folder(True).relative_to(validate.ROOT).parts[0]}/" in ignored
+    assert f"/{validate._folder(True).relative_to(validate.ROOT).parts[0]}/" in ignored
     assert validate._folder(False) == validate.ROOT / "benchmarks" / "results"
 
 

@@ -274,11 +274,12 @@ def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_pat
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_explain_prints_schedules(fp4graph, data):
+def test_explain_prints_schedules(fp4graph, data, tmp_path):
     pytest.importorskip("timm")
     command = ("explain", "--model", "test_vit", "--schedule", "tetrajet-qema")
-    text = fp4graph(*command).out
-    for words in ("q_ema rounds elements", "as above", "multiplied in the dtype of the model"):
+    text = fp4graph(*command, "--target", "b200", "--html", str(tmp_path / "page.html")).out
+    ours = ("q_ema rounds elements", "as above", "multiplied in the dtype of the model")
+    for words in (*ours, "tetrajet-qema on NVIDIA B200", "page.html shows this in a browser"):
         assert words in text
     site = next(site for site in data(*command)["sites"] if site["quantized"])
     weight = {"by": "tensor code", "because": "q_ema rounds elements", "keeps": ["quantized values"]}

@@ -315,7 +315,7 @@ def test_what_yaml_1_1_reads_otherwise_is_text(written: str, tmp_path: Path, reg
     ("ref", "expected"),
     [
         ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
-        ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
+        ("zzz", ["no policy 'zzz' is shipped", "shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
         ("somewhere/mxfp44.yaml", ["mxfp44.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("/"), ["is a directory"]),
