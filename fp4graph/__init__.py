@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from fp4graph.exports import export, load_quantized
     from fp4graph.exports.frozen import pack_frozen, unpack_frozen
+    from fp4graph.exports.refit import packed_weights
     from fp4graph.graph.site import Site
     from fp4graph.lab.compare import compare
     from fp4graph.lab.search import search
@@ -59,6 +60,7 @@ _HOME = {
         "errors": "CaptureError NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
         "exports": "export load_quantized",
         "exports.frozen": "pack_frozen unpack_frozen",
+        "exports.refit": "packed_weights",
         "graph.site": "Site",
         "lab.search": "search",
         "lab.sensitivity": "sensitivity",
@@ -83,8 +85,8 @@ __all__ = [
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "apply", "bypass", "compare", "detect_nonfinite", "explain", "export",
     "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "lab", "load_policy", "load_quantized",
-    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "search", "sensitivity", "set_total_forwards",
-    "strip", "training", "unpack", "unpack_frozen",
+    "optim", "pack", "pack_frozen", "packed_weights", "prepare_optimizer", "remove", "search", "sensitivity",
+    "set_total_forwards", "strip", "training", "unpack", "unpack_frozen",
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "compare": "train policies seeds folder baseline",
     "pack_frozen": "model",
     "unpack_frozen": "model",
+    "packed_weights": "model",
 }
 CLASSES = [
     *("CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed"),

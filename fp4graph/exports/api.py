@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,11 @@ from fp4graph.exports.modelopt import ModelOpt
 from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
 from fp4graph.exports.siblings import Siblings, change, require_shared
-from fp4graph.exports.weights import ExportError, Fp4Weight, Scheme, fp4_weights, refusal
+from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refuse_computed
 from fp4graph.extras import install
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
-from fp4graph.technique.operands import Operand
 
 #: The layouts by the values of ``format=``, with the packages that they need.
 LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {
@@ -117,11 +116,10 @@ def _write(
             schemes[module] = weight.scheme
 
     for weight in fp4_weights(runtime, activations=activations):
-        _require_untied(root, weight)
         write(weight, scales.get(weight.name))
         siblings.add(weight, scales.get(weight.name))
         done.add(weight.name)
-    _refuse_computed(root, runtime, done)
+    refuse_computed(runtime, done)
     if not done:
         raise Error(
             f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; save "
@@ -129,7 +127,11 @@ def _write(
         )
     differing = [] if sibling_scales == "own" else siblings.differing()
     if sibling_scales == "refuse":
-        require_shared(differing)
+        require_shared(
+            differing,
+            "sibling_scales='share' (--sibling-scales share) to write each group with one scale and print the "
+            "resulting error, or 'own' for readers that fuse nothing, such as transformers",
+        )
     changes = []
     for group in differing:
         shared = list(group.shared())
@@ -181,36 +183,6 @@ def _scales(
             "(--weights-only)"
         )
     return scales, True
-
-
-def _require_untied(root: nn.Module, weight: Fp4Weight) -> None:
-    """Raise an ExportError if an embedding reads the parameter in high precision."""
-    named = dict(root.named_parameters(remove_duplicate=False))
-    parameter = named.get(weight.name)  # None if it is packed, as shared parameters never are
-    for name in [name for name, each in named.items() if each is parameter and name != weight.name]:
-        owner = root.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-            raise refusal(
-                weight,
-                f"{name} is the same parameter and needs it in high precision",
-                f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
-            )
-
-
-def _refuse_computed(root: nn.Module, runtime: Runtime, done: Collection[str]) -> None:
-    """Raise an ExportError for a quantized layer whose weight is not in ``done``, because a forward computes it."""
-    named = dict(root.named_parameters(remove_duplicate=False))
-    written = {id(named[name]) for name in done if name in named}
-    owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
-    for site in runtime.sites:
-        weighs = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
-        if weighs and site.module not in owners:
-            raise ExportError(
-                f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
-                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds it. Make it a "
-                "parameter first (torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove), "
-                "or keep the layer in high precision"
-            )
 
 
 def _once(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -114,17 +114,17 @@ class Siblings:
         return [group for group in groups if group.factor > 1]
 
 
-def require_shared(groups: Sequence[Group]) -> None:
-    """Raise an ExportError that lists ``groups``, whose tensor scales differ, unless it is empty."""
+def require_shared(groups: Sequence[Group], remedy: str) -> None:
+    """Raise an ExportError that lists ``groups``, whose tensor scales differ, and the remedy, unless it is empty."""
     if not groups:
         return
     worst = sorted(groups, key=lambda group: -group.factor)
     more = f". {len(worst) - _LISTED} more groups differ" if len(worst) > _LISTED else ""
+    weights = any(_factor(group.gammas) > 1 for group in groups)
+    train = "Train with tensor_scaling: {share: siblings}, or give" if weights else "Give"
     raise ExportError(
         "cannot export siblings with different tensor scales: servers (vLLM, SGLang) fuse them and read one scale for "
-        f"all, without rescaling blocks. {'. '.join(map(str, worst[:_LISTED]))}{more}. Give sibling_scales='share' "
-        "(--sibling-scales share) to write each group with one scale and print the resulting error, or 'own' for "
-        "readers that fuse nothing, such as transformers"
+        f"all, without rescaling blocks. {'. '.join(map(str, worst[:_LISTED]))}{more}. {train} {remedy}"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.graph.plan import plan_once
@@ -104,7 +104,7 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
     current_phase = runtime.policy.phase(_count(runtime), runtime.settings.total_forwards)
     if (runtime.weights and not used) or current_phase != runtime.phase:
         raise Error(
-            "export() writes the operands of a forward, but the model has not been called since the policy was "
+            "weights are exported as a forward multiplies them, but the model has not been called since the policy was "
             "applied or its present phase began; call it once, for instance in eval() and under torch.no_grad()"
         )
     seen = set()
@@ -115,7 +115,7 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
         seen.add(weight.name)
         if is_sharded(weight.stored):
             raise Error(
-                "export() needs the model in one process, but it is sharded; save a checkpoint with "
+                "weights are exported from one process, but the model is sharded; save a checkpoint with "
                 "fp4graph.training.checkpoint, load it in one process, and export there"
             )
         if (apart := plan.program.apart) is not None:
@@ -126,7 +126,39 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
                 "have one format",
                 "train its last steps with a policy that multiplies all channels alike",
             )
-        yield _of(weight, plan.program.fprop, runtime, activations)
+        found = _of(weight, plan.program.fprop, runtime, activations)
+        _require_untied(runtime.root, found)
+        yield found
+
+
+def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:
+    """Raise an ExportError for a quantized layer whose weight is not in ``done``, because a forward computes it."""
+    named = dict(runtime.root.named_parameters(remove_duplicate=False))
+    written = {id(named[name]) for name in done if name in named}
+    owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
+    for site in runtime.sites:
+        weighs = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
+        if weighs and site.module not in owners:
+            raise ExportError(
+                f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
+                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds it. Make it a "
+                "parameter first (torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove), "
+                "or keep the layer in high precision"
+            )
+
+
+def _require_untied(root: nn.Module, weight: Fp4Weight) -> None:
+    """Raise an ExportError if an embedding reads the parameter in high precision."""
+    named = dict(root.named_parameters(remove_duplicate=False))
+    parameter = named.get(weight.name)  # None if it is packed, as shared parameters never are
+    for name in [name for name, each in named.items() if each is parameter and name != weight.name]:
+        owner = root.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            raise refusal(
+                weight,
+                f"{name} is the same parameter and needs it in high precision",
+                f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
+            )
 
 
 @torch.no_grad()

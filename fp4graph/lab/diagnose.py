@@ -116,7 +116,8 @@ def diagnose(
 ) -> Diagnosis:
     """Return the quantities that left their normal range in a run, by step.
 
-    Within a step, forward precedes backward, and larger findings precede smaller ones. If the loss rises in the run,
+    Within a step, forward precedes backward, operands precede the bias of a gradient, and larger findings precede
+    smaller ones. If the loss rises in the run,
     operands that left their range at less than half of their sites precede the loss and the gradient norm; operands
     that left it at more sites share a cause and follow. A spike of the loss that passed comes last.
 
@@ -332,7 +333,8 @@ def _place(finding: Finding, rises: bool) -> tuple[float, ...]:
     level = (1 if rises else 3) if of_training else 2 if rises and 2 * count >= max(every_site, 2) else 0
     backward = finding.operand.startswith(("dgrad", "wgrad"))
     passed = finding.quantity == "loss" and not finding.stays
-    return math.inf if passed else finding.step, level, backward, -finding.size
+    follows = finding.quantity == "bias"  # of a GEMM's result, from the errors of its operands
+    return math.inf if passed else finding.step, level, backward, follows, -finding.size
 
 
 def _headline(findings: Sequence[Finding], diverged: bool | None) -> str:

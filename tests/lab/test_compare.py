@@ -543,6 +543,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     recorded = read(result.folder / "tetrajet-0")
     assert recorded.steps == [2, 4, 6, 8]
     final = [row for row in recorded.rows if row["step"] == 8 and row.get("snr_db") is not None]
+    assert all("limit_blocks" in row for row in final)  # a diagnosis takes the remedy of a low ratio from it
     lowest = min(final, key=lambda row: row["snr_db"])
     assert f"<td>{lowest['site']}</td>" in text
     assert f"{lowest['snr_db']:.1f} dB" in text

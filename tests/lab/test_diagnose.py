@@ -142,6 +142,15 @@ def test_ranges_of_operands(tmp_path, values, column, expected):
         assert found[0].normal == pytest.approx(expected[3])
 
 
+def test_an_operand_precedes_the_bias_that_follows_from_it(tmp_path):
+    bias = {"site": "a", "tensor": "dgrad", "bias": 0.99}
+    ratio = {"site": "a", "tensor": "dgrad.grad", "snr_db": 2.9}  # just below the limit: the smaller finding
+    log = Log(tmp_path, {"step": 0, "policy": "p", "every": 10})
+    for step in (10, 20):
+        log.append([{"step": step, **row} for row in (bias, ratio)])
+    assert [each.quantity for each in diagnose(tmp_path).findings] == ["snr_db", "bias"]
+
+
 @pytest.mark.parametrize(("quantizer", "ranges"), [("e2m1/32", ["baseline"]), ("int4/tensor", [])])
 def test_a_baseline_with_the_same_quantizer(tmp_path, quantizer, ranges):
     for name, level, words in (("run", 12.0, "e2m1/32"), ("baseline", 20.0, quantizer)):

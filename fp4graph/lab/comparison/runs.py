@@ -32,8 +32,8 @@ from fp4graph.policy import Policy
 
 #: Points of a run's curve in its line; each is the mean of the steps since the point before.
 POINTS = 200
-#: Statistics that the page of a comparison shows.
-METRICS = ("snr", "error", "saturation", "underflow")
+#: Statistics that the page of a comparison shows, and those that a diagnosis needs to name the remedy of a low ratio.
+METRICS = ("snr", "error", "saturation", "underflow", "scales")
 #: The file in the folder of a run that raised.
 TRACEBACK = "traceback.txt"
 Progress = Callable[[Policy, int, int, float], None]

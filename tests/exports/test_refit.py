@@ -1,0 +1,102 @@
+"""Packed matrices for a server: decoded by ml_dtypes, they are what an eval forward multiplies."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.exports import ExportError
+from fp4graph.exports.refit import PackedMatrix
+from tests.exports.models import MXFP4, NVFP4, by_rule, llama, mixture, multiplied, policy, trained
+
+W4A16 = "nvfp4-w4a16"
+
+
+def decoded(matrix: PackedMatrix) -> np.ndarray:
+    """Return the values of a matrix, in float64 and rounded once to fp32."""
+    codes = matrix.codes.numpy()
+    elements = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(ml_dtypes.float4_e2m1fn)
+    kind = ml_dtypes.float8_e8m0fnu if matrix.global_scale is None else ml_dtypes.float8_e4m3fn
+    scales = matrix.scales.view(torch.uint8).numpy().view(kind).astype(np.float64)
+    block = elements.shape[1] // scales.shape[1]
+    products = (elements.astype(np.float64) * np.repeat(scales, block, -1)).astype(np.float32)
+    gamma = 1.0 if matrix.global_scale is None else matrix.global_scale.item()
+    return (products.astype(np.float64) * gamma).astype(np.float32)
+
+
+def names(model: Any, **options: Any) -> list[str]:
+    return [matrix.name for matrix in fp4graph.packed_weights(model, **options)]
+
+
+@pytest.mark.parametrize("under", [W4A16, policy(MXFP4), policy(NVFP4)], ids=["shared", "mxfp4", "without γ"])
+def test_a_llama_as_its_forward_multiplies(under: Any) -> None:
+    model = trained(llama(), under)
+    weights = multiplied(model)
+    packed = list(fp4graph.packed_weights(model))
+    assert [f"{matrix.name}.weight" for matrix in packed] == list(weights)
+    for matrix in packed:
+        np.testing.assert_array_equal(decoded(matrix), weights[f"{matrix.name}.weight"].numpy())
+
+
+@pytest.mark.slow
+def test_each_expert_has_a_name() -> None:
+    model = trained(mixture("Qwen3-MoE"), W4A16)
+    weights = multiplied(model)
+    packed = {matrix.name: decoded(matrix) for matrix in fp4graph.packed_weights(model)}
+    stack = "model.layers.0.mlp.experts"
+    for expert, (both, down) in enumerate(
+        zip(weights[f"{stack}.gate_up_proj"], weights[f"{stack}.down_proj"], strict=True)
+    ):
+        gate, up = both.numpy().reshape(2, -1, both.shape[-1])
+        for name, expected in {"gate_proj": gate, "up_proj": up, "down_proj": down.numpy()}.items():
+            np.testing.assert_array_equal(packed[f"{stack}.{expert}.{name}"], expected)
+
+
+def test_only_what_changed() -> None:
+    model, sent = trained(llama(), W4A16), dict[str, bytes]()
+    everything = names(model, sent=sent)
+    assert names(model, sent=sent) == []
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] *= -1
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)  # γ of k and v too
+        model(torch.zeros(1, 4, dtype=torch.int64))  # γ is made anew before a forward
+    first, second = "model.layers.0.self_attn", "model.layers.1.mlp.down_proj"
+    expected = [*(f"{first}.{name}_proj" for name in "qkv"), second]
+    for matrix in fp4graph.packed_weights(model, sent=sent):
+        assert matrix.name == expected[0]
+        break  # the transfer failed: the matrix does not count as sent
+    assert names(model, sent=sent) == expected
+    assert sent.keys() == {*everything}
+
+
+def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent() -> None:
+    model = trained(llama(), policy(NVFP4, "tensor_scaling"))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        for layer in model.model.layers:
+            for name in "qkv":
+                layer.self_attn.get_submodule(f"{name}_proj").weight[0, 0] = 1.0
+    matrices = fp4graph.packed_weights(model)
+    taken = [matrix.name for matrix in itertools.islice(matrices, 4)]
+    assert taken == [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+    with pytest.raises(ExportError, match=r"layers\.0\.mlp: γ of gate_proj .* times apart.*share: siblings"):
+        next(matrices)
+    assert len(names(model, sibling_scales="own")) == 21
+
+
+def test_bad_input() -> None:
+    with pytest.raises(fp4graph.Error, match="did you mean 'refuse'"):
+        fp4graph.packed_weights(llama(), sibling_scales="refuses")
+    with pytest.raises(fp4graph.Error, match="apply"):
+        names(llama())
+    with pytest.raises(fp4graph.Error, match="has not been called since"):
+        names(fp4graph.apply(llama(), W4A16))
+    tied = trained(llama(tie_word_embeddings=True), by_rule(MXFP4, operands={"fprop.input": "keep"}))
+    with pytest.raises(ExportError, match="is the same parameter and needs it in high precision"):
+        names(tied)
