@@ -209,7 +209,7 @@ def _require_static(case: _Case, program: MatmulProgram) -> None:
     acting = {technique.name for technique in case.planned.on_weight[0]}
     acting |= {s.technique for s in program.state if s.entry.operand in (Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT)}
     if acting:
-        what = f"{min(acting)} changes the weight itself or keeps state of it"
+        what = f"{min(acting)} changes the weight itself, or keeps state of it or its siblings"
         raise case.refusal(what, "fine-tune under a policy without it")
     if program.fprop.transforms:
         name = program.fprop.transforms[0].name
