@@ -63,7 +63,8 @@ class Activations:
         with np.errstate(divide="ignore"):
             factor = np.where(scales > 0, 1 / (scales * (1 / self.divisor)), np.float32(0))
         elements = np.clip(_rounded(np.clip(blocks * factor, -6, 6), 0, 1), -6, 6)
-        return (elements * scales * self.scale).reshape(x.shape)
+        quantized: Array = (elements * scales * self.scale).reshape(x.shape)
+        return quantized
 
 
 def _rounded(x: Array, lowest: int, bits: int) -> Array:
