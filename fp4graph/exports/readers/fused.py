@@ -71,7 +71,8 @@ def _rounded(x: Array, lowest: int, bits: int) -> Array:
     """Round to ``bits`` bits after the leading one, ties to even, with subnormals below the exponent ``lowest``."""
     exponents = np.maximum(np.frexp(x)[1] - 1, lowest)
     step = np.ldexp(np.float32(1), exponents - bits)
-    return np.rint(x / step) * step
+    rounded: Array = np.rint(x / step) * step
+    return rounded
 
 
 @dataclass(frozen=True, eq=False)

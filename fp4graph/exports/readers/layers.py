@@ -146,7 +146,7 @@ def _scalars(tensors: Mapping[str, Any], groups: list[list[str]], last: str, sta
     keys = [[f"{module}.{last}" for module in group] for group in groups]
     if any(key not in tensors for group in keys for key in group):
         return None
-    scales = np.array([[float(np.asarray(tensors[key]).reshape(())) for key in group] for group in keys], np.float32)
+    scales = np.array([[tensors[key].item() for key in group] for group in keys], np.float32)
     return scales if stacked else scales[0]
 
 
