@@ -63,14 +63,16 @@ class Activations:
         with np.errstate(divide="ignore"):
             factor = np.where(scales > 0, 1 / (scales * (1 / self.divisor)), np.float32(0))
         elements = np.clip(_rounded(np.clip(blocks * factor, -6, 6), 0, 1), -6, 6)
-        return (elements * scales * self.scale).reshape(x.shape)
+        quantized: Array = (elements * scales * self.scale).reshape(x.shape)
+        return quantized
 
 
 def _rounded(x: Array, lowest: int, bits: int) -> Array:
     """Round to ``bits`` bits after the leading one, ties to even, with subnormals below the exponent ``lowest``."""
     exponents = np.maximum(np.frexp(x)[1] - 1, lowest)
     step = np.ldexp(np.float32(1), exponents - bits)
-    return np.rint(x / step) * step
+    rounded: Array = np.rint(x / step) * step
+    return rounded
 
 
 @dataclass(frozen=True, eq=False)

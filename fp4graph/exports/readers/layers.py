@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from fp4graph.errors import PolicyWarning
 from fp4graph.exports.readers.configuration import Quantization, Scheme
 from fp4graph.exports.readers.fused import Activations, Array, Bytes, Fused, ServerError
 
-#: The names of modules that servers fuse, by the name of the fused one.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-#: The names of an expert's modules, in the order of their rows, by the name of the stack.
-_STACKS = {"w13": (("gate_proj", "up_proj"), ("w1", "w3")), "w2": (("down_proj",), ("w2",))}
+#: The last names of modules that servers fuse, in the order of their rows, by the name of the fused layer: of linears,
+#: and of experts.
+_FAMILIES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
+    {"qkv_proj": (("q_proj", "k_proj", "v_proj"),), "gate_up_proj": (("gate_proj", "up_proj"),)},
+    {"w13": (("gate_proj", "up_proj"), ("w1", "w3")), "w2": (("down_proj",), ("w2",))},
+)
 _EXPERT = re.compile(r"(?P<owner>.+\.experts)\.(?P<index>\d+)\.(?P<last>\w+)$")
 #: The names of a module's codes, tensor scale and constant of activations.
 _NAMES = {
@@ -59,7 +62,7 @@ class Layer:
 
     def refuse(self, why: str) -> ServerError:
         """Return the error that the server cannot load the layer."""
-        return ServerError(f"{self.server} cannot load {self.name}: {why}")
+        return _error(self.server, self.name, why)
 
     def warn(self, what: str) -> None:
         """Warn as the server does."""
@@ -72,26 +75,29 @@ def layers(tensors: Mapping[str, Any], quantized: Quantization, server: str) -> 
     Raises:
         ServerError: a tensor is missing, siblings or experts have different schemes, or no server finds the layer.
     """
+    for key in tensors:
+        if key.endswith(".experts.gate_up_proj"):
+            raise _error(server, key, "servers look for all experts in FP4, but these are kept in high precision")
     if quantized.layout == "gpt-oss":
         yield from _gpt_oss(tensors, quantized, server)
         return
     last = "weight_packed" if quantized.layout == "compressed-tensors" else "weight_scale_2"
     packed = {key.removesuffix(f".{last}") for key in tensors if key.endswith(f".{last}")}
-    for name, groups, stacked in _grouped(sorted(packed, key=_natural)):
+    held = {key.rpartition(".")[0] for key in tensors}
+    for name, groups, stacked in _grouped(sorted(packed, key=_natural), held):
         modules = [module for group in groups for module in group]
         schemes = {module: quantized.scheme(module) if module in packed else None for module in modules}
         different = [module for module, scheme in schemes.items() if scheme != schemes[modules[0]]]
         scheme = schemes[modules[0]]
         if different or scheme is None:
-            raise ServerError(
-                f"{server} cannot load {name}: {(different or modules)[0]} is not quantized like its siblings, or "
-                "config.json and tensors differ in what is quantized"
-            )
-        parts = [[_part(tensors, module, scheme, server) for module in group] for group in groups]
-        codes, scales, rows = _joined(parts, stacked)
+            why = f"{(different or modules)[0]} is not quantized as its siblings are, or as config.json says"
+            raise _error(server, name, why)
+        codes_name = _NAMES[scheme.layout][0]
+        codes, rows = _joined(tensors, groups, codes_name, stacked, server)
+        scales, _ = _joined(tensors, groups, "weight_scale", stacked, server)
         extra = [_scalars(tensors, groups, _NAMES[scheme.layout][i], stacked) for i in (1, 2)]
         if (scheme.weights == "nvfp4" and extra[0] is None) or (scheme.inputs == "nvfp4" and extra[1] is None):
-            raise ServerError(f"{server} cannot load {name}: a tensor scale of its weights or activations is missing")
+            raise _error(server, name, "it lacks a tensor scale of weights or activations")
         yield Layer(server, name, tuple(groups[0]), rows, scheme, stacked, codes, scales, *extra)
 
 
@@ -100,68 +106,69 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _grouped(packed: Sequence[str]) -> Iterator[tuple[str, list[list[str]], bool]]:
-    """Yield each layer's name, the modules of its rows, by expert, and whether it is a stack of experts."""
+def _grouped(packed: Sequence[str], held: Collection[str]) -> Iterator[tuple[str, list[list[str]], bool]]:
+    """Yield each layer's name, the modules of its rows, by expert, and whether it is a stack of experts.
+
+    Args:
+        packed: the modules in FP4.
+        held: all modules of the checkpoint.
+    """
     done = set()
     for module in packed:
-        owner, _, last = module.rpartition(".")
+        expert = _EXPERT.match(module)
+        owner, last = (expert["owner"], expert["last"]) if expert else module.rpartition(".")[::2]
+        families = [(name, names) for name, groups in _FAMILIES[bool(expert)].items() for names in groups]
+        layer, names = next(((name, names) for name, names in families if last in names), (last, (last,)))
         prefix = f"{owner}." if owner else ""
-        if match := _EXPERT.match(module):
-            found = ((name, n) for name, families in _STACKS.items() for n in families if match["last"] in n)
-            stack, names = next(found, (match["last"], (match["last"],)))
-            owner = match["owner"]
-            experts = sorted({int(m["index"]) for each in packed if (m := _EXPERT.match(each)) and m["owner"] == owner})
-            name, groups = f"{owner}.{stack}", [[f"{owner}.{e}.{n}" for n in names] for e in experts]
+        if not expert:
+            names = tuple(name for name in names if f"{prefix}{name}" in held)
+            layer = last if len(names) == 1 else layer
+        if (name := f"{prefix}{layer}") in done:
+            continue
+        done.add(name)
+        if expert:
+            indices = {int(match["index"]) for match in map(_EXPERT.match, packed) if match and match["owner"] == owner}
+            yield name, [[f"{owner}.{index}.{each}" for each in names] for index in sorted(indices)], True
         else:
-            fused = next(((name, names) for name, names in _FUSED.items() if last in names), (last, (last,)))
-            name, groups = f"{prefix}{fused[0]}", [[f"{prefix}{n}" for n in fused[1]]]
-        if name not in done:
-            done.add(name)
-            yield name, groups, match is not None
+            yield name, [[f"{prefix}{each}" for each in names]], False
 
 
-def _part(tensors: Mapping[str, Any], module: str, scheme: Scheme, server: str) -> tuple[Bytes, Bytes]:
-    codes, scales = (f"{module}.{last}" for last in (_NAMES[scheme.layout][0], "weight_scale"))
-    if missing := [key for key in (codes, scales) if key not in tensors]:
-        raise ServerError(f"{server} cannot load {module}: the checkpoint has no {missing[0]}")
-    return _bytes(tensors[codes]), _bytes(tensors[scales])
-
-
-def _joined(parts: list[list[tuple[Bytes, Bytes]]], stacked: bool) -> tuple[Bytes, Bytes, tuple[int, ...]]:
-    """Return codes and scales of all rows, and the rows of each module."""
-    joined = [[np.concatenate(each) for each in zip(*group, strict=True)] for group in parts]
-    codes, scales = (np.stack(each) if stacked else each[0] for each in zip(*joined, strict=True))
-    return codes, scales, tuple(len(part[0]) for part in parts[0])
+def _joined(
+    tensors: Mapping[str, Any], groups: list[list[str]], last: str, stacked: bool, server: str
+) -> tuple[Bytes, tuple[int, ...]]:
+    """Return the bytes of tensor ``last`` of all modules, and the rows of each module in a group."""
+    parts = [[_bytes(tensors, f"{module}.{last}", server) for module in group] for group in groups]
+    joined = [np.concatenate(group) for group in parts]
+    return np.stack(joined) if stacked else joined[0], tuple(len(part) for part in parts[0])
 
 
 def _scalars(tensors: Mapping[str, Any], groups: list[list[str]], last: str, stacked: bool) -> Array | None:
     keys = [[f"{module}.{last}" for module in group] for group in groups]
     if any(key not in tensors for group in keys for key in group):
         return None
-    scales = np.array([[float(np.asarray(tensors[key]).reshape(())) for key in group] for group in keys], np.float32)
+    scales = np.array([[tensors[key].item() for key in group] for group in keys], np.float32)
     return scales if stacked else scales[0]
 
 
 def _gpt_oss(tensors: Mapping[str, Any], quantized: Quantization, server: str) -> Iterator[Layer]:
     for key in sorted(tensors, key=_natural):
-        name, _, last = key.rpartition("_")
+        name = key.removesuffix("_blocks")
         owner, _, parameter = name.rpartition(".")
-        if key.endswith(".experts.gate_up_proj"):
-            raise ServerError(
-                f"{server} cannot load {key}: it is in high precision, but the server reads the experts of all layers "
-                "in MXFP4, whatever modules_to_not_convert says"
-            )
-        if last == "blocks" and (scheme := quantized.scheme(name)) is not None:
+        if name != key and (scheme := quantized.scheme(name)) is not None:
             stack = {"gate_up_proj": "w13", "down_proj": "w2"}[parameter]
-            codes, scales = _bytes(tensors[key]), _bytes(tensors[f"{name}_scales"])
+            codes, scales = (_bytes(tensors, f"{name}_{part}", server) for part in ("blocks", "scales"))
             codes = codes.reshape(*codes.shape[:2], -1)
             yield Layer(server, f"{owner}.{stack}", (name,), codes.shape[1:2], scheme, True, codes, scales)
 
 
-def _bytes(tensor: Any) -> Bytes:
+def _bytes(tensors: Mapping[str, Any], key: str, server: str) -> Bytes:
     """Return a tensor of bytes or FP8, of NumPy or torch, as uint8."""
-    if not isinstance(tensor, np.ndarray):
-        import torch
+    if key not in tensors:
+        raise _error(server, key, "the checkpoint does not have it")
+    tensor = tensors[key]
+    array: Bytes = (tensor.view(torch.uint8).numpy() if isinstance(tensor, torch.Tensor) else tensor).view(np.uint8)
+    return array
 
-        tensor = tensor.view(torch.uint8).numpy()
-    return tensor.view(np.uint8)
+
+def _error(server: str, name: str, why: str) -> ServerError:
+    return ServerError(f"{server} cannot load {name}: {why}")

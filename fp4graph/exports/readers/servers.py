@@ -77,12 +77,12 @@ def _tensorrt_llm(layer: Layer) -> Fused:
             order = np.r_[0 : layer.rows[0] : 2, 1 : layer.rows[0] : 2]
             layer = replace(layer, codes=layer.codes[:, order], scales=layer.scales[:, order])
         return layer.fused()
-    if scheme.layout == "compressed-tensors" and scheme.weights == "mxfp4":
-        raise layer.refuse("it reads MXFP4 as W4A16_MXFP4, for which it has no linear layers and no names of experts")
-    if scheme.layout == "compressed-tensors" and scheme.inputs is None:
-        raise layer.refuse("its configuration must describe input_activations")
     if scheme.layout == "compressed-tensors":
-        raise layer.refuse("its weight mapper looks for weight and weight_scale_2, the names of modelopt")
+        if scheme.weights == "mxfp4" and not layer.stacked:
+            raise layer.refuse("it has no linear layer for W4A16_MXFP4, as which it reads this format")
+        if scheme.weights == "nvfp4" and scheme.inputs is None:
+            raise layer.refuse("its configuration must describe input_activations")
+        raise layer.refuse("its weight mapper looks for weight, not weight_packed")
     if scheme.inputs is None:
         raise layer.refuse("it has no algorithm W4A16_NVFP4")
     assert layer.scale is not None
