@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import fp4graph
 from fp4graph.lab.tasks import countdown
@@ -50,7 +51,46 @@ def test_bad_input_is_an_error_before_anything_runs(example: Callable[..., str],
     with pytest.raises(SystemExit) as ended:
         example("rl_grpo.py", "--policies=mxfp5", f"--output={tmp_path / 'rl'}")
     assert re.search("did you mean the shipped policy 'mxfp", str(ended.value))
+    with pytest.raises(SystemExit, match=r"--server serves bf16, .*; got 'mxfp4'"):
+        example("rl_grpo.py", "--server", "--policies=mxfp4", f"--output={tmp_path / 'rl'}")
     assert not (tmp_path / "rl").exists()
+
+
+def test_a_server_quantizes_tokens_as_the_policy(names: dict[str, Any]) -> None:
+    """To the bit, on tokens of many magnitudes and of zeros: an identity multiplies without an error."""
+    identity = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.eye_(identity.weight)
+    policy = yaml.safe_load(fp4graph.load_policy("nvfp4-rl").to_yaml())
+    policy["rules"][0] |= {"match": {"op": "linear"}, "operands": {"fprop.weight": "keep", "backward": "keep"}}
+    policy["techniques"] = [
+        {name: {**options, "operands": ["fprop.input"]} for name, options in entry.items()}
+        for entry in policy["techniques"]
+    ]
+    policy["techniques"][0]["tensor_scaling"].pop("share")
+    fp4graph.apply(identity, policy, backend="eager").eval()
+    x = torch.randn(256, 64) * 2.0 ** torch.randint(-8, 8, (256, 1)) * (torch.rand(256, 64) < 0.7)
+    x[0] = 0
+    assert torch.equal(identity(x), names["by_rows"](x))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["nvfp4-w4a16", "nvfp4-rl"])
+def test_a_server_generates_with_what_the_trainer_multiplies(names: dict[str, Any], policy: str) -> None:
+    """Up to the order of sums with shared scales, and not without them."""
+    threads = torch.get_num_threads()
+    largest = {}
+    try:
+        for name in (policy, policy + names["UNSHARED"]):
+            seen: list[float] = []
+            given = names["policy_of"](name, 3)
+            log = lambda step, loss, seen=seen, **metrics: seen.append(metrics["kl"])  # noqa: E731
+            names["train"](given, 0, log, steps=3, prompts=4, start=30, server=True)
+            largest[name] = max(seen)
+            assert len(seen) == 3
+    finally:
+        torch.set_num_threads(threads)
+    shared, unshared = largest.values()
+    assert shared < 1e-6 < 1e-4 < unshared  # a rounding that flips moves one token's probabilities
 
 
 @pytest.mark.long
