@@ -30,7 +30,8 @@ class TensorScaling(Technique):
     headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the largest block, whose own scale is among the coarse
     subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
     range to spare, κ = 1 unless ``target`` is given. ``gradient_target`` replaces ``target`` for dY, if forward
-    operands leave room for four_over_six. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
+    operands leave room for four_over_six. ``input_granularity: row`` gives each token of fprop.input a γ, while W keeps
+    that of its tensor: a token is then quantized alike in a batch, as in a server's. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
     accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1
     for a group of zeros.
 
@@ -62,6 +63,9 @@ class TensorScaling(Technique):
         "tensor",
         description="Elements that share γ: the tensor (of one expert; all: of all experts), a line along the "
         "contraction axis (row), or this many of a line.",
+    )
+    input_granularity: Literal["row"] | None = Field(
+        None, description="The granularity of X, if different: row, which is a token in fprop and a channel in wgrad."
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
@@ -105,8 +109,10 @@ class TensorScaling(Technique):
                 )
         if self.gradient_target is not None and not self.operands_listed & {*GROUPS["gradients"]}:
             raise ValueError("gradient_target is for dY, and operands lists no dY; leave it out")
-        if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
-            raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
+        if self.input_granularity and not self.operands_listed & {*GROUPS["inputs"]}:
+            raise ValueError("input_granularity is for X, and operands lists no X; leave it out")
+        if self.hold_steps > 1 and (self.input_granularity or self.granularity not in ("tensor", "all")):
+            raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor for all of them")
         if self.share and self.granularity not in ("tensor", "all"):
             raise ValueError("share gives the weights of siblings one γ; use granularity: tensor with it")
         if self.share and Operand.FPROP_WEIGHT not in self.operands_listed:
@@ -131,15 +137,20 @@ class TensorScaling(Technique):
         differs = self.gradient_target is not None and operand in GROUPS["gradients"]
         return self.gradient_target if differs else self.target
 
+    def granularity_of(self, operand: Operand) -> Granularity:
+        """Return the granularity of an operand's γ."""
+        return self.input_granularity if self.input_granularity and operand in GROUPS["inputs"] else self.granularity
+
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         listed, held = [operand for operand in Operand if operand in self.operands_listed], self.hold_steps > 1
         kind, parts = HeldTensorScale if held else TensorScale, list[Part]()
-        for target in dict.fromkeys(map(self.target_of, listed)):
-            operands = [operand for operand in listed if self.target_of(operand) == target]
+        groups = {operand: (self.target_of(operand), self.granularity_of(operand)) for operand in listed}
+        for target, granularity in dict.fromkeys(groups.values()):
+            operands = [operand for operand in listed if groups[operand] == (target, granularity)]
             state = tuple(StateEntry("gamma", o, _one, writer="graph", weight_like=False) for o in operands if held)
             if self.share and Operand.FPROP_WEIGHT in operands and site.op in ("linear", "grouped"):
                 state += (_largest_of_siblings(self.groups),)
-            acting, granularity = frozenset(operands), self.granularity
+            acting = frozenset(operands)
             parts.append(kind(options=self, operands=acting, target=target, group_granularity=granularity, state=state))
         return tuple(parts)
 
@@ -162,10 +173,11 @@ class TensorScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
-        g = group(self.options.granularity)
+        assert self.group_granularity is not None
+        g = group(self.group_granularity)
         if _SHARED in context.state:
             shared = context.state[_SHARED]  # 0-d, or [E]
-            shared = shared.amax() if self.options.granularity == "all" else shared
+            shared = shared.amax() if self.group_granularity == "all" else shared
             g = torch.maximum(g, shared.reshape(*shared.shape, *([1] * (z.dim() - shared.dim()))))
         return group_scale(g, self.options.kappa(context.spec, self.target))
 
