@@ -30,10 +30,12 @@ class TensorScaling(Technique):
     headroom 0.5). E4M3 then represents blocks down to 1/10^5 of the largest block, whose own scale is among the coarse
     subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
     range to spare, κ = 1 unless ``target`` is given. ``gradient_target`` replaces ``target`` for dY, if forward
-    operands leave room for four_over_six. ``input_granularity: row`` gives each token of fprop.input a γ, while W keeps
-    that of its tensor: a token is then quantized alike in a batch, as in a server's. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
+    operands leave room for four_over_six. A tensor scale, γ of a whole tensor, is applied after the GEMM: the fp32
     accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1
     for a group of zeros.
+
+    With ``input_granularity: row`` each token of fprop.input has a γ, whatever ``granularity`` gives W. The tokens of a
+    batch then do not change each other's numbers, as a training and a server that batches otherwise need.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
     running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must

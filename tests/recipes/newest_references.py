@@ -28,8 +28,8 @@ Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
                  TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
                  block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
-    nvfp4-rl     Weights that servers fuse share a tensor scale; the reference has one weight. No block scale is zero, as
-                 above.
+    nvfp4-rl     Weights that servers fuse share a tensor scale; the reference has one weight. Block scales of zero are
+                 replaced as in nvfp4-te-4over6.
     mxfp8-nvfp4  Signs of the rotation are drawn once, as in nvfp4-te. A dequantized operand is float32, as in TE with
                  float32 parameters.
     mxfp4-w4a16-experts
@@ -115,8 +115,9 @@ def four_over_six(
 ) -> np.ndarray:
     """Returns NVFP4 with the scale of each block for 6 or for 4, whichever has the smaller sum of abs(error)^power.
 
-    With gamma = amax/(6 * 256), amax that of the array or of each of its `rows`: S6 = E4M3(Z/(6 gamma)), S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized
-    and compared with a; equal errors take S6. Source: TE (power 1), 4/6 (power 2).
+    With gamma = amax/(6 * 256), amax that of the array or of each of its `rows`: S6 = E4M3(Z/(6 gamma)),
+    S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized and compared with a; equal errors take S6. Source: TE
+    (power 1), 4/6 (power 2).
     """
     gamma = gammas_of_rows(a, 256) if rows else gamma_of(a, 256)
     u = a / gamma
@@ -156,8 +157,8 @@ def nvfp4_rl(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
     """Returns (y, dx, dw) of TE's NVFP4BlockScaling with row_scaled_activation, nvfp4_4over6="all" and
     backward_override="dequantized", nothing rotated, stochastic or 2-D.
 
-    X has a tensor scale for each row (row_scaled_nvfp4: forward and not a weight), W one; both choose by absolute errors
-    under scales to 256, the defaults of NVFP4BlockScaling.
+    X has a tensor scale for each row (row_scaled_nvfp4: forward and not a weight), W one; both choose by absolute
+    errors under scales to 256, the defaults of NVFP4BlockScaling.
     """
     return backward_of_forward(four_over_six(x, 1, power=1, rows=True), four_over_six(w, 1, power=1), dy)
 
@@ -170,9 +171,9 @@ def mxfp8_bf16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Resu
 def mxfp8_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of TE's mxfp8_fwd_nvfp4_bwd_factory.
 
-    y = M(X) M(W)^T with M `mxfp8`; dX = SR(dY) N(M(W)), dW = SR(H S dY)^T N(H S X), N and SR NVFP4 in blocks of 16 along
-    N and T, gamma = amax/(6 * 448) of the operand as it is quantized. W is that of the forward and not rotated, X the
-    original; dY is rotated in wgrad alone.
+    y = M(X) M(W)^T with M `mxfp8`; dX = SR(dY) N(M(W)), dW = SR(H S dY)^T N(H S X), N and SR NVFP4 in blocks of 16
+    along N and T, gamma = amax/(6 * 448) of the operand as it is quantized. W is that of the forward and not rotated, X
+    the original; dY is rotated in wgrad alone.
     """
 
     def q(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:

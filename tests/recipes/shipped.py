@@ -21,7 +21,9 @@ REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
 #: Signs of a random Hadamard, where they are not 32.
 _SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16}
 #: Policies that rotate as nvfp4-te does: in blocks of 16, with signs that never change.
-_AS_NVIDIA = ("if4", "mxfp8-nvfp4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop")
+_AS_NVIDIA = (
+    "if4", "mxfp8-nvfp4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop"
+)  # fmt: skip
 #: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
 ROTATING = (
     "mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "quartet", "quartet-ii", "tetrajet-v2",

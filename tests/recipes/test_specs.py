@@ -126,8 +126,8 @@ SPECS: dict[str, Specs] = {
 #: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
 REUSES = {
     "tetrajet-q1": {Q6},
-    **dict.fromkeys(("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts"), {Q4}),
-    **dict.fromkeys(("wang-dge", "nvfp4-rl", "mxfp8-bf16"), {Q4, Q6}),
+    **{name: {Q4} for name in ("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts")},
+    **{name: {Q4, Q6} for name in ("wang-dge", "nvfp4-rl", "mxfp8-bf16")},
 }
 ROTATED = {"hadamard": {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}, "tensor_scaling": {}}
 HALF = {"tensor_scaling": {"headroom": 0.5}}
@@ -161,9 +161,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
     "nvfp4-best": {**HALF, **SPAM},
     "nvfp4-mxfp8-experts": {"tensor_scaling": {"input_granularity": "row", "operands": ("forward",)}},
     "nvfp4-rl": {
-        "tensor_scaling": {
-            "target": 256.0, "input_granularity": "row", "share": "siblings", "operands": ("forward",)
-        },
+        "tensor_scaling": {"target": 256.0, "input_granularity": "row", "share": "siblings", "operands": ("forward",)},
         "four_over_six": {"measure": "mae", "operands": ("forward",)},
     },
     "nvfp4-smooth-swiglu": {**HALF, **SPAM, "smooth_swiglu": {}},
