@@ -64,6 +64,7 @@ class Target(_Entry):
     gemms: tuple[Gemm, ...] = tuple(Gemm)
     stochastic: tuple[Operand, ...] = tuple(Operand)
     square: tuple[Operand, ...] = tuple(Operand)
+    rows: tuple[Operand, ...] = ()
     techniques: Mapping[str, Mapping[str, tuple[Any, ...]]] | None = None
     exclusive: tuple[tuple[str, str], ...] = ()
     scales: Mapping[str, tuple[str, ...]] = {}
@@ -140,10 +141,11 @@ def _formats(target: Target, gemm: GemmProgram, op: str) -> tuple[str, str]:
     pairs = target.grouped if grouped else target.products
     names, reasons = [], dict[str, list[str]]()
     for side, (operand, program) in enumerate(operands.items()):
+        rows = operand in target.rows
         possible = dict.fromkeys(pair[side] for pair in pairs)
-        names.append([name for name in possible if not _mismatch(name, program)])
+        names.append([name for name in possible if not _mismatch(name, program, rows)])
         if not names[side]:
-            reasons.setdefault(_nearest(possible, program), []).append(operand)
+            reasons.setdefault(_nearest(possible, program, rows), []).append(operand)
     if not pairs:
         why = f"{target.title} has no {'grouped products' if grouped else 'products'} of quantized operands"
     if not why and reasons:
@@ -156,17 +158,22 @@ def _formats(target: Target, gemm: GemmProgram, op: str) -> tuple[str, str]:
     return "", f"{target.title} does not multiply {names[0][0]} with {names[1][0]}"
 
 
-def _mismatch(name: str, program: OperandProgram) -> tuple[int, str] | None:
+def _mismatch(name: str, program: OperandProgram, rows: bool) -> tuple[int, str] | None:
     """Return in which respect an operand differs from a format, in how many respects it fits before that one; None if
-    it fits in all."""
+    it fits in all.
+
+    Args:
+        rows: whether each row may have a tensor scale of its own.
+    """
     spec = program.spec
     if name == "exact":
         return None if spec is None else (0, "quantized")
     if spec is None:
         return 0, "kept in high precision"
     known, scale = data().formats[name], spec.scale
+    whole = ("tensor", "all", "row") if rows else ("tensor", "all")
     scaling = [part for part in program.at("group_scale") if not part.constant]  # the result carries a constant
-    others = [part.name for part in scaling if part.group_granularity not in ("tensor", "all")]
+    others = [part.name for part in scaling if part.group_granularity not in whole]
     elements = " or ".join(each.name.upper() for each in (spec.element, *spec.others))
     stored = scale.convention == "encode" and scale.format.mantissa_bits and known.scale != "fp32"
     respects = (
@@ -180,9 +187,9 @@ def _mismatch(name: str, program: OperandProgram) -> tuple[int, str] | None:
     return next(((place, what) for place, (differs, what) in enumerate(respects) if differs), None)
 
 
-def _nearest(names: Iterable[str], program: OperandProgram) -> str:
+def _nearest(names: Iterable[str], program: OperandProgram, rows: bool) -> str:
     """Return the mismatch with the format that fits in most respects."""
-    found = [mismatch for name in names if (mismatch := _mismatch(name, program)) is not None]
+    found = [mismatch for name in names if (mismatch := _mismatch(name, program, rows)) is not None]
     return max(found, key=lambda each: each[0], default=(0, ""))[1]
 
 

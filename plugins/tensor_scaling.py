@@ -34,6 +34,9 @@ class TensorScaling(Technique):
     accumulator is multiplied by γ_a·γ_b before the result is rounded, as in hardware. γ is fp32, at least 2^-126, and 1
     for a group of zeros.
 
+    With ``input_granularity: row`` each token of fprop.input has a γ, whatever ``granularity`` gives W. The tokens of a
+    batch then do not change each other's numbers, as a training and a server that batches otherwise need.
+
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample, not a
     running maximum; values that outgrow it saturate. γ is kept only for products with a weight, and a backward must
     follow its own forward, because the backward refreshes γ of gradients.
@@ -62,6 +65,9 @@ class TensorScaling(Technique):
         "tensor",
         description="Elements that share γ: the tensor (of one expert; all: of all experts), a line along the "
         "contraction axis (row), or this many of a line.",
+    )
+    input_granularity: Literal["row"] | None = Field(
+        None, description="The granularity of X, if different: row, which is a token in fprop and a channel in wgrad."
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
@@ -105,8 +111,10 @@ class TensorScaling(Technique):
                 )
         if self.gradient_target is not None and not self.operands_listed & {*GROUPS["gradients"]}:
             raise ValueError("gradient_target is for dY, and operands lists no dY; leave it out")
-        if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
-            raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
+        if self.input_granularity and not self.operands_listed & {*GROUPS["inputs"]}:
+            raise ValueError("input_granularity is for X, and operands lists no X; leave it out")
+        if self.hold_steps > 1 and (self.input_granularity or self.granularity not in ("tensor", "all")):
+            raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor for all of them")
         if self.share and self.granularity not in ("tensor", "all"):
             raise ValueError("share gives the weights of siblings one γ; use granularity: tensor with it")
         if self.share and Operand.FPROP_WEIGHT not in self.operands_listed:
@@ -131,15 +139,20 @@ class TensorScaling(Technique):
         differs = self.gradient_target is not None and operand in GROUPS["gradients"]
         return self.gradient_target if differs else self.target
 
+    def granularity_of(self, operand: Operand) -> Granularity:
+        """Return the granularity of an operand's γ."""
+        return self.input_granularity if self.input_granularity and operand in GROUPS["inputs"] else self.granularity
+
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         listed, held = [operand for operand in Operand if operand in self.operands_listed], self.hold_steps > 1
         kind, parts = HeldTensorScale if held else TensorScale, list[Part]()
-        for target in dict.fromkeys(map(self.target_of, listed)):
-            operands = [operand for operand in listed if self.target_of(operand) == target]
+        groups = {operand: (self.target_of(operand), self.granularity_of(operand)) for operand in listed}
+        for target, granularity in dict.fromkeys(groups.values()):
+            operands = [operand for operand in listed if groups[operand] == (target, granularity)]
             state = tuple(StateEntry("gamma", o, _one, writer="graph", weight_like=False) for o in operands if held)
             if self.share and Operand.FPROP_WEIGHT in operands and site.op in ("linear", "grouped"):
                 state += (_largest_of_siblings(self.groups),)
-            acting, granularity = frozenset(operands), self.granularity
+            acting = frozenset(operands)
             parts.append(kind(options=self, operands=acting, target=target, group_granularity=granularity, state=state))
         return tuple(parts)
 
@@ -162,10 +175,11 @@ class TensorScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
-        g = group(self.options.granularity)
+        assert self.group_granularity is not None
+        g = group(self.group_granularity)
         if _SHARED in context.state:
             shared = context.state[_SHARED]  # 0-d, or [E]
-            shared = shared.amax() if self.options.granularity == "all" else shared
+            shared = shared.amax() if self.group_granularity == "all" else shared
             g = torch.maximum(g, shared.reshape(*shared.shape, *([1] * (z.dim() - shared.dim()))))
         return group_scale(g, self.options.kappa(context.spec, self.target))
 

@@ -24,9 +24,9 @@ from tests.helpers.policies import NVFP4, one_rule
 TARGETS = targets.data().targets
 
 
-def verdict(policy, target, gemm="fprop"):
+def verdict(policy, target, gemm="fprop", which="linear"):
     rows = native_on(target, fp4graph.load_policy(policy))
-    ((kind, why),) = {(kind, why) for _, op, each, kind, why in rows if (op, each) == ("linear", gemm)}
+    ((kind, why),) = {(kind, why) for _, op, each, kind, why in rows if (op, each) == (which, gemm)}
     return kind, why
 
 
@@ -67,6 +67,8 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("quartet-ii", "te", "dgrad", "simulated", "does not round ties of dgrad.grad_output away"),
         ("mxfp4-rht-sr", "torchao", "dgrad", "simulated", "E8M0 scales"),
         ("fp4-all-the-way", "te", "fprop", "simulated", "tensor_scaling with headroom 1.0 only, not 0.5"),
+        ("nvfp4-rl", "te", "fprop", "simulated", "tensor_scaling with share None only, not siblings"),
+        ("nvfp4-rl", "b200", "fprop", "simulated", "fprop.input: tensor_scaling has scales of groups"),
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
         # vLLM serves: weights alone too.
@@ -80,6 +82,12 @@ def test_verdicts(policy, target, gemm, kind, why):
     found = verdict(policy, target, gemm)
     assert found[0] == kind
     assert why in found[1]
+
+
+def test_transformer_engine_has_a_scale_for_each_row_of_x():
+    assert verdict("nvfp4-mxfp8-experts", "te", which="grouped") == ("native", "NVFP4 x NVFP4")
+    assert verdict("nvfp4-mxfp8-experts", "b200", which="grouped")[0] == "simulated"
+    assert verdict("nvfp4-mxfp8-experts", "te", "dgrad", "grouped") == ("native", "MXFP8 x MXFP8")
 
 
 def test_techniques_that_a_library_has_but_not_together():

@@ -27,6 +27,11 @@ def long_but_few(policies: Iterable[str]) -> list[Any]:
     return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in policies]
 
 
+def without_experts(policies: Iterable[str]) -> list[str]:
+    """Return the shipped policies under which a model without experts trains."""
+    return [name for name in policies if not name.endswith("-experts")]
+
+
 def depth_of(policy: str, blocks: int = 2) -> int:
     """Return how many blocks a model needs for ``blocks`` of them to be more than a shipped policy keeps: three where
     the policy keeps the first and the last."""

@@ -10,12 +10,12 @@ import torch
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.kernels import cpu, operators
 from tests.helpers.floats import assert_same_bits
-from tests.helpers.policies import depth_of, long_but_few
+from tests.helpers.policies import depth_of, long_but_few, without_experts
 from tests.kernels.models import train
 
 pytestmark = pytest.mark.compiler
 
-POLICIES = sorted(shipped_registry().policies)
+POLICIES = without_experts(sorted(shipped_registry().policies))
 DTYPES = (torch.float32, torch.bfloat16)
 
 

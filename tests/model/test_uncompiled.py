@@ -27,7 +27,7 @@ from tests.helpers import experts, models
 from tests.helpers.breaks import Breaks, Disables, Logs
 from tests.helpers.experts import Mixture
 from tests.helpers.models import Mlp
-from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule
+from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule, without_experts
 from tests.helpers.training import applied, assert_equal, prepared, train, uncompiled
 
 pytestmark = pytest.mark.slow
@@ -413,8 +413,8 @@ def rows(cases, policies, modes, *, long=()):
 
 
 def shipped():
-    """Return rows for every shipped policy, with as many blocks as it needs."""
-    for policy in sorted(default_registry().policies):
+    """Return rows for every shipped policy but those for experts, with as many blocks as it needs."""
+    for policy in without_experts(sorted(default_registry().policies)):
         deep = "deep " if depth_of(policy) > 2 else ""
         long = [f"{deep}llama", *([] if policy in FEW else [policy])]
         yield from rows([f"{deep}vit", f"{deep}llama"], [policy], ["uncompiled"], long=long)

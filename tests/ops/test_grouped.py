@@ -80,6 +80,8 @@ def looped(planned, x, w, dy, ends, state=()):
 
 #: Policies whose techniques are tried alone by a quicker case.
 WITH_RELATIVES = ("averis", "quartet-ii", "nvfp4-smooth-swiglu", "smooth, with a surrogate")
+#: Cases with a γ of each token.
+BY_ROW = ("tensor_scaling by row", "nvfp4-mxfp8-experts")
 TWO_D = {"fprop.input": {"block": [8, 32]}, "gradients": {"block": [16, 32]}, "weights": {"block": [32, 32]}}
 REQUANTIZED = {"wgrad.input": {"source": "fprop"}, "dgrad.weight": {"source": "fprop"}}
 BY_32 = {"wgrad": {"block": 32}, "dgrad": {"block": 32}}
@@ -103,7 +105,7 @@ TECHNIQUES = {
 }
 NAMES = (
     *("microscaling", "tetrajet", "nvfp4-te", "mxfp4-best", "quartet", "ue5m3-best", "int4-per-tensor", "wang-dge"),
-    *("mxfp4-rl", "averis", "quartet-ii", "nvfp4-smooth-swiglu", "if4"),
+    *("mxfp4-rl", "averis", "quartet-ii", "nvfp4-smooth-swiglu", "if4", "nvfp4-mxfp8-experts"),
 )
 POLICIES = {
     **{name: name for name in NAMES},
@@ -138,7 +140,7 @@ def test_is_a_loop_over_experts(name, dtype, monkeypatch):
     x, w, dy, ends = data(dtype=dtype)
     state = tuple(w.float() + 0.1 for _ in planned.state)
     ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
-    if name in ("quartet", "quartet-ii", "mxfp4-best", "hadamard of 64", "tensor_scaling by row"):
+    if name in ("quartet", "quartet-ii", "mxfp4-best", "hadamard of 64", *BY_ROW):
         tolerance = 96 * torch.finfo(dtype).eps
         for one, other in zip(ours[:2], theirs[:2], strict=True):
             torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance * float(other[0].abs().max()))

@@ -109,7 +109,7 @@ def test_the_operators_that_run_are_those_of_the_schedule(
         seen.clear()
         ran = operators_of(lambda: model(x, ends).backward(torch.ones_like(x)))
     except (fp4graph.CaptureError, fp4graph.PolicyError):
-        assert kind == "experts"
+        assert (kind == "experts") != policy.endswith("-experts")
         return
     assert bool(seen) == fp4graph.load_policy(policy).quantizes
     due = sum((expected(schedule) for _, _, schedule in seen), Counter[str]())

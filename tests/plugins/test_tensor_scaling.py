@@ -63,14 +63,24 @@ def test_gradients_may_have_a_separate_target(x):
     assert program(options).parts == program(options, operand=Operand.WGRAD_INPUT).parts  # so they share compiled code
 
 
+def test_the_input_may_have_rows_and_the_weight_a_tensor(x):
+    by_tensor, by_row = total(program({})(x)), total(program({"granularity": "row"})(x))
+    assert not torch.equal(by_tensor, by_row)
+    for operand in Operand:
+        found = total(program({"input_granularity": "row"}, operand=operand)(x))
+        assert torch.equal(found, by_row if operand.value.endswith("input") else by_tensor), operand
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
         ({"gradient_target": 448, "operands": ["forward"]}, "operands lists no dY"),
+        ({"input_granularity": "row", "operands": ["weights"]}, "operands lists no X"),
+        ({"input_granularity": "row", "hold_steps": 5}, "granularity: tensor for all of them"),
     ],
 )
-def test_a_target_of_gradients_must_fit_and_act(options, message):
+def test_what_differs_for_gradients_and_inputs_must_fit_and_act(options, message):
     with pytest.raises(PolicyError, match=message):
         policy(options)
 

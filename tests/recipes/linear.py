@@ -12,31 +12,47 @@ from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import grouped_mm
 
 TOKENS, IN, OUT = 128, 256, 128
 SITE = "blocks.1.fc"
 
 
-class Block(nn.Module):
-    """A linear, and another so that it passes for a block."""
+class Expert(nn.Module):
+    """The only expert of a mixture: all tokens are its own."""
 
     def __init__(self, weight: np.ndarray) -> None:
         super().__init__()
-        self.fc = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.weight = nn.Parameter(torch.empty(1, *weight.shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return grouped_mm(x, self.weight.mT, offs=torch.tensor([len(x)], dtype=torch.int32))
+
+
+class Block(nn.Module):
+    """A linear or an expert, and other linears so that it passes for a block."""
+
+    def __init__(self, weight: np.ndarray, expert: bool = False) -> None:
+        super().__init__()
+        self.fc = Expert(weight) if expert else nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         self.more = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with torch.no_grad():
-            self.fc.weight.copy_(torch.from_numpy(weight))
+            self.fc.weight.copy_(torch.from_numpy(weight))  # the expert's [1, N, K] too
 
 
 class Blocks(nn.Module):
     """Three blocks and a head, side by side, the same input to each.
 
     The first and the last block are there for policies that treat them otherwise, the head for what no rule matches.
+
+    Args:
+        experts: the block that has an expert in place of its linear, if any.
     """
 
-    def __init__(self, weight: np.ndarray) -> None:
+    def __init__(self, weight: np.ndarray, experts: int | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(weight) for _ in range(3))
+        self.experts = experts
+        self.blocks = nn.ModuleList(Block(weight, index == experts) for index in range(3))
         self.head = Block(weight).fc
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -111,22 +127,22 @@ class Data:
         return Data(matrix(TOKENS, IN, x), matrix(OUT, IN, w), matrix(TOKENS, OUT, dy))
 
 
-def applied(policy: Any, data: Data) -> Blocks:
+def applied(policy: Any, data: Data, experts: int | None = None) -> Blocks:
     """Return the model of ``data`` under ``policy``, without a compiler."""
-    return fp4graph.apply(Blocks(data.w), policy, backend="eager", total_forwards=1_000_000)
+    return fp4graph.apply(Blocks(data.w, experts), policy, backend="eager", total_forwards=1_000_000)
 
 
 def begin_anew(model: Blocks, data: Data) -> None:
     """Bring a model that was trained to the beginning, with the weights of ``data``, without another capture."""
     model.zero_grad()
     fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters()))  # steps after the first ask for it
-    model.load_state_dict(Blocks(data.w).state_dict())  # a plain checkpoint starts state anew
+    model.load_state_dict(Blocks(data.w, model.experts).state_dict())  # a plain checkpoint starts state anew
     runtime_of(model).count_from(0)
 
 
-def run(policy: Any, data: Data) -> tuple[np.ndarray, ...]:
+def run(policy: Any, data: Data, experts: int | None = None) -> tuple[np.ndarray, ...]:
     """Return (y, dx, dw) of the middle block and y of the head, at the first step under ``policy``."""
-    return step(applied(policy, data), data)
+    return step(applied(policy, data, experts), data)
 
 
 def step(model: Blocks, data: Data) -> tuple[np.ndarray, ...]:
@@ -137,7 +153,7 @@ def step(model: Blocks, data: Data) -> tuple[np.ndarray, ...]:
     weight = model.blocks[1].fc.weight
     assert x.grad is not None
     assert weight.grad is not None
-    return tuple(t.detach().double().numpy() for t in (y, x.grad, weight.grad, head))
+    return tuple(t.detach().double().numpy() for t in (y, x.grad, weight.grad.reshape(OUT, IN), head))
 
 
 def tolerances(data: Data, added: float = 0.0, rotated: int = 1) -> tuple[np.ndarray, ...]:

@@ -110,7 +110,7 @@ def main(names: list[str]) -> None:
             try:
                 given = forms(fp4graph.load_policy(changed(document, path, value)))
                 noticed = given.keys() != known.keys() or any(
-                    differences(name, given[form], data, references) for form, data, references in cases
+                    differences(form, given[form], data, references) for form, data, references in cases
                 )
             except fp4graph.Error:
                 noticed = True

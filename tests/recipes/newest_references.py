@@ -6,7 +6,12 @@ whose decisions about random signs, padding and zero tensors hold here too.
 Sources, by the short names used below. Facts were read there; no code was copied.
     TE           NVIDIA/TransformerEngine at d0067d0d: transformer_engine/common/recipe/__init__.py (NVFP4BlockScaling),
                  transformer_engine/pytorch/quantization.py (NVFP4BlockScalingRecipeState.make_quantizers),
-                 transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
+                 transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference);
+                 transformer_engine/pytorch/module/linear.py (backward_override);
+                 transformer_engine/pytorch/custom_recipes/{quantizer_factory_zoo,quantizer_factories}.py and
+                 transformer_engine/pytorch/tensor/hybrid_tensor.py (HybridQuantizer)
+    ModelOpt     NVIDIA/Model-Optimizer at a2fbac7b: modelopt/torch/kernels/quantization/gemm/tensor_quant_mx.{cu,h}
+                 (compute_scale_e8m0_NV, round_to_even), examples/gpt-oss/convert_oai_mxfp4_weight_only.py
     4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
                  src/fouroversix/quantize/pytorch/reference.py (select_fouroversix, select_intfloat); for nvint4 and
                  if4 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_{nvint4,if4}.json
@@ -23,6 +28,12 @@ Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
                  TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
                  block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
+    nvfp4-rl     Weights that servers fuse share a tensor scale; the reference has one weight. Block scales of zero are
+                 replaced as in nvfp4-te-4over6.
+    mxfp8-nvfp4  Signs of the rotation are drawn once, as in nvfp4-te. A dequantized operand is float32, as in TE with
+                 float32 parameters.
+    mxfp4-w4a16-experts
+                 Rounds ties to even, as the kernel of the training does (the conversion for servers rounds them down).
     quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
                  Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
                  A factor is clipped with its scale at 448; the code never comes near.
@@ -72,6 +83,11 @@ def gamma_of(a: np.ndarray, target: float) -> float:
     return amax / (QMAX * target) if amax > 0 else 1.0
 
 
+def gammas_of_rows(a: np.ndarray, target: float) -> np.ndarray:
+    """Returns the tensor scale of each row, [rows, 1]. Source: TE, row_scaled_nvfp4."""
+    return np.array([[gamma_of(row, target)] for row in a])
+
+
 def sums_by_block(values: np.ndarray, axis: int, block: Block) -> np.ndarray:
     """Returns the sum over each element's block, in the shape of values."""
     ids = block_ids(values.shape, axis, block)
@@ -95,13 +111,15 @@ def four_over_six(
     power: int,
     zero: str = "nearest_subnormal",
     ties: str = "even",
+    rows: bool = False,
 ) -> np.ndarray:
     """Returns NVFP4 with the scale of each block for 6 or for 4, whichever has the smaller sum of abs(error)^power.
 
-    With gamma = amax/(6 * 256): S6 = E4M3(Z/(6 gamma)), S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized
-    and compared with a; equal errors take S6. Source: TE (power 1), 4/6 (power 2).
+    With gamma = amax/(6 * 256), amax that of the array or of each of its `rows`: S6 = E4M3(Z/(6 gamma)),
+    S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized and compared with a; equal errors take S6. Source: TE
+    (power 1), 4/6 (power 2).
     """
-    gamma = gamma_of(a, 256)
+    gamma = gammas_of_rows(a, 256) if rows else gamma_of(a, 256)
     u = a / gamma
     z = block_amax(u, axis, block)
     candidates = []
@@ -128,6 +146,72 @@ def nvfp4_te_4over6(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) ->
     y = four_over_six(x, 1, power=1) @ wq.T
     dw = gradient("wgrad.grad_output", 0).T @ four_over_six(x, 0, power=1)
     return y, gradient("dgrad.grad_output", 1) @ wq, dw
+
+
+def backward_of_forward(xq: np.ndarray, wq: np.ndarray, dy: np.ndarray) -> Result:
+    """Returns (y, dx, dw) of dequantized operands and an exact dy. Source: TE, backward_override="dequantized"."""
+    return xq @ wq.T, dy @ wq, dy.T @ xq
+
+
+def nvfp4_rl(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TE's NVFP4BlockScaling with row_scaled_activation, nvfp4_4over6="all" and
+    backward_override="dequantized", nothing rotated, stochastic or 2-D.
+
+    X has a tensor scale for each row (row_scaled_nvfp4: forward and not a weight), W one; both choose by absolute
+    errors under scales to 256, the defaults of NVFP4BlockScaling.
+    """
+    return backward_of_forward(four_over_six(x, 1, power=1, rows=True), four_over_six(w, 1, power=1), dy)
+
+
+def mxfp8_bf16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TE's mxfp8_fwd_high_precision_bwd_factory: MXFP8 X and W, also in an exact backward."""
+    return backward_of_forward(mxfp8(x, 1), mxfp8(w, 1), dy)
+
+
+def mxfp8_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TE's mxfp8_fwd_nvfp4_bwd_factory.
+
+    y = M(X) M(W)^T with M `mxfp8`; dX = SR(dY) N(M(W)), dW = SR(H S dY)^T N(H S X), N and SR NVFP4 in blocks of 16
+    along N and T, gamma = amax/(6 * 448) of the operand as it is quantized. W is that of the forward and not rotated, X
+    the original; dY is rotated in wgrad alone.
+    """
+
+    def q(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:
+        # As in `double_block`: dequantized W is multiples of few-bit numbers, which meet midpoints of E4M3 and E2M1.
+        gamma = float(np.float32(gamma_of(a, 448)))
+        return gamma * quantize(fp32(a / gamma), axis, uniform=uniform, block=16, fmt="e4m3", rule="nearest_even")
+
+    w_read = mxfp8(w, 1)
+    dx = q(dy, 1, draw.uniform("dgrad.grad_output", dy.shape)) @ q(w_read, 0)
+    dy_t, x_t = rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(dy_t, 0, draw.uniform("wgrad.grad_output", dy_t.shape)).T @ q(x_t, 0)
+    return mxfp8(x, 1) @ w_read.T, dx, dw
+
+
+def nvfp4_mxfp8_experts(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of an expert under TE's nvfp4_row_scaled_fwd_mxfp8_bwd_factory.
+
+    y = N(X) N(W)^T, dX = M(dY) M(N(W)), dW = M(dY)^T M(N(X)): N NVFP4 along K, gamma = amax/(6 * 448) of each row of X
+    and of W, M `mxfp8` along N and T.
+    """
+
+    def q(a: np.ndarray, gamma: np.ndarray | float) -> np.ndarray:
+        return gamma * quantize(a / gamma, 1, block=16, fmt="e4m3", rule="nearest_even")
+
+    x_read, w_read = fp32(q(x, gammas_of_rows(x, 448))), fp32(q(w, gamma_of(w, 448)))
+    return x_read @ w_read.T, mxfp8(dy, 1) @ mxfp8(w_read, 0), mxfp8(dy, 0).T @ mxfp8(x_read, 0)
+
+
+def linear_beside_experts(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of a linear under the same factory: MXFP8, six operands of the originals."""
+    return mxfp8(x, 1) @ mxfp8(w, 1).T, mxfp8(dy, 1) @ mxfp8(w, 0), mxfp8(dy, 0).T @ mxfp8(x, 0)
+
+
+def mxfp4_w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns y = x Q(w)^T, dx = dy Q(w) and dw = dy^T x of an expert: E2M1 in blocks of 32 along K, to nearest even,
+    scales 2^ceil(log2(amax/6)). Source: ModelOpt."""
+    wq = quantize(w, 1, block=32, fmt="e8m0", rule="ceil")
+    return x @ wq.T, dy @ wq, dy.T @ x
 
 
 def ms_eden(a: np.ndarray, axis: int, uniform: np.ndarray, group: int = 128) -> np.ndarray:
@@ -322,6 +406,13 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
 
 REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
+    "nvfp4-rl": nvfp4_rl,
+    "mxfp8-bf16": mxfp8_bf16,
+    "mxfp8-nvfp4": mxfp8_nvfp4,
+    "nvfp4-mxfp8-experts": nvfp4_mxfp8_experts,
+    "nvfp4-mxfp8-experts@linear": linear_beside_experts,
+    "mxfp4-w4a16-experts": mxfp4_w4a16,
+    "mxfp4-w4a16-experts@linear": exact,
     "averis": averis,
     "nvint4": nvint4,
     "if4": if4,

@@ -21,7 +21,9 @@ REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
 #: Signs of a random Hadamard, where they are not 32.
 _SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16}
 #: Policies that rotate as nvfp4-te does: in blocks of 16, with signs that never change.
-_AS_NVIDIA = ("if4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop")
+_AS_NVIDIA = (
+    "if4", "mxfp8-nvfp4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop"
+)  # fmt: skip
 #: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
 ROTATING = (
     "mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "quartet", "quartet-ii", "tetrajet-v2",
@@ -30,6 +32,7 @@ ROTATING = (
 #: The first element of x, w and dy of the data with ties, where it is not what makes γ a power of two for 448.
 _PEAKS = {
     "nvfp4-te-4over6": (12.0, 12.0, 10.5),
+    "nvfp4-rl": (12.0, 12.0, 10.5),
     "quartet-ii": (12.0, 12.0, 12.0),
     "nvint4": (12.25, 12.25, 12.25),
     "int4-per-tensor": None,
@@ -37,6 +40,8 @@ _PEAKS = {
 }
 #: The largest number of the data with ties, where it is not E2M1's: Qmax of the element is a power of two times it.
 _LARGEST = {"int4-per-tensor": 7.0, "mxfp8": 7.0, "fp8-block": 7.0}
+#: Policies with a γ for less than a tensor: the data with ties have a peak in every run of 128.
+_PEAK_IN_EVERY_RUN = ("tetrajet-v2", "nvfp4-rl", "nvfp4-mxfp8-experts")
 #: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
 _NOISE = {"mxfp4-rl": 6 * 1e-2}
 
@@ -59,16 +64,25 @@ def _signs(form: str) -> int:
 
 def data_for(policy: str) -> dict[str, Data]:
     """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
-    peaks, every = _PEAKS.get(policy, (10.5, 10.5, 10.5)), 128 if policy == "tetrajet-v2" else None
+    peaks, every = _PEAKS.get(policy, (10.5, 10.5, 10.5)), 128 if policy in _PEAK_IN_EVERY_RUN else None
     ties = Data.grid(1, _LARGEST.get(policy, 6.0), peaks, every)
     return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
 
 
 def forms(policy: Policy) -> dict[str, Policy]:
-    """By the name of its reference, what a shipped policy is at first and what it becomes, phase by phase."""
+    """By the name of its reference, what a shipped policy is at first and what it becomes, phase by phase.
+
+    A policy for experts is tried at them, and at a linear beside them.
+    """
     numbered = enumerate(policy.phases, 1)
     phases = {f"{policy.name}@phase{number if number > 1 else ''}": phase.policy for number, phase in numbered}
-    return {policy.name: policy, **phases}
+    beside = {f"{policy.name}@linear": policy} if policy.name.endswith("-experts") else {}
+    return {policy.name: policy, **phases, **beside}
+
+
+def experts_at(form: str) -> int | None:
+    """The block whose linear is an expert where a form is tried: the middle one, which is compared, or the first."""
+    return (0 if form.endswith("@linear") else 1) if _shipped(form).endswith("-experts") else None
 
 
 def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
@@ -87,9 +101,9 @@ def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
     return found
 
 
-def differences(policy: str, given: Any, data: Data, references: list[tuple[np.ndarray, ...]]) -> list[str]:
-    """How training under ``given`` differs from ``references``, those of the shipped ``policy``."""
-    return differences_of(policy, run(given, data), data, references)
+def differences(form: str, given: Any, data: Data, references: list[tuple[np.ndarray, ...]]) -> list[str]:
+    """How training under ``given`` differs from ``references``, those of a form of a shipped policy."""
+    return differences_of(_shipped(form), run(given, data, experts_at(form)), data, references)
 
 
 def differences_of(

@@ -34,6 +34,7 @@ NV_ENCODE_ONE = replace(NV_ENCODE, scale=ScaleSpec(E4M3, "nearest_even", "encode
 UE5M3_ONE = QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", "encode", "to_one"))
 D50 = QuantSpec(block=16, scale=ScaleSpec(UE5M3_61440, "nearest_even", zero="to_one"))
 MXFP8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
+MX_CEIL = replace(MXFP8, element="e2m1")
 TILE = QuantSpec(element="e4m3", block=128, scale=ScaleSpec(FP32))
 AWAY = replace(NV_ONE, ties="away")
 ROW = QuantSpec(block="row", scale=ScaleSpec(FP32, "nearest_even"))
@@ -91,11 +92,16 @@ SPECS: dict[str, Specs] = {
     "mxfp4-full-rht": alike(FLOOR),
     "mxfp4-full-sr": intel(FLOOR),
     "mxfp4-rht-sr": (None, None, *[sr(FLOOR)] * 4),
+    "mxfp4-w4a16-experts": alone(2, MX_CEIL),
     "mxfp4-rl": alike(FLOOR),
     "mxfp4-round-up": alike(QuantSpec(block=32, scale=ScaleSpec(E8M0, "toward_positive"))),
     "mxfp8": alike(MXFP8),
+    "mxfp8-bf16": (MXFP8, MXFP8, None, None, None, None),
+    "mxfp8-nvfp4": (MXFP8, MXFP8, sr(NV), read(NV), sr(NV), NV),
     "nvfp4": alike(NV_ENCODE),
     "nvfp4-best": intel(NV_ENCODE),
+    "nvfp4-mxfp8-experts": (NV, NV, MXFP8, read(MXFP8), MXFP8, read(MXFP8)),
+    "nvfp4-rl": (NV, NV, None, None, None, None),
     "nvfp4-smooth-swiglu": intel(NV_ENCODE_ONE),
     **dict.fromkeys(("nvfp4-te", "nvfp4-te-4over6", "nvfp4-te-last-blocks"), nvidia(NV)),
     "nvfp4-w4a16": alone(2, NV),
@@ -118,7 +124,11 @@ SPECS: dict[str, Specs] = {
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
 #: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
-REUSES = {"tetrajet-q1": {Q6}, "tetrajet-q2": {Q4}, "nvfp4-w4a16": {Q4}, "wang-dge": {Q4, Q6}}
+REUSES = {
+    "tetrajet-q1": {Q6},
+    **{name: {Q4} for name in ("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts")},
+    **{name: {Q4, Q6} for name in ("wang-dge", "nvfp4-rl", "mxfp8-bf16")},
+}
 ROTATED = {"hadamard": {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}, "tensor_scaling": {}}
 HALF = {"tensor_scaling": {"headroom": 0.5}}
 SPAM: dict[str, Any] = {"stable_spam": {}}
@@ -147,7 +157,13 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
         "outlier_fallback": {"fraction": 0.1, "operands": ("forward",)},
         "adaptive_quantization_noise": NOISE,
     },
+    "mxfp8-nvfp4": {**ROTATED, "tensor_scaling": {"operands": ("backward",)}},
     "nvfp4-best": {**HALF, **SPAM},
+    "nvfp4-mxfp8-experts": {"tensor_scaling": {"input_granularity": "row", "operands": ("forward",)}},
+    "nvfp4-rl": {
+        "tensor_scaling": {"target": 256.0, "input_granularity": "row", "share": "siblings", "operands": ("forward",)},
+        "four_over_six": {"measure": "mae", "operands": ("forward",)},
+    },
     "nvfp4-smooth-swiglu": {**HALF, **SPAM, "smooth_swiglu": {}},
     "nvfp4-te": ROTATED,
     "nvfp4-te-4over6": {
@@ -197,17 +213,21 @@ def test_every_policy_has_its_specs() -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_specs_and_techniques(name: str) -> None:
-    """Linears and experts of the blocks are required to be there and quantized, all else is kept."""
+    """Linears and experts of the blocks, or experts, are required to be there and quantized, all else is kept."""
     policy = load_policy(name)
     rule, *others = (rule for rule in policy.rules if rule.quantizes)
-    assert len(others) == (name == "tetrajet-v2")  # whose experts lack OutControl
-    assert [op for each in (rule, *others) for op in each.match.op or ()] == ["linear", "grouped"]
+    # Experts lack OutControl, and have other formats than linears.
+    assert len(others) == (name in ("tetrajet-v2", "nvfp4-mxfp8-experts"))
+    ops = [op for each in (rule, *others) for op in each.match.op or ()]
+    first = "grouped" if name.endswith("-experts") else "linear"
+    assert ops == ["grouped"] if name == "mxfp4-w4a16-experts" else sorted(ops) == ["grouped", "linear"]
+    assert ops[0] == first
     assert all(each.match == Match(op=each.match.op, block=True) for each in (rule, *others))
     assert rule.required
     assert policy.default.keep is not None
     with pytest.raises(Exception, match="at least 1 quantized"):
         policy.expect.check(0, 10)
-    planned = plan_site(SiteView("fc", "linear", 64, 64, 4096), rule).specs
+    planned = plan_site(SiteView("fc", first, 64, 64, 4096), rule).specs
     assert dict(planned) == dict(zip(Operand, SPECS[name], strict=True))
     assert set(rule.reuses) == REUSES.get(name, set())
     expected = {"stochastic_rounding": options(rule).get("stochastic_rounding"), **TECHNIQUES.get(name, {})}

@@ -6,7 +6,7 @@ import pytest
 
 import fp4graph
 from tests.recipes.linear import applied, begin_anew, step
-from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of, expected, forms
+from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of, expected, experts_at, forms
 
 pytestmark = pytest.mark.slow
 #: Those that take longest; most are variants of others.
@@ -28,7 +28,7 @@ def test_values(policy: str) -> None:
         model = None
         for which, data in data_for(policy).items():
             if model is None:
-                model = applied(form, data)
+                model = applied(form, data, experts_at(name))
             else:
                 begin_anew(model, data)
             assert differences_of(policy, step(model, data), data, expected(name, data)) == [], (name, which)
