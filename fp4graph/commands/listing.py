@@ -9,6 +9,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table
 
+from fp4graph.commands.deferred import defer_torch
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
 
@@ -17,6 +18,7 @@ Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe onl
 
 def techniques(name: Name = None, as_json: AsJson = False) -> None:
     """List the techniques that policies can use, or describe one."""
+    defer_torch()
     from fp4graph.commands import catalogue, reference
 
     registry = installed_registry()
@@ -41,6 +43,7 @@ def policies(
     ] = False,
 ) -> None:
     """List the policies that have names, or describe one."""
+    defer_torch()
     from fp4graph.commands import catalogue, reference
     from fp4graph.policy import ALIASES, load_policy, shipped_policies
 
