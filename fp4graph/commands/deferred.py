@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
+from typing import Any
 
 #: torch, and the modules of fp4graph that need torch while they are imported: to declare operators or classes.
 #: Other modules import a module of this list as a whole, because ``from module import name`` reads an attribute.
@@ -42,8 +43,7 @@ class _Deferred(ModuleType):
     """
 
     def __getattr__(self, name: str) -> object:
-        spec = self.__spec__
-        assert spec is not None and spec.loader is not None
+        spec: Any = self.__spec__
         if spec.submodule_search_locations is not None:
             self.__path__ = spec.submodule_search_locations
         self.__class__ = ModuleType  # type: ignore[assignment]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.markdown import Markdown
 from rich.table import Table
 
 from fp4graph.commands.deferred import defer_torch
@@ -24,8 +23,8 @@ def techniques(name: Name = None, as_json: AsJson = False) -> None:
     registry = installed_registry()
     if name is not None:
         technique = _entry(name, registry.techniques, "technique")
-        page = Markdown(reference.technique_page(technique, registry))
-        return show(catalogue.technique_data(technique, registry), page, as_json=as_json)
+        page = reference.technique_page(technique, registry)
+        return show(catalogue.technique_data(technique, registry), page=page, as_json=as_json)
     rows = [catalogue.technique_row(technique, registry) for _, technique in sorted(registry.techniques.items())]
     table = Table("name", "Ω", "compute", "memory", "fusable", "plugin")
     for row in rows:
@@ -56,7 +55,7 @@ def policies(
     if name is not None:
         _entry(name, shipped, "policy")
         policy = load_policy(name, registry)
-        return show(catalogue.policy_data(policy), Markdown(reference.policy_page(policy)), as_json=as_json)
+        return show(catalogue.policy_data(policy), page=reference.policy_page(policy), as_json=as_json)
     table = Table("name", "Ω", "techniques", "description")
     rows = []
     for listed, path in shipped.items():
