@@ -12,7 +12,7 @@ from typing import Any
 DEFERRED = (
     "torch", "fp4graph.kernels.measures", "fp4graph.kernels.operators", "fp4graph.kernels.rotation",
     "fp4graph.kernels.statistics", "fp4graph.numerics.noise", "fp4graph.numerics.sharding",
-    "fp4graph.training.stable_spam",
+    "fp4graph.numerics.symbolic", "fp4graph.training.stable_spam",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fp4graph.numerics import symbolic
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import Block
 
@@ -254,9 +255,7 @@ class Groups:
 
 def is_known(fact: bool | torch.SymBool) -> bool:
     """Return whether a comparison of sizes holds for all values of symbolic sizes; add no guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import: see commands/deferred.py
-
-    return statically_known_true(fact)
+    return symbolic.statically_known_true(fact)
 
 
 def is_scalar(x: Tensor) -> bool:
