@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.technique import Part, Positive, SiteView, Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AdaptiveQuantizationNoise(Technique):

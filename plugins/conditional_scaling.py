@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
+from fp4graph.numerics.formats import FP32
 from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
 
-_LARGEST = torch.finfo(torch.float32).max
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ConditionalScaling(Technique):
@@ -83,8 +84,8 @@ class TwoCaseScale(BlockScale):
         centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
         # s̃_p is computed as t + a·(s_p - Qmax/g), which equals a·s_p + b; b is a difference of nearly equal
         # numbers. s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
-        span = data_range.clamp(max=_LARGEST) - 1
-        affine = number.min + (number.max - number.min) * (((g / z).clamp(max=_LARGEST) - 1) / span)
+        span = data_range.clamp(max=FP32.max) - 1
+        affine = number.min + (number.max - number.min) * (((g / z).clamp(max=FP32.max) - 1) / span)
         fits = data_range <= number.max / number.min
         gamma = torch.where(g == 0, 1.0, torch.where(fits, centred, g * (number.max / qmax)))
         return gamma, torch.where((z == 0) | fits, z / gamma, torch.full_like(affine, qmax) / affine)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Operand, Overhead, Technique, hookimpl
 from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Positive, SiteView, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Dampen(Technique):

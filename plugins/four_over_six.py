@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
-from fp4graph.kernels.measures import block_errors
-from fp4graph.kernels.statistics import block_scale
+from fp4graph.kernels import measures, statistics
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.spec import Selector
 from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FourOverSix(Technique):
@@ -80,8 +81,11 @@ class FourOrSix(BlockScale):
         """Return S_4 or S_6 for each block."""
         spec = context.spec
         assert spec is not None
-        six, four = (block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
-        errors = [block_errors(values, scale, z, spec, self.options.measure, context.blocking) for scale in (six, four)]
+        six, four = (statistics.block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
+        errors = [
+            measures.block_errors(values, scale, z, spec, self.options.measure, context.blocking)
+            for scale in (six, four)
+        ]
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)

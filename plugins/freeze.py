@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
 from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteView, WeightUpdate, gemms_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
 #: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.

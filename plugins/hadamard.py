@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Gemm, Overhead, Technique, hookimpl
 from fp4graph.kernels import rotation
 from fp4graph.numerics.blocking import block_length
 from fp4graph.technique import OperandSpecs, PairTransform, Part, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Hadamard(Technique):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph import Context, Operand, Overhead, Technique, hookimpl
+from fp4graph.numerics.blocking import is_known
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import Operands, OperandSpecs, Part, SiteView, Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LowRankResidual(Technique):
@@ -88,7 +90,7 @@ class SplitLowRank(Wrapper):
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return W − L and L."""
-        if statically_known_true(math.prod(x.shape) == 0):
+        if is_known(math.prod(x.shape) == 0):
             return x, None
         w = x.to(torch.float32)
         finite = torch.where(w.abs() < math.inf, w, 0.0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.technique import BlockScale, Operands, OperandSpecs, Part, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MacroBlockScaling(Technique):

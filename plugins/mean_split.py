@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, is_known
 from fp4graph.numerics.exact import total_by
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.technique import OperandList, Part, SiteView, Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 _MOST_TOKENS = 1 << 24
@@ -71,7 +72,7 @@ class SplitMean(Wrapper):
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the quantized residual plus the quantized mean."""
-        if statically_known_true(x.shape[self.axis] == 0):  # no tokens have no mean
+        if is_known(x.shape[self.axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
         mean = self._mean(wide, self.axis, context.blocking)

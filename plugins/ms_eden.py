@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
-from fp4graph.kernels.measures import block_moments
-from fp4graph.kernels.statistics import block_scale
+from fp4graph.kernels import measures, statistics
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.scaling import group_scale
 from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part, Quantization, Rounding, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: A bound on (x/S)²: abs(x/S) reaches Qmax/fill · 3/2 = 9.7 if a subnormal S of 3/2 units was rounded down to one.
 _SQUARE_BOUND = 128.0
@@ -123,10 +124,10 @@ class UnbiasedScale(BlockScale):
         """Return S, under which elements are rounded."""
         assert context.spec is not None
         spec, sparse = context.spec, _sparse(context.blocking, self.options.block)
-        chosen = block_scale(z * self.options.fill, spec)
+        chosen = statistics.block_scale(z * self.options.fill, spec)
         if sparse is None:
             return chosen
-        above = block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
+        above = statistics.block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
         return torch.where(sparse, above, chosen)
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
@@ -134,7 +135,7 @@ class UnbiasedScale(BlockScale):
         block, blocking, stored = self.options.block, quantization.blocking, quantization.scale
         groups, sparse = Groups(blocking, block), _sparse(blocking, block)
         # Fractions of _SQUARE_BOUND add exactly, so that compiled code, which adds in another order, has the same bits.
-        moments = block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE_BOUND, block)
+        moments = measures.block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE_BOUND, block)
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
         number = quantization.spec.scale.format

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from fp4graph import Context, Error, Gemm, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics import exact
@@ -27,6 +26,9 @@ from fp4graph.technique import (
     gemms_at,
     operands_at,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The operands whose chosen channels have another quantizer. In dgrad all channels have the same.
 _APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)

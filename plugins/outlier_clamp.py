@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.technique import Operands, Part, SiteView, Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
 

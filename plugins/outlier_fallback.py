@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.technique import Operands, OperandSpecs, Part, SiteView, Wrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DEFAULT_FRACTION = 0.1
 

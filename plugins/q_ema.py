@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
 from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Rounding, Share, SiteView, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _as_fp32(weight: Tensor) -> Tensor:

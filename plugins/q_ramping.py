@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Error, Operand, Overhead, Technique, hookimpl
 from fp4graph.technique import OperandSpecs, OptimizerHook, OptimizerStep, Part, SiteView, WeightUpdate
 from fp4graph.training.conditioning import HELD
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class QRamping(Technique):
@@ -116,7 +118,7 @@ class RampBatches(OptimizerHook):
         stepping = int(ramped) % factor.to(torch.int32) == 0
         update.scratch.update(stepping=stepping, old=weight.clone())
         entries = _state(update.optimizer, weight)
-        _hold(memory, ((n, x) for n, x in entries if isinstance(x, Tensor) and x.shape == weight.shape))
+        _hold(memory, ((n, x) for n, x in entries if isinstance(x, torch.Tensor) and x.shape == weight.shape))
         mean = summed / factor.to(torch.float32)
         # Elements with N = 1 keep their gradient; elements that wait add nothing to norms over the tensor.
         grad.copy_(torch.where(factor == 1, grad, torch.where(stepping, mean, 0.0).to(grad.dtype)))
@@ -193,7 +195,7 @@ def _hold(memory: dict[str, Tensor], state: Iterable[tuple[str, Any]]) -> None:
     """Copy entries of the optimizer's state into ``memory``, under names that a reset of the moments finds."""
     _released(memory)  # copies from a step that raised
     for name, value in state:
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             memory[HELD + name] = value.clone()
         elif isinstance(value, bool | int | float):
             memory[HELD + name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
@@ -216,9 +218,9 @@ def _restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[s
     for name, value in list(_state(optimizer, parameter)):
         if name not in held:
             del state[name]
-            if isinstance(value, Tensor) and value.shape == parameter.shape and "factor" in memory:
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and "factor" in memory:
                 memory["begins"] = torch.ones((), dtype=torch.int64)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, torch.Tensor):
             value.copy_(held[name])
         else:
             state[name] = type(value)(held[name])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics.exact import root, total
 from fp4graph.technique import BlockScale, ForwardOperands, OperandSpecs, Part, Positive, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEAST = 1e-8  # a term of the authors' code, so that a constant block has a logarithm
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
 from fp4graph.technique import GROUPS, Gradient, OperandSpecs, Part, SiteView, check_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ScaleGradient(Technique):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
 from fp4graph.technique import GROUPS, BlockScale, Gradient, Part, Positive, SiteView, check_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SmoothMax(Technique):

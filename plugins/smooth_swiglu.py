@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph import Context, Gemm, Overhead, Technique, hookimpl
+from fp4graph.numerics.blocking import is_known
 from fp4graph.technique import PairTransform, Part, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LARGEST_POWER = 2.0**127  # of fp32
 
@@ -66,7 +68,7 @@ class ChannelScales(PairTransform):
             s = self._rounded(experts.table(left.to(torch.float32).abs(), 0, 1))
             of_tokens = torch.where((experts.ids == experts.count)[:, None], 1.0, s[experts.ids])
             return of_tokens, s[: experts.count, None]
-        if statically_known_true(left.shape[-2] == 0):  # no tokens have no maximum
+        if is_known(left.shape[-2] == 0):  # no tokens have no maximum
             return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
         return (self._rounded(left.to(torch.float32).abs().amax(-2, keepdim=True)),)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Error, Overhead, Technique, hookimpl
 from fp4graph.technique import OptimizerHook, OptimizerStep, Part, SiteView
-from fp4graph.training import conditioning
-from fp4graph.training.stable_spam import StableSPAM
+from fp4graph.training import conditioning, stable_spam
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: Entries that are not moments and that a reset keeps: the slow weights of timm's Lookahead.
@@ -80,7 +81,7 @@ class ConditionGradients(OptimizerHook):
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""
         options, optimizer, groups = self.options, step.optimizer, step.optimizer.param_groups
-        if isinstance(optimizer, StableSPAM):
+        if isinstance(optimizer, stable_spam.StableSPAM):
             raise Error(
                 "the optimizer is StableSPAM itself, and the policy's technique stable_spam would condition its "
                 "gradients a second time; use torch.optim.AdamW, or take stable_spam out of the policy"
@@ -112,12 +113,12 @@ class ConditionGradients(OptimizerHook):
                 memories[grad] = step.memory(parameter)
                 if not memories[grad]:
                     memories[grad].update(conditioning.new_statistics(grad))
-        plain = [grad for grad in memories if type(grad) is Tensor]
+        plain = [grad for grad in memories if type(grad) is torch.Tensor]
         for batch in conditioning.batches(plain):
             held = [memories[grad] for grad in batch]
             torch._foreach_copy_(batch, conditioning.condition_foreach(batch, held, **factors))
         for grad, memory in memories.items():
-            if type(grad) is not Tensor:  # a DTensor
+            if type(grad) is not torch.Tensor:  # a DTensor
                 grad.copy_(conditioning.condition(grad, memory, **factors))
 
     def after_optimizer(self, step: OptimizerStep) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
 from fp4graph.technique import ForwardOperands, Gradient, OperandSpecs, Part, Positive, SiteView, check_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StepGradient(Technique):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from fp4graph import Context, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import BlockScale, OperandList, OperandSpecs, Part, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
 _BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)

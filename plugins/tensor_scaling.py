@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
 
 from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import group_scale
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import GROUPS, BlockScale, Operands, OperandSpecs, Part, Positive, Quantization, SiteView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHARED = "largest_of_siblings"
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
@@ -16,6 +15,9 @@ from fp4graph.numerics.scaling import block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
 from fp4graph.technique import QUANTIZER_STAGES, BlockScale, Gradient, OperandSpecs, Part, SiteView, acts_at, check_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorScalingGradient(Technique):

@@ -10,6 +10,7 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
+from fp4graph.commands.deferred import defer_torch
 from fp4graph.commands.models import HELP, named_model
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
@@ -32,6 +33,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Load a policy and print it resolved: its rules, and the quantizers of the six operands."""
+    if model is None:
+        defer_torch()
     from fp4graph.commands import catalogue
     from fp4graph.policy import load_policy
 

@@ -6,12 +6,15 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
 from rich.table import Table
 
 from fp4graph.commands.output import AsJson, installed_registry, show
 from fp4graph.extras import install
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 #: Extras for users; the others are for working on the project.
 EXTRAS = ("vision", "tasks", "analysis", "sweep", "hf", "export", "wandb", "mlflow", "clients")
@@ -57,6 +60,8 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 def _missing() -> Iterator[tuple[str, list[str]]]:
     """Yield each extra that lacks packages, with what is missing or too old."""
+    from packaging.requirements import Requirement
+
     requirements = [Requirement(text) for text in metadata.requires("fp4graph") or ()]
     for extra in EXTRAS:
         wanted = (r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": extra}))

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.markdown import Markdown
 from rich.table import Table
 
+from fp4graph.commands.deferred import defer_torch
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
 
@@ -17,13 +17,14 @@ Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe onl
 
 def techniques(name: Name = None, as_json: AsJson = False) -> None:
     """List the techniques that policies can use, or describe one."""
+    defer_torch()
     from fp4graph.commands import catalogue, reference
 
     registry = installed_registry()
     if name is not None:
         technique = _entry(name, registry.techniques, "technique")
-        page = Markdown(reference.technique_page(technique, registry))
-        return show(catalogue.technique_data(technique, registry), page, as_json=as_json)
+        page = reference.technique_page(technique, registry)
+        return show(catalogue.technique_data(technique, registry), page=page, as_json=as_json)
     rows = [catalogue.technique_row(technique, registry) for _, technique in sorted(registry.techniques.items())]
     table = Table("name", "Ω", "compute", "memory", "fusable", "plugin")
     for row in rows:
@@ -41,6 +42,7 @@ def policies(
     ] = False,
 ) -> None:
     """List the policies that have names, or describe one."""
+    defer_torch()
     from fp4graph.commands import catalogue, reference
     from fp4graph.policy import ALIASES, load_policy, shipped_policies
 
@@ -53,7 +55,7 @@ def policies(
     if name is not None:
         _entry(name, shipped, "policy")
         policy = load_policy(name, registry)
-        return show(catalogue.policy_data(policy), Markdown(reference.policy_page(policy)), as_json=as_json)
+        return show(catalogue.policy_data(policy), page=reference.policy_page(policy), as_json=as_json)
     table = Table("name", "Ω", "techniques", "description")
     rows = []
     for listed, path in shipped.items():

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markdown import Markdown
 from rich.segment import Segment
 
 if TYPE_CHECKING:
@@ -40,17 +39,21 @@ _LONGEST = 10_000  # characters of a message
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def show(data: Any, *parts: RenderableType, as_json: bool) -> None:
-    """Print ``data`` as JSON, or ``parts`` for a person; Markdown is rendered only on a terminal."""
+def show(data: Any, *parts: RenderableType, page: str = "", as_json: bool) -> None:
+    """Print ``data`` as JSON, or ``parts`` and ``page`` for a person; the Markdown of a page is rendered only on a
+    terminal."""
     if as_json:
         print_json(data)
         return
     console = wide_console()
     for part in parts:
-        if isinstance(part, Markdown) and not console.is_terminal:
-            print(printable(part.markup), end="")
-        else:
-            console.print(part)
+        console.print(part)
+    if not console.is_terminal:
+        print(printable(page), end="")
+    elif page:
+        from rich.markdown import Markdown
+
+        console.print(Markdown(page))
 
 
 def print_json(data: Any) -> None:

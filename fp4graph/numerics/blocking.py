@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.numerics import symbolic
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import Block
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The blocks that form a group: all of the tensor ("tensor": one expert's in a grouped product; "all": all experts'),
 #: those of one line along the contraction axis, or those of this number of elements of a line.
@@ -79,7 +81,7 @@ class Blocking:
             if length is None:
                 sizes.append(size)
             elif length == 0:  # at least one element: the maximum of an empty axis is undefined
-                sizes.append(1 if statically_known_true(size == 0) else size)
+                sizes.append(1 if is_known(size == 0) else size)
             else:
                 sizes.append(count * length)
         return sizes
@@ -119,7 +121,7 @@ class Blocking:
 
     def _uneven(self, axis: int) -> bool:
         """True if an axis may need padding. Symbolic sizes are not compared, because that would add a guard."""
-        return not statically_known_true(self.padded_shape[axis] == self.shape[axis])
+        return not is_known(self.padded_shape[axis] == self.shape[axis])
 
     def split(self, x: Tensor) -> Tensor:
         """Return ``x`` in the blocked layout, zero-padded; a view where every block is full."""
@@ -215,7 +217,7 @@ class Groups:
             return self._by_segment(x, op)
         if isinstance(self.granularity, str):
             along = tuple(range(x.dim()))[-2 if self.granularity == "row" else 0 :]
-            if op == "amax" and any(statically_known_true(x.shape[axis] == 0) for axis in along):
+            if op == "amax" and any(is_known(x.shape[axis] == 0) for axis in along):
                 return x.new_zeros([1 if axis in along else size for axis, size in enumerate(x.shape)])
             return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
         lines = x.squeeze(-1)
@@ -251,9 +253,14 @@ class Groups:
         return table.amax(axis, keepdim=True) if op == "amax" else table.sum(axis, keepdim=True)
 
 
+def is_known(fact: bool | torch.SymBool) -> bool:
+    """Return whether a comparison of sizes holds for all values of symbolic sizes; add no guard."""
+    return symbolic.statically_known_true(fact)
+
+
 def is_scalar(x: Tensor) -> bool:
     """True if ``x`` is known to hold one element, whatever its rank."""
-    return all(statically_known_true(size == 1) for size in x.shape)
+    return all(is_known(size == 1) for size in x.shape)
 
 
 def block_length(block: Block) -> int:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from fp4graph.numerics.spec import Block, QuantSpec, Selector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Significant bits of bf16, and the exponent of its smallest subnormal number.
 _BITS, _SMALLEST = 8, -133

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from fp4graph.errors import SpecError
+from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.exact import block_error
 from fp4graph.numerics.formats import ElementFormat
-from fp4graph.numerics.noise import Noise, make_key
 from fp4graph.numerics.rounding import power_of_two, round_nearest, round_stochastic
 from fp4graph.numerics.scaling import amax, block_scale, constant, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp4graph.numerics.noise import Noise
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 #: Errors of a block that differ by a smaller share count as equal: rounding of fp32 ratios may separate equal errors.
@@ -49,15 +55,15 @@ def quantize(
         raise TypeError(f"only floating-point tensors can be quantized; got {x.dtype}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)
     if isinstance(key, int):
-        key = make_key(key, device=x.device)
+        key = noise.make_key(key, device=x.device)
     elif key is not None and (key.dtype is not torch.int32 or key.shape != (2,)):
         raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
-    noise = Noise(key, blocking, x.device)
-    if spec.needs_key and noise.key is None:
+    random = noise.Noise(key, blocking, x.device)
+    if spec.needs_key and key is None:
         raise ValueError("this spec rounds stochastically: pass a key (an int or a tensor from make_key)")
     values = blocking.split(x).to(torch.float32)
-    scale = block_scale(amax(values, blocking.axes), spec.scale, spec.element, noise)
-    return blocking, round_elements(ratio(values, scale, spec), spec, noise), scale
+    scale = block_scale(amax(values, blocking.axes), spec.scale, spec.element, random)
+    return blocking, round_elements(ratio(values, scale, spec), spec, random), scale
 
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:

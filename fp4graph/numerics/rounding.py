@@ -7,12 +7,14 @@ not used, because its addition rounds: it would round 0.49999997 to 1.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from fp4graph.numerics.formats import ElementFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EXPONENT_MASK = 0x7F800000  # of an fp32's bits
 

@@ -6,14 +6,18 @@ Logarithms are not used: ``floor(log2(z))`` is wrong just below most powers of t
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from fp4graph.numerics.formats import ElementFormat
-from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp4graph.numerics.noise import Noise
 
 _MANTISSA = 0x7FFFFF  # the mantissa bits of an fp32
 _ONE = 127 << 23  # the bits of 1.0 in fp32

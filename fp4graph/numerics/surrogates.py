@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import bracket, power_of_two, spacing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LAST = 2**31 - 1
 

@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fp4graph.kernels import operators, statistics
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import Gemm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fp4graph.numerics.draw import Draw
+    from fp4graph.numerics.noise import Noise
 
 
 @dataclass(frozen=True, eq=False)

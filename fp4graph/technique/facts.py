@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import Operand
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Specs of one site's six operands; None is high precision.
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]

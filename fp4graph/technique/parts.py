@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import get_annotations
 from types import FunctionType
-from typing import Any, ClassVar, Literal, dataclass_transform, get_args
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform, get_args
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.technique.context import Context, Quantization
 from fp4graph.technique.facts import Mixes, OperandSpecs, Partition, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

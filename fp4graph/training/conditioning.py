@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from fp4graph.numerics.sharding import whole
+from fp4graph.numerics import sharding
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Names of the statistics of one parameter's gradient, in the order of :func:`_conditioned`: m_max, m_norm and v_norm
 #: before bias correction, and n, the number of gradients that they average.
@@ -71,12 +73,12 @@ def condition(
     """
     dtype = precision(grad)
     old = tuple(state[name] for name in STATISTICS)
-    peak = whole(torch.linalg.vector_norm(grad, torch.inf, dtype=dtype))
+    peak = sharding.whole(torch.linalg.vector_norm(grad, torch.inf, dtype=dtype))
     threshold = _threshold(peak, old, theta)
     spikes = grad.abs() > threshold.to(grad.dtype)
     # The casts matter only if ``grad`` is 0-d: a 0-d fp32 factor would promote it.
     clipped = torch.where(spikes, (grad * (threshold / peak)).to(grad.dtype), grad)
-    norm = whole(torch.linalg.vector_norm(clipped, dtype=dtype))
+    norm = sharding.whole(torch.linalg.vector_norm(clipped, dtype=dtype))
     new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
     for kept, value in zip(old, new, strict=True):
         kept.copy_(value)
@@ -132,7 +134,7 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
         entry = str(name).rpartition(f".{HELD}")[2]
         if entry not in START:
             continue
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             value.fill_(START[entry])
         else:
             state[name] = type(value)(START[entry])
@@ -168,7 +170,7 @@ def precision(x: Tensor) -> torch.dtype:
 
 def _clip(grad: Tensor, bound: float, share: float) -> Tensor:
     """Return ``where(abs(grad) > bound, grad * share, grad)``, bit for bit; a boolean mask would be slow on a CPU."""
-    spikes = nn.functional.hardshrink(grad, bound)
+    spikes = torch.nn.functional.hardshrink(grad, bound)
     unclipped = grad - spikes
     return unclipped.add_(spikes.mul_(share))
 

@@ -191,6 +191,29 @@ assert not {"torch", "numpy", "transformers"} & sys.modules.keys()
     assert _seconds("-m", "fp4graph", "--help") < 8 * _seconds("-c", "import typer")
 
 
+@pytest.mark.process
+def test_reading_policies_does_not_import_torch():
+    script = """
+import sys
+from typer.testing import CliRunner
+from fp4graph.__main__ import app
+for line in ["policies", "policies tetrajet", "policies --schema", "techniques", "techniques q_ema", "check tetrajet"]:
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 0, result.output
+    assert not {"torch._C", "numpy"} & sys.modules.keys(), line
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.process
+def test_check_imports_torch_when_it_plans_products(data):
+    arguments = ["check", "ue5m3-best", "--target", "b200"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fp4graph", *arguments, "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == data(*arguments)
+
+
 def test_completions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tetrajet-mine.yaml").touch()

@@ -1,0 +1,51 @@
+"""Lets a command read policies without waiting for torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+#: torch, and the modules of fp4graph that need torch while they are imported: to declare operators or classes.
+#: Other modules import a module of this list as a whole, because ``from module import name`` reads an attribute.
+DEFERRED = (
+    "torch", "fp4graph.kernels.measures", "fp4graph.kernels.operators", "fp4graph.kernels.rotation",
+    "fp4graph.kernels.statistics", "fp4graph.numerics.noise", "fp4graph.numerics.sharding",
+    "fp4graph.numerics.symbolic", "fp4graph.training.stable_spam",
+)  # fmt: skip
+
+
+def defer_torch() -> None:
+    """Import the modules of :data:`DEFERRED` when an attribute of theirs is first read, if torch is not imported yet.
+
+    ``import torch`` takes two seconds, and plugins import it to act on tensors. A command that only reads policies
+    calls this function first. A plugin that reads an attribute of torch at import is slower and behaves the same.
+    """
+    if "torch" in sys.modules:
+        return
+    for name in DEFERRED:
+        spec = find_spec(name)
+        assert spec is not None
+        module = module_from_spec(spec)
+        module.__class__ = _Deferred
+        vars(module).pop("__path__", None)  # an import of a submodule reads __path__, and needs the module
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+
+
+class _Deferred(ModuleType):
+    """A module that is executed when an attribute that it does not have yet is first read.
+
+    importlib.util.LazyLoader would execute the module at the second ``import`` statement, which reads ``__spec__``.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        spec: Any = self.__spec__
+        if spec.submodule_search_locations is not None:
+            self.__path__ = spec.submodule_search_locations
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec.loader.exec_module(self)
+        return getattr(self, name)
