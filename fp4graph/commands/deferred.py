@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
@@ -21,15 +23,16 @@ def defer_torch() -> None:
 
     ``import torch`` takes two seconds, and plugins import it to act on tensors. A command that only reads policies
     calls this function first. A plugin that reads an attribute of torch at import is slower and behaves the same.
+    Only one thread may read the modules until they are executed; commands that compute do not call this function.
     """
     if "torch" in sys.modules:
         return
+    sys.meta_path.insert(0, _SubmoduleFinder())
     for name in DEFERRED:
         spec = find_spec(name)
         assert spec is not None
         module = module_from_spec(spec)
         module.__class__ = _Deferred
-        vars(module).pop("__path__", None)  # an import of a submodule reads __path__, and needs the module
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:
@@ -44,8 +47,34 @@ class _Deferred(ModuleType):
 
     def __getattr__(self, name: str) -> object:
         spec: Any = self.__spec__
-        if spec.submodule_search_locations is not None:
-            self.__path__ = spec.submodule_search_locations
         self.__class__ = ModuleType  # type: ignore[assignment]
         spec.loader.exec_module(self)
         return getattr(self, name)
+
+
+class _SubmoduleFinder(MetaPathFinder):
+    """Executes torch when a submodule of a deferred torch is imported first."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        package, _, child = name.partition(".")
+        if type(sys.modules.get(package)) is not _Deferred:
+            return None
+        hasattr(sys.modules[package], child)  # executes torch, which imports most of its submodules
+        module = sys.modules.get(name)
+        if module is None:
+            return None
+        module.__spec__ = ModuleSpec(name, _Present(module))  # the import machinery takes the spec from the module
+        return module.__spec__
+
+
+class _Present(Loader):
+    """Loads a module that is there already: by its own spec, the import that is under way would execute it again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec

@@ -8,10 +8,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.table import Table
 
+from fp4graph import QuantSpec, fake_quantize, load_policy
 from fp4graph import __main__ as command
-from fp4graph import load_policy
 from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.hookspecs import hookimpl
@@ -203,6 +204,32 @@ for line in ["policies", "policies tetrajet", "policies --schema", "techniques",
     assert not {"torch._C", "numpy"} & sys.modules.keys(), line
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "first",
+    ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"],
+)
+def test_a_deferred_torch_is_imported_whole_and_once(first):
+    """A plugin of another author may read torch while it is imported."""
+    script = f"""
+import sys
+from fp4graph.commands.deferred import defer_torch
+defer_torch()
+import torch
+assert "torch._C" not in sys.modules
+{first}
+import fp4graph
+import torch.fx.experimental.symbolic_shapes
+assert torch.fx.Graph is torch.fx.graph.Graph
+assert "frozen" in type(torch.fx.__spec__.loader).__module__
+spec = fp4graph.QuantSpec("e2m1", 32, rounding="stochastic")
+print(fp4graph.fake_quantize(torch.arange(64.0), spec, key=1).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    spec = QuantSpec("e2m1", 32, rounding="stochastic")
+    assert json.loads(done.stdout) == fake_quantize(torch.arange(64.0), spec, key=1).tolist()
 
 
 @pytest.mark.process
