@@ -318,7 +318,7 @@ def if4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
 def ufp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of UFP4: A B^T ~ Q(A (HS)^T) Q(B (HS)^T)^T in all three GEMMs, in blocks of 16.
 
-    Q is E1M2 as the paper has it, with s = amax/1.75 for each 1x16 and the values s * round(a/s), of dY stochastic, of
+    Q is E1M2, the paper's element, with s = amax/1.75 for each 1x16 and the values s * round(a/s), of dY stochastic, of
     all else to nearest even. Quotients are float32 in any implementation: half a maximum is a tie. Source: UFP4.
     """
     arrays, quantized = {"x": x, "w": w, "dy": dy}, []
