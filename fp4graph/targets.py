@@ -7,7 +7,7 @@ is free, as far as the target's entry does not restrict it: it happens before th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from math import prod
@@ -26,6 +26,8 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique import TENSOR_STAGES, Part
 from fp4graph.technique.operands import Gemm, Operand
 
+#: What stands behind formats that torch multiplies only if it was built with MSLK.
+MSLK = " (torch with MSLK)"
 _OPS = {"conv": "convolution", "sdpa": "attention", "matmul": "product of two activations"}
 #: The stages at which a technique takes an operand off the grid of its format, with what it does there.
 _OFF_GRID = {"split": "splits", "around": "wraps the quantizer of", "after": "changes"}
@@ -52,6 +54,13 @@ class Multiples(_Entry):
     tokens: int = 1
 
 
+class Mslk(_Entry):
+    """The formats that torch multiplies only if it was built with MSLK: in linear layers, and of experts."""
+
+    products: tuple[str, ...] = ()
+    grouped: tuple[str, ...] = ()
+
+
 class Target(_Entry):
     """A kind of hardware, through torch, or a library; ``targets.yaml`` explains the keys."""
 
@@ -60,6 +69,7 @@ class Target(_Entry):
     products: tuple[tuple[str, str], ...]
     grouped: tuple[tuple[str, str], ...]
     multiples: Multiples
+    mslk: Mslk = Mslk()
     torch: str | None = None
     gemms: tuple[Gemm, ...] = tuple(Gemm)
     stochastic: tuple[Operand, ...] = tuple(Operand)
@@ -154,7 +164,8 @@ def _formats(target: Target, gemm: GemmProgram, op: str) -> tuple[str, str]:
         return "", why
     for left, right in pairs:
         if left in names[0] and right in names[1]:
-            return f"{left} x {right}", ""
+            special = left in (target.mslk.grouped if grouped else target.mslk.products)
+            return f"{left} x {right}" + MSLK * special, ""
     return "", f"{target.title} does not multiply {names[0][0]} with {names[1][0]}"
 
 
@@ -268,18 +279,22 @@ def _is_number(shape: Iterable[int | str]) -> bool:
     return all(isinstance(size, int) for size in shape)
 
 
-def summary(name: str, sites: Iterable[Site]) -> str:
-    """Return the share of the training's FLOPs in matrix products that a target runs natively, in words."""
+def summary(name: str, sites: Sequence[Site]) -> str:
+    """Return the share of the training's FLOPs in matrix products that a target runs natively, in words, and that of
+    the products that are not quantized."""
     flops = {"native": 0.0, "simulated": 0.0, "exact": 0.0}
+    kept = [site for site in sites if not site.quantized]
     for site in sites:
         for verdict in verdicts(name, site.program, site).values():
             flops[verdict.kind] += site.flops or 0
     total = sum(flops.values()) or 1.0
-    native, simulated, exact = (f"{100 * flops[kind] / total:.0f} %" for kind in flops)
+    flops["kept"] = sum(len(Gemm) * (site.flops or 0.0) for site in kept)
+    native, simulated, exact, unlisted = (f"{100 * part / total:.0f} %" for part in flops.values())
     chosen = target(name)
     old = chosen.torch is not None and Version(torch.__version__).release < Version(chosen.torch).release
     needs = f"; needs torch {chosen.torch}, this is {torch.__version__}" if old else ""
+    listed = f" (unquantized products, not in the table: {len(kept)} with {unlisted})" if kept else ""
     return (
         f"{chosen.title}: {native} of the training FLOPs of matrix products native, {simulated} simulated, {exact} in "
-        f"high precision{needs}"
+        f"high precision{listed}{needs}"
     )

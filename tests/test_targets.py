@@ -45,12 +45,13 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-te", "rtx5090", "dgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te", "mi355x", "fprop", "simulated", "E4M3 scales, MXFP4 has E8M0"),
         ("nvfp4-te", "h200", "fprop", "simulated", "E2M1 elements"),
-        ("tetrajet", "b300", "dgrad", "native", "MXFP4 x MXFP4"),
+        ("tetrajet", "b300", "dgrad", "native", "MXFP4 x MXFP4 (torch with MSLK)"),
         ("tetrajet", "rtx5090", "fprop", "simulated", "E8M0 scales, NVFP4 has E4M3"),
         ("tetrajet", "mi355x", "wgrad", "native", "MXFP4 x MXFP4"),
         # Tiles of 128 and squares of 128 x 128: Hopper's alone.
         ("fp8-block", "h200", "fprop", "native", "FP8 by tile x FP8 by tile"),
         ("fp8-block", "b200", "fprop", "simulated", "blocks of 128"),
+        ("fp8-block", "torchao", "wgrad", "native", "FP8 by tile x FP8 by tile"),
         # Scales that divide, scales of groups, elements and operands that no hardware multiplies.
         ("nvfp4", "b200", "fprop", "simulated", "encode"),
         ("tetrajet-v2", "b200", "fprop", "simulated", "tensor_scaling has scales of groups"),
@@ -71,7 +72,9 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-rl", "b200", "fprop", "simulated", "fprop.input: tensor_scaling has scales of groups"),
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
-        # vLLM serves: weights alone too.
+        # vLLM serves: weights alone too, and inputs that are rotated without random signs.
+        ("quartet", "vllm", "fprop", "native", "MXFP4 x MXFP4"),
+        ("mxfp4-full-rht", "vllm", "fprop", "simulated", "hadamard with kind deterministic or random_backward only"),
         ("nvfp4-w4a16", "vllm", "fprop", "native", "exact x NVFP4"),
         ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: kept in high precision"),
         ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
@@ -99,6 +102,12 @@ def test_techniques_that_a_library_has_but_not_together():
     assert verdict(policy, "b200")[0] == "native"
 
 
+def test_signs_that_a_library_does_not_draw_anew():
+    policy = one_rule({"hadamard": {"scope": ["wgrad"], "block": 16, "kind": "random"}}, quantize=NVFP4)
+    assert "hadamard with resample never only, not step" in verdict(policy, "torchao", "wgrad")[1]
+    assert verdict(policy, "b200", "wgrad")[0] == "native"
+
+
 def test_sizes_count():
     ids = torch.zeros(2, 12, dtype=torch.long)
     shown = fp4graph.explain(llama(), one_rule("tensor_scaling", quantize=NVFP4), (ids,))
@@ -108,15 +117,17 @@ def test_sizes_count():
     table = shown.on("b200")
     assert "tokens 24 is no multiple of 16" in table
     assert "model.layers.0-1.self_attn.q_proj" in table
-    shares = [int(number) for number in re.findall(r"(\d+) %", table)]
+    *shares, kept = [int(number) for number in re.findall(r"(\d+) %", table)]
     assert sum(shares) == pytest.approx(100, abs=2)
+    assert f"(unquantized products, not in the table: 2 with {kept} %)" in table
+    assert kept == round(100 * sum(site.flops for site in shown.sites if not site.quantized) / shown.flops)
 
 
 def test_experts_have_products_of_their_own():
     view = SiteView("e", "grouped", 64, 64, 4 * 64 * 64)
     program = plan_site(view, fp4graph.load_policy("tetrajet").rules[0]).program
     site = Site("e", "grouped", ((32, 64), (4, 64, 64)), None, "", {}, quantized=True)
-    assert targets.verdicts("b200", program, site)[Gemm.FPROP].kind == "native"
+    assert targets.verdicts("b200", program, site)[Gemm.FPROP] == ("native", "MXFP4 x MXFP4 (torch with MSLK)")
     assert targets.verdicts("mi355x", program, site)[Gemm.FPROP].why == "fprop.input and fprop.weight: E2M1 elements"
 
 
@@ -128,6 +139,10 @@ def test_gradients_in_e5m2_beside_e4m3():
     policy = one_rule(quantize=tensor, operands={"gradients": {"element": "e5m2"}})
     assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")
     assert verdict(one_rule(quantize=HYBRID), "h200")[0] == "simulated"  # two of E5M2
+    row = {"element": "e4m3", "block": "row", "scale": {"format": "fp32"}}
+    policy = one_rule(quantize=row, operands={"wgrad.input": {"element": "e5m2"}})
+    found = [verdict(policy, target, "wgrad")[0] for target in ("h200", "b200", "mi355x")]
+    assert found == ["native", "simulated", "simulated"]  # the CUTLASS kernel and ROCm take E4M3 on the right
 
 
 @pytest.mark.parametrize("op", ["conv", "sdpa", "matmul"])

@@ -12,7 +12,7 @@ import typer
 from fp4graph.commands.catalogue import Native, loadable_policies, native_on, shipped_registry
 from fp4graph.files import write
 from fp4graph.policy import Policy
-from fp4graph.targets import data
+from fp4graph.targets import MSLK, data
 
 HEAD = """# Where policies run natively
 
@@ -26,9 +26,13 @@ fp4graph explain nvfp4-te --model deit_tiny_patch16_224 --target te      # each 
 ```
 
 In Python `fp4graph.explain(model, policy, args).on("b200")` returns the same table. The last line is the share of the
-training FLOPs of matrix products that is native. The data is `fp4graph/targets.yaml`, read from sources, not measured.
-`python -m fp4graph.commands.targets docs/targets.md` generates this page.
+training FLOPs of matrix products that is native; it counts the products that are not quantized, which the table leaves
+out. The data is `fp4graph/targets.yaml`, read from sources, not measured. `python -m fp4graph.commands.targets
+docs/targets.md` generates this page.
 """
+MSLK_NOTE = """
+"torch with MSLK": only if torch was built with that library. `torch.__config__.show()` then names `USE_MSLK`, as in the
+wheel of torch 2.14.1 for CUDA 13.0."""
 LEGEND = """
 **yes**: all three GEMMs of a linear layer of suitable size. A name: only that GEMM. Empty: none. "exact": in high
 precision by the policy. "at first": a later phase differs. `check --target` says why, and shows experts and phases.
@@ -40,11 +44,13 @@ def page() -> str:
     lines = [HEAD, "## Targets\n"]
     lines += ["| target | | multiplies | experts | sizes are multiples of |", "| --- | --- | --- | --- | --- |"]
     for name, target in known.targets.items():
-        products = (", ".join(map(_pair, each)) or "none" for each in (target.products, target.grouped))
+        special = (target.products, target.mslk.products), (target.grouped, target.mslk.grouped)
+        products = (", ".join(_pair(pair, mslk) for pair in pairs) or "none" for pairs, mslk in special)
         sizes = target.multiples
         cells = name, target.title, *products, f"{sizes.contraction} (contracted), {sizes.result} (result)"
         lines.append(f"| `{cells[0]}` | {' | '.join(cells[1:])} |")
     lines += [
+        MSLK_NOTE,
         "\n## Formats\n",
         "| format | element | block | scale | tensor scale |",
         "| --- | --- | --- | --- | --- |",
@@ -69,8 +75,8 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pair(pair: tuple[str, str]) -> str:
-    return pair[0] if pair[0] == pair[1] else " x ".join(pair)
+def _pair(pair: tuple[str, str], mslk: tuple[str, ...]) -> str:
+    return (pair[0] if pair[0] == pair[1] else " x ".join(pair)) + MSLK * (pair[0] in mslk)
 
 
 def _in_phases(target: str, policy: Policy) -> str:

@@ -33,12 +33,13 @@ def _scale_table(exponent_bits: int, mantissa_bits: int, bias: int, top: float) 
     return np.array([v for v in values if v <= top], dtype=np.float64)
 
 
-# Element formats (OCP 5.3.3 for E2M1, TJ Table 7 for E3M0, TJ Table 2 for INT4). An index into the non-negative half
-# is the value's code, so "even" means an even index.
+# Element formats (OCP 5.3.3 for E2M1, TJ Table 7 for E3M0, TJ Table 2 for INT4; E1M2 with bias 1). An index into the
+# non-negative half is the value's code, so "even" means an even index.
 ELEMENTS: dict[str, np.ndarray] = {
     "e2m1": _signed([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "e3m0": _signed([0, 0.25, 0.5, 1, 2, 4, 8, 16]),
     "int4": _signed([0, 1, 2, 3, 4, 5, 6, 7]),
+    "e1m2": _signed([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]),
 }
 
 # Emax, the exponent of the largest value of an element format (OCP 6.3: scale = 2^(floor(log2 amax) - Emax)).

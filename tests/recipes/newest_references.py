@@ -23,6 +23,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  for OutControl linear_mix.py and calibrate.py beside the latter, kernels/csrc/quant_fp8.cu
     Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
                  its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
+    UFP4         Zhao et al. 2026, "Rethinking Shrinkage Bias in LLM FP4 Pretraining", arXiv 2606.20381, its abstract,
+                 and three summaries of its text, which agree on Table 1 (the recipe) and on sec. 2 (scales, rotations)
 
 Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
@@ -45,6 +47,7 @@ Decisions, per policy, where sources are silent or disagree:
                  split and quantized along T (the reproduction has an exact X there, and quantizes dW).
     if4          A block of dY chooses by rounding to nearest, so that its stochastic rounding has the right mean; the
                  code compares drawn values.
+    ufp4         Signs of a GEMM are drawn at every step; each operand is quantized from the original.
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -62,10 +65,12 @@ from tests.recipes.arithmetic import (
     block_amax,
     block_ids,
     quantize,
+    rotate,
     round_nearest,
     round_scale,
     round_stochastic,
 )
+from tests.recipes.mx_references import OPERANDS
 from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair, with_square_weights
 from tests.recipes.other_references import Draw as _Draw
 
@@ -394,6 +399,26 @@ def if4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     return with_square_weights(q, x, w, dy, draw)
 
 
+def ufp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of UFP4: A B^T ~ Q(A (HS)^T) Q(B (HS)^T)^T in all three GEMMs, in blocks of 16.
+
+    Q is E1M2, the paper's element, with s = amax/1.75 for each 1x16 and the values s * round(a/s), of dY stochastic, of
+    all else to nearest even. Quotients are float32 in any implementation: half a maximum is a tie. Source: UFP4.
+    """
+    arrays, quantized = {"x": x, "w": w, "dy": dy}, []
+    for operand, (name, axis) in OPERANDS.items():
+        a = arrays[name]
+        a = rotate(a, axis, 16, draw.signs(operand.split(".")[0], a.shape[axis]))
+        s = round_scale(block_amax(a, axis, 16) / 1.75, "fp32")
+        u = fp32(a / s)
+        if name == "dy":
+            quantized.append(s * round_stochastic(u, "e1m2", draw.uniform(operand, a.shape)))
+        else:
+            quantized.append(s * round_nearest(u, "e1m2"))
+    x_k, w_k, dy_n, w_n, dy_t, x_t = quantized
+    return x_k @ w_k.T, dy_n @ w_n, dy_t.T @ x_t
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -416,6 +441,7 @@ REFERENCES: dict[str, Callable[..., Result]] = {
     "averis": averis,
     "nvint4": nvint4,
     "if4": if4,
+    "ufp4": ufp4,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
     "tetrajet-v2@phase": tetrajet_v2,

@@ -19,7 +19,7 @@ POLICIES = sorted(path.stem for path in Path(fp4graph_policies.__path__[0]).glob
 REFERENCES = {**mx_references.REFERENCES, **other_references.REFERENCES, **newest_references.REFERENCES}
 REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
 #: Signs of a random Hadamard, where they are not 32.
-_SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16}
+_SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16, "ufp4": 16}
 #: Policies that rotate as nvfp4-te does: in blocks of 16, with signs that never change.
 _AS_NVIDIA = (
     "if4", "mxfp8-nvfp4", "nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop"
@@ -27,7 +27,7 @@ _AS_NVIDIA = (
 #: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
 ROTATING = (
     "mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "quartet", "quartet-ii", "tetrajet-v2",
-    *_AS_NVIDIA,
+    "ufp4", *_AS_NVIDIA,
 )  # fmt: skip
 #: The first element of x, w and dy of the data with ties, where it is not what makes γ a power of two for 448.
 _PEAKS = {

@@ -36,6 +36,7 @@ D50 = QuantSpec(block=16, scale=ScaleSpec(UE5M3_61440, "nearest_even", zero="to_
 MXFP8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
 MX_CEIL = replace(MXFP8, element="e2m1")
 TILE = QuantSpec(element="e4m3", block=128, scale=ScaleSpec(FP32))
+UNIFORM = QuantSpec(element=INT4, block=16, scale=ScaleSpec(FP32, "nearest_even"))
 AWAY = replace(NV_ONE, ties="away")
 ROW = QuantSpec(block="row", scale=ScaleSpec(FP32, "nearest_even"))
 CEIL_E3M0 = replace(CEIL, element=E3M0)
@@ -121,6 +122,7 @@ SPECS: dict[str, Specs] = {
     "ue5m3": alike(QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", "encode"))),
     "ue5m3-best": intel(UE5M3_ONE),
     "ue5m3-d50": nvidia(D50, replace(sr(D50), random_bits=8)),
+    "ufp4": (UNIFORM, UNIFORM, sr(UNIFORM), UNIFORM, sr(UNIFORM), UNIFORM),
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
 #: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
@@ -192,6 +194,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
     "ue5m3-best": {**HALF, **SPAM},
     # One scale of all experts, too: the policy holds it beside the weight.
     "ue5m3-d50": {"tensor_scaling": {"target": 448.0, "hold_steps": 50, "granularity": "all"}},
+    "ufp4": {"hadamard": {"scope": "all", "block": 16, "kind": "random"}},
     "wang-dge": {
         "step_gradient": {"kind": "dge", "operands": ("fprop.weight",), "k": 5.0},
         "outlier_clamp": {"quantile": 0.99, "residual": True, "operands": ("fprop.input",)},

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 LONG = {
     "if4", "nvint4", "quartet", "quartet-ii",
     "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop",
-    "nvfp4-te-last-blocks", "tetrajet-v2",
+    "nvfp4-te-last-blocks", "tetrajet-v2", "ufp4",
 }  # fmt: skip
 
 
