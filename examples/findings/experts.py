@@ -1,6 +1,8 @@
 """Trains a Qwen3-MoE on the bytes of Python's standard library under policies for experts and for serving.
 
     OMP_NUM_THREADS=1 python examples/findings/experts.py
+
+The table has validation losses under the policy, beside those of bf16.
 """
 
 from __future__ import annotations
