@@ -111,7 +111,10 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     reference = Reference(model.weight.detach().mT if transposed else model.weight.detach(), init == "mse")
     model = fp4graph.apply(model, policy({"init": init, **OPTIONS}), backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LR))
-    groups = [{"params": [reference.weight]}, {"params": [reference.amax], "lr": FACTOR * LR, "betas": BETAS, "eps": EPS}]
+    groups = [
+        {"params": [reference.weight]},
+        {"params": [reference.amax], "lr": FACTOR * LR, "betas": BETAS, "eps": EPS},
+    ]
     groups[1]["weight_decay"] = 0.0
     first = reference.amax.detach().clone()
     width = K if transposed else N

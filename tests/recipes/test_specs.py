@@ -96,6 +96,7 @@ SPECS: dict[str, Specs] = {
     "mxfp8": alike(MXFP8),
     "nvfp4": alike(NV_ENCODE),
     "nvfp4-best": intel(NV_ENCODE),
+    "nvfp4-qad-lsq": (NV, NV, None, None, None, None),
     "nvfp4-smooth-swiglu": intel(NV_ENCODE_ONE),
     **dict.fromkeys(("nvfp4-te", "nvfp4-te-4over6", "nvfp4-te-last-blocks"), nvidia(NV)),
     "nvfp4-w4a16": alone(2, NV),
@@ -118,7 +119,13 @@ SPECS: dict[str, Specs] = {
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
 #: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
-REUSES = {"tetrajet-q1": {Q6}, "tetrajet-q2": {Q4}, "nvfp4-w4a16": {Q4}, "wang-dge": {Q4, Q6}}
+REUSES = {
+    "tetrajet-q1": {Q6},
+    "tetrajet-q2": {Q4},
+    "nvfp4-w4a16": {Q4},
+    "nvfp4-qad-lsq": {Q4, Q6},
+    "wang-dge": {Q4, Q6},
+}
 ROTATED = {"hadamard": {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}, "tensor_scaling": {}}
 HALF = {"tensor_scaling": {"headroom": 0.5}}
 SPAM: dict[str, Any] = {"stable_spam": {}}
@@ -148,6 +155,10 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
         "adaptive_quantization_noise": NOISE,
     },
     "nvfp4-best": {**HALF, **SPAM},
+    "nvfp4-qad-lsq": {
+        "tensor_scaling": {"operands": ("forward",), "share": "siblings"},
+        "learned_scale": {"init": "mse", "lr_factor": 10.0},
+    },
     "nvfp4-smooth-swiglu": {**HALF, **SPAM, "smooth_swiglu": {}},
     "nvfp4-te": ROTATED,
     "nvfp4-te-4over6": {
