@@ -11,11 +11,14 @@ from torch import Tensor
 
 from fp4graph import Context, Gemm, Operand, Overhead, QuantSpec, ScaleSpec, StateEntry, Technique, hookimpl
 from fp4graph.kernels.measures import block_errors
-from fp4graph.numerics.blocking import Blocking, Groups
+from fp4graph.kernels.statistics import block_scale
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.formats import E4M3
 from fp4graph.numerics.scaling import group_scale
 from fp4graph.technique import BlockScale, OperandSpecs, OptimizerHook, SiteView, WeightUpdate, gemms_at, operands_at
 
-_NVFP4 = QuantSpec(block=16, scale=ScaleSpec("e4m3", "nearest_even"))
+_NVFP4 = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
+_EDGE = 1 + 2.0**-20  # the largest u and a/6γ of a tensor are 6 and 448, but for rounding
 
 
 class LearnedScale(Technique):
@@ -39,7 +42,7 @@ class LearnedScale(Technique):
     dtype and scales at 0.875γ or more; ours are fp32 and underflow below 2⁻¹⁰γ. Its Dual-LSQ, which divides by one
     scale and multiplies by another, is left out: one set of scales is stored.
 
-    Stages: block and group statistic of fprop.weight; optimizer, before the step.
+    Stages: scale of fprop.weight; optimizer, before the step.
 
     Cost: a at every element, two moments for each block; at each step the weight's quantizer once more. ``mse``
     quantizes each weight 126 times at the start. The complexity weight is ours: 2.0, the least that Table 2's rules
@@ -75,27 +78,22 @@ class LearnedScale(Technique):
         if scaling.name not in acting or tuple(given.values()) not in (("tensor", 1, None), ("tensor", 1, 448)):
             raise ValueError("give tensor_scaling operands with fprop.weight, granularity: tensor and a target of 448")
 
-    def parts(self, site: SiteView) -> tuple[LearnedMaximum, LearnMaximum]:
-        if site.op == "conv":
-            raise ValueError("it is for linear layers and experts; keep convolutions out of the rule")
+    def parts(self, site: SiteView) -> tuple[ScaleOfLearned, LearnMaximum]:
         init = _by_error if self.init == "mse" else _by_maximum
         amax = StateEntry("amax", Operand.FPROP_WEIGHT, init, canonical=True)  # a, fp32, at each element of its block
-        return LearnedMaximum(options=self, state=(amax,)), LearnMaximum(options=self)
+        return ScaleOfLearned(options=self, state=(amax,)), LearnMaximum(options=self)
 
 
-class LearnedMaximum(BlockScale):
-    """Takes the statistic of a block from the state, and that of γ from the weight."""
+class ScaleOfLearned(BlockScale):
+    """Takes scales from the state."""
 
-    mixes = "expert"
+    mixes = "block"
     options: LearnedScale
 
-    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
-        """Return a, or 0 for a negative one."""
-        return context.state["amax"][..., :1].clamp(min=0)
-
-    def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
-        """Return the largest magnitude."""
-        return groups.reduce(values.abs().amax(context.axes, keepdim=True), "amax")
+    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        """Return E4M3(a/6γ), the least E4M3 value for a below it."""
+        assert context.spec is not None
+        return block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # a/γ
 
 
 class LearnMaximum(OptimizerHook):
@@ -107,11 +105,12 @@ class LearnMaximum(OptimizerHook):
         """Take a step of Adam with da."""
         options, memory, grad, q = self.options, update.memory, update.parameter.grad, update.quantization()
         assert grad is not None
+        assert q.group_scale is not None
         qmax, number, split = q.spec.element.max, q.spec.scale.format, q.blocking.split
-        inside, ideal = q.ratio.abs() <= qmax, q.z / qmax
+        amax = split(update.canonical(update.state["amax"]))[..., :1]
+        inside, ideal = q.ratio.abs() <= qmax * _EDGE, amax / q.group_scale / qmax
         slopes = split(update.canonical(grad).to(torch.float32)) * (q.elements - torch.where(inside, q.ratio, 0.0))
-        # The a/6γ of the largest block is 448, but for the rounding of γ.
-        within = (ideal >= number.min / 2) & (ideal <= number.max * (1 + 2.0**-20))
+        within = (ideal >= number.min / 2) & (ideal <= number.max * _EDGE)
         slope = torch.where(within, slopes.sum(-1, keepdim=True) / qmax, 0.0)
         steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU: reading it does not wait
         steps += 1
@@ -120,8 +119,7 @@ class LearnMaximum(OptimizerHook):
             moment = memory.setdefault(name, torch.zeros_like(slope)).lerp_(value, 1 - beta)
             unbiased.append(moment / (1 - beta ** int(steps)))
         step = unbiased[0] / (unbiased[1].sqrt() + options.eps) * (options.lr_factor * update.group["lr"])
-        amax = split(update.canonical(update.state["amax"])) - step
-        update.state["amax"].copy_(update.stored(q.blocking.join(amax)))
+        update.state["amax"].copy_(update.stored(q.blocking.join((amax - step).expand_as(q.values).contiguous())))
         grad.mul_(update.stored(q.blocking.join(inside)).to(grad.dtype))
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fp4graph
-from fp4graph.errors import CaptureError, Error, PolicyError
+from fp4graph.errors import PolicyError
+from tests.helpers.experts import Mixture, tokens
 from tests.helpers.policies import MXFP4, NVFP4, loaded
+from tests.helpers.training import prepared, uncompiled
 
 SCALED = {"tensor_scaling": {"operands": ["fprop.weight"]}}
 EXACT = {"fprop.input": "keep", "backward": "keep", "dgrad.weight": "fprop"}
@@ -68,7 +71,7 @@ class Reference(nn.Module):
         inside = (ideal >= 2.0**-10) & (ideal <= 448 * (1 + 1e-6))
         scale = straight(ideal, e4m3(ideal), inside) * gamma
         u = self.blocks / scale
-        return (straight(u, nearest(u), u.abs() <= 6) * scale).flatten(-2)
+        return (straight(u, nearest(u), u.abs() <= 6 * (1 + 1e-6)) * scale).flatten(-2)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.quantized().mT
@@ -83,6 +86,11 @@ class Stored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
+
+
+def spread(amax: Tensor) -> Tensor:
+    """``[..., N, K/16, 1]`` at each element, ``[..., N, K]``."""
+    return amax.expand(*amax.shape[:-1], 16).flatten(-2)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -108,6 +116,7 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     model = Stored() if transposed else nn.Linear(K, N, bias=False)
     with torch.no_grad():
         model.weight[:2, :17] *= 8
+        (model.weight.mT if transposed else model.weight)[5, 16:32] *= 1e-6  # a/6γ underflows, so a stays
     reference = Reference(model.weight.detach().mT if transposed else model.weight.detach(), init == "mse")
     model = fp4graph.apply(model, policy({"init": init, **OPTIONS}), backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LR))
@@ -127,5 +136,49 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     weight, amax = (x.detach().mT if transposed else x.detach() for x in (model.weight, getattr(model, STATE)))
     torch.testing.assert_close(weight.double(), reference.weight.detach(), rtol=0, atol=STEPS * LR * 1e-3)
-    spread = reference.amax.detach().expand_as(blocks).flatten(-2)
-    torch.testing.assert_close(amax.double(), spread, rtol=1e-6, atol=FACTOR * STEPS * LR * 1e-3)
+    torch.testing.assert_close(
+        amax.double(), spread(reference.amax.detach()), rtol=1e-6, atol=FACTOR * STEPS * LR * 1e-3
+    )
+
+
+@uncompiled
+@pytest.mark.parametrize("form", ["grouped", "loop"])
+def test_each_expert_learns_by_itself(form: str) -> None:
+    """At the first step of Adam: a ← a − lr·da/(abs(da) + ε), under the γ of each expert."""
+    model = Mixture(form, 2)
+    with torch.no_grad():
+        model.layers[0].experts.w1[2] *= 64
+    rule = policy({"lr_factor": FACTOR, "eps": EPS}, match={"op": ["grouped", "linear"]})
+    model = fp4graph.apply(model, rule, backend="eager")
+    optimizer = prepared(model, torch.optim.SGD, lr=LR)
+    model(*tokens()).square().sum().backward()
+    experts, expected = model.layers[0].experts, {}
+    for name in ("w1", "w2"):
+        weight, state = experts.get_parameter(name), experts.get_buffer(f"_fp4graph_{name}_learned_scale_amax")
+        turned = weight.mT if name == "w2" else weight  # w2 is stored [E, K, N]
+        reference = Reference(turned.detach(), mse=True)
+        (reference.quantized() * (weight.grad.mT if name == "w2" else weight.grad)).sum().backward()
+        slope, first = reference.amax.grad, reference.amax.detach()
+        expected[turned] = turned.detach() - LR * reference.weight.grad
+        expected[state.mT if name == "w2" else state] = spread(first - FACTOR * LR * slope / (slope.abs() + EPS))
+    optimizer.step()
+    for found, value in expected.items():
+        torch.testing.assert_close(found.detach().double(), value, rtol=1e-5, atol=FACTOR * LR * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("fprop.weight is not NVFP4", {"quantize": MXFP4}),
+        ("fprop.weight is not NVFP4", {"quantize": NVFP4 | {"ties": "up"}}),
+        ("q_ema changes fprop.weight too", {"after": ["q_ema"]}),
+        ("hadamard changes fprop.weight too", {"after": [{"hadamard": {"block": 16}}], "operands": {}}),
+        ("granularity: tensor", {"more": [{"tensor_scaling": {"operands": ["fprop.weight"], "granularity": "row"}}]}),
+        ("target of 448", {"more": [{"tensor_scaling": {"operands": ["fprop.weight"], "target": 256}}]}),
+        ("operands with fprop.weight", {"more": [{"tensor_scaling": {"operands": ["inputs"]}}], "operands": {}}),
+        ("tensor_scaling", {"more": []}),
+    ],
+)
+def test_what_it_refuses(message: str, change: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=message):
+        policy(**change)
