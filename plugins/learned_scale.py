@@ -25,8 +25,10 @@ class LearnedScale(Technique):
     """Learns the amax a of each block of an NVFP4 weight, in place of the block's largest magnitude.
 
     With W [N, K] in blocks of 16 along K, γ = max abs(W)/2688 of ``tensor_scaling``, u = w/s and G = dL/dŵ:
-    s = γ·E4M3(a/6γ),  ŵ = s·E2M1(u),
-    dW = G·1[abs(u) ≤ 6],  da = 1/6·Σ_block G·(E2M1(u) − u·1[abs(u) ≤ 6]).
+
+        s = γ·E4M3(a/6γ),   ŵ = s·E2M1(u),
+        dW = G·1[abs(u) ≤ 6],   da = 1/6·Σ_block G·(E2M1(u) − u·1[abs(u) ≤ 6]).
+
     The gradient passes straight through the rounding of s, and is 0 where a/6γ is out of E4M3's range. Before each
     step of the optimizer, a takes a step of Adam with ``lr_factor`` times the learning rate of its weight, without
     weight decay, and the gradient of W is masked. a starts at the block's largest magnitude (``init: amax``), or at
@@ -44,7 +46,7 @@ class LearnedScale(Technique):
 
     Stages: scale of fprop.weight; optimizer, before the step.
 
-    Cost: a at every element, two moments for each block; at each step the weight's quantizer once more. ``mse``
+    Cost: the amax at every element, two moments for each block; at each step the weight's quantizer once more. ``mse``
     quantizes each weight 126 times at the start. The complexity weight is ours: 2.0, the least that Table 2's rules
     give for unfusable work with O(n) memory.
 
