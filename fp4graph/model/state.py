@@ -155,6 +155,12 @@ class State:
         for name in () if self.loaded else self._weights:
             self._reset(name)
 
+    def renew(self, name: str) -> None:
+        """Reset one entry, in place, to its initial value for the present weight, unless values were loaded."""
+        if not self.loaded:
+            buffer = self.module.get_buffer(name)
+            buffer.copy_(like(self._initial(name), buffer))
+
     def settle(self, device: torch.device) -> None:
         """Make buffers that are on the meta device on ``device``, shard entries of the weight's shape like the weight,
         and restore a key that was written to, as ``AveragedModel(use_buffers=True)`` does when it averages buffers."""

@@ -23,7 +23,7 @@ from fp4graph.ops.parted import is_apart, quantized_weight
 from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot, in_each_dtype
 from fp4graph.policy import Rule
-from fp4graph.technique import Technique, acts_at
+from fp4graph.technique import Quantization, Technique, acts_at
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -71,6 +71,11 @@ def _in_each_dtype(init: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     return in_each_dtype(init(weight))
 
 
+def _canonically(init: Callable[[Tensor], Tensor], weight: Weight, stored: Tensor) -> Tensor:
+    turned = weight.stored_transposed
+    return init(stored.mT).mT.contiguous() if turned else init(stored)
+
+
 class Weight:
     """A weight that the policy quantizes at every use.
 
@@ -100,6 +105,7 @@ class Weight:
         for slot in self.slots:
             init = contract.initial(by_name[slot.technique], slot.entry, self.name)
             init = partial(_in_each_dtype, init) if slot.shared else init
+            init = partial(_canonically, init, self) if slot.entry.canonical else init
             module_state.add(self.buffer(slot), init, lambda: self.stored, persistent=not slot.shared)
 
     def settle(self, use: WeightUse) -> None:
@@ -120,7 +126,11 @@ class Weight:
                 "techniques act on the weight itself, which exists once; let one rule decide both",
                 site=self.name,
             )
+        turned = self.stored_transposed != use.transposed
         self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
+        for slot in self.slots if turned else ():
+            if slot.entry.canonical and (own := state.State.of(self.module)) is not None:
+                own.renew(self.buffer(slot))
 
     def require_settled(self) -> None:
         """Raise CaptureError where several rules may decide the weight and no graph has shown its product."""
@@ -235,7 +245,7 @@ class Weight:
         """
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
-        canonical = whole(w).mT if self.stored_transposed else whole(w)
+        canonical = self.canonical(w)
         canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
         draw = Draw(self.key, step.to(self.key.device)) if self.plan.program.draws else None
         if (score := self._score()) is not None:
@@ -247,6 +257,23 @@ class Weight:
         terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
         result = rotation.undo(total(terms), "right").to(w.dtype)
         return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
+
+    def quantization(self, step: Tensor) -> Quantization:
+        """Return the parts of the quantization of the weight of a linear layer or of experts, ``[..., N, K]``."""
+        assert self.plan.program is not None
+        draw = Draw(self.key, step.to(self.key.device)) if self.plan.program.draws else None
+        segments = Segments(0, self.parameter.shape[0]) if self.view.op == "grouped" else None
+        entries = self.fprop_state(lambda entry: entry)
+        program, w = self.plan.program.fprop.right, self.canonical(self.parameter)
+        return program.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
+
+    def canonical(self, x: Tensor) -> Tensor:
+        """Return ``x``, which is laid out and sharded as the weight, as ``[..., N, K]``, gathered."""
+        return whole(x).mT if self.stored_transposed else whole(x)
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """Return ``x [..., N, K]``, which is equal on all processes, laid out and sharded as the weight."""
+        return like(x.mT if self.stored_transposed else x, self.parameter)
 
     def _score(self) -> Tensor | None:
         """Return the scores of the input channels ``[K]``; None where no channel is multiplied apart."""

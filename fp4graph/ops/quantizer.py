@@ -121,7 +121,8 @@ class Quantizer:
             values = Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
         for part, context in at_stage("scale", self.acting):
-            answer = contract.run_like(part, "scale", z, values(), z, context)
+            divided = self._divided(part, context, group_scales)
+            answer = contract.run_like(part, "scale", z, values(), z, divided)
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 

@@ -50,6 +50,8 @@ class StateEntry:
             weight and those that servers fuse with it (q, k, v; gate, up). Such an ``init`` must itself be a maximum
             over elements, because a sharded weight takes the maximum over its shards.
         weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.
+        canonical: whether ``init`` takes and returns ``[..., N, K]``, contraction axis last, in place of the stored
+            layout. A ``weight_like`` entry only.
         families: last names of modules with one parent that are siblings too, beside those that servers fuse.
     """
 
@@ -58,6 +60,7 @@ class StateEntry:
     init: Callable[[Tensor], Tensor]
     writer: Literal["optimizer", "graph", "siblings"] = "optimizer"
     weight_like: bool = True
+    canonical: bool = False
     families: tuple[tuple[str, ...], ...] = ()
 
 

@@ -255,7 +255,10 @@ class BlockScale(Part):
         """
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec."""
+        """Return the stored block scales in the spec's convention, shape of ``z``; None leaves them to the spec.
+
+        ``weight_like`` entries of ``context.state`` were divided by the group scales γ as the values were.
+        """
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
         """Return the scales stored for rounded elements, fp32, in place of ``quantization.scale`` and in its shape."""

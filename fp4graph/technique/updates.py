@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+from fp4graph.technique.context import Quantization
+
 
 @dataclass(frozen=True)
 class WeightUpdate:
@@ -25,6 +27,10 @@ class WeightUpdate:
         optimizer, group: the user's optimizer, and the parameter group that holds the weight.
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
             of the weight's shape.
+        quantization: returns all parts of fprop's quantization of the weight, gathered if it is sharded; ``values`` is
+            the blocked layout of ``canonical(parameter)`` divided by γ.
+        canonical: returns a tensor of the weight's layout and sharding as ``[..., N, K]``, gathered.
+        stored: the inverse of ``canonical``.
         scratch: the technique's own dict, kept from before the step until after it.
         over_ranks: returns the sum over all ranks of a tensor that differs from rank to rank: those of the weight's
             ``fully_shard``, or of the DistributedDataParallel that last ran the model; the tensor itself without them.
@@ -40,6 +46,9 @@ class WeightUpdate:
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
     quantize: Callable[[Tensor], Tensor]
+    quantization: Callable[[], Quantization]
+    canonical: Callable[[Tensor], Tensor]
+    stored: Callable[[Tensor], Tensor]
     scratch: dict[Any, Any]
     over_ranks: Callable[[Tensor], Tensor]
     apart: Callable[[], Tensor | None]

@@ -101,6 +101,8 @@ def case_another_policy_on_a_sharded_model(first: str) -> None:
     ("llama", "tetrajet-qema", 14, "shard"),
     ("mixture", "tetrajet", 12, "apply"),
     ("mixture", "tetrajet-qema", 12, "shard"),
+    ("llama", "nvfp4-qad-lsq", 14, "apply"),
+    ("mixture", "nvfp4-qad-lsq", 12, "shard"),
 )
 def case_trains(kind: str, policy: str, sites: int, *orders: str) -> None:
     """With the losses of DDP to the bit: the noise is the same too."""

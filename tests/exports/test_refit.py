@@ -34,7 +34,9 @@ def names(model: Any, **options: Any) -> list[str]:
     return [matrix.name for matrix in fp4graph.packed_weights(model, **options)]
 
 
-@pytest.mark.parametrize("under", [W4A16, policy(MXFP4), policy(NVFP4)], ids=["shared", "mxfp4", "without γ"])
+@pytest.mark.parametrize(
+    "under", [W4A16, "nvfp4-qad-lsq", policy(MXFP4), policy(NVFP4)], ids=["shared", "learned", "mxfp4", "without γ"]
+)
 def test_a_llama_as_its_forward_multiplies(under: Any) -> None:
     model = trained(llama(), under)
     weights = multiplied(model)

@@ -76,6 +76,7 @@ CASES = {
     "modelopt vit": Case("vit", "nvfp4-te", 4, "modelopt", gamma=True),
     "modelopt llama": Case("llama", policy(NVFP4, "tensor_scaling", operands=TWO_D), 21, "modelopt", gamma=True),
     "modelopt moe": Case("qwen3-moe", policy(NVFP4, "tensor_scaling", operands=TWO_D), 18, "modelopt", gamma=True),
+    "learned scales": Case("llama", "nvfp4-qad-lsq", 21, gamma=True),
     "no γ": Case("vit", policy(NVFP4), 12, options={}),
     "two kinds": Case("llama", of_two_kinds(), 21, options={}),
     "experts kept": Case("qwen3-moe", keeping_the_first(policy()), 12, options={}),

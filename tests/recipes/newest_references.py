@@ -21,6 +21,9 @@ Sources, by the short names used below. Facts were read there; no code was copie
     TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
                  kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py;
                  for OutControl linear_mix.py and calibrate.py beside the latter, kernels/csrc/quant_fp8.cu
+    ModelOpt     NVIDIA/Model-Optimizer at a2fbac7b: modelopt_recipes/general/qad/nvfp4_lsq-mse_init-fp8_kv.yaml,
+                 modelopt/torch/quantization/calib/mse.py (NVFP4MSECalibrator), nn/modules/tensor_quantizer.py
+                 (StaticBlockScaleQuantizer)
     Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
                  its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
     UFP4         Zhao et al. 2026, "Rethinking Shrinkage Bias in LLM FP4 Pretraining", arXiv 2606.20381, its abstract,
@@ -48,6 +51,8 @@ Decisions, per policy, where sources are silent or disagree:
     if4          A block of dY chooses by rounding to nearest, so that its stochastic rounding has the right mean; the
                  code compares drawn values.
     ufp4         Signs of a GEMM are drawn at every step; each operand is quantized from the original.
+    nvfp4-qad-lsq
+                 The first step. γ is that of the present maximum; a zero block's scale is the smallest subnormal.
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -217,6 +222,24 @@ def mxfp4_w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Res
     scales 2^ceil(log2(amax/6)). Source: ModelOpt."""
     wq = quantize(w, 1, block=32, fmt="e8m0", rule="ceil")
     return x @ wq.T, dy @ wq, dy.T @ x
+
+
+def nvfp4_qad_lsq(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of ModelOpt's LSQ before its first step, whose mask of dW comes after the backward.
+
+    Each block of W has the one of the 126 positive E4M3 scales with the least squared error. X is in NVFP4. The
+    backward is straight-through: dX = dY Q(W), dW = dY^T Q(X).
+    """
+    u = w / gamma_of(w, 448)
+    value, least = np.zeros_like(u), np.full_like(u, np.inf)
+    for scale in SCALES["e4m3"][1:]:
+        trial = scale * round_nearest(u / scale, "e2m1")
+        error = sums_by_block((trial - u) ** 2, 1, 16)
+        better = less(error, least)
+        value, least = np.where(better, trial, value), np.where(better, error, least)
+    wq = gamma_of(w, 448) * value
+    xq = quantize(x, 1, block=16, fmt="e4m3", rule="nearest_even", tensor_scale=gamma_of(x, 448))
+    return xq @ wq.T, dy @ wq, dy.T @ xq
 
 
 def ms_eden(a: np.ndarray, axis: int, uniform: np.ndarray, group: int = 128) -> np.ndarray:
@@ -442,6 +465,7 @@ REFERENCES: dict[str, Callable[..., Result]] = {
     "nvint4": nvint4,
     "if4": if4,
     "ufp4": ufp4,
+    "nvfp4-qad-lsq": nvfp4_qad_lsq,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
     "tetrajet-v2@phase": tetrajet_v2,

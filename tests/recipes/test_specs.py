@@ -103,6 +103,7 @@ SPECS: dict[str, Specs] = {
     "nvfp4-best": intel(NV_ENCODE),
     "nvfp4-mxfp8-experts": (NV, NV, MXFP8, read(MXFP8), MXFP8, read(MXFP8)),
     "nvfp4-rl": (NV, NV, None, None, None, None),
+    "nvfp4-qad-lsq": (NV, NV, None, None, None, None),
     "nvfp4-smooth-swiglu": intel(NV_ENCODE_ONE),
     **dict.fromkeys(("nvfp4-te", "nvfp4-te-4over6", "nvfp4-te-last-blocks"), nvidia(NV)),
     "nvfp4-w4a16": alone(2, NV),
@@ -129,7 +130,7 @@ SPECS: dict[str, Specs] = {
 REUSES = {
     "tetrajet-q1": {Q6},
     **{name: {Q4} for name in ("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts")},
-    **{name: {Q4, Q6} for name in ("wang-dge", "nvfp4-rl", "mxfp8-bf16")},
+    **{name: {Q4, Q6} for name in ("wang-dge", "nvfp4-rl", "nvfp4-qad-lsq", "mxfp8-bf16")},
 }
 ROTATED = {"hadamard": {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}, "tensor_scaling": {}}
 HALF = {"tensor_scaling": {"headroom": 0.5}}
@@ -165,6 +166,10 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
     "nvfp4-rl": {
         "tensor_scaling": {"target": 256.0, "input_granularity": "row", "share": "siblings", "operands": ("forward",)},
         "four_over_six": {"measure": "mae", "operands": ("forward",)},
+    },
+    "nvfp4-qad-lsq": {
+        "tensor_scaling": {"operands": ("forward",), "share": "siblings"},
+        "learned_scale": {"init": "mse", "lr_factor": 10.0},
     },
     "nvfp4-smooth-swiglu": {**HALF, **SPAM, "smooth_swiglu": {}},
     "nvfp4-te": ROTATED,
