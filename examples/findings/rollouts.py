@@ -5,7 +5,8 @@
     python examples/rl_grpo.py $options --policies nvfp4-rl,nvfp4-rl-unshared --output runs/w4a4
     python examples/findings/rollouts.py runs/w4a16 runs/w4a4          # [-o PICTURE]
 
-The trainings take a quarter of an hour on one core. The script prints the figures of docs/findings.md for each run.
+The trainings take a quarter of an hour on one core. The script prints the divergences and the last training rewards of
+docs/findings.md; the comparisons print the held-out ones.
 """
 
 from __future__ import annotations

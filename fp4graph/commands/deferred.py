@@ -48,7 +48,11 @@ class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> object:
         spec: Any = self.__spec__
         self.__class__ = ModuleType  # type: ignore[assignment]
-        spec.loader.exec_module(self)
+        try:
+            spec.loader.exec_module(self)
+        except BaseException:
+            self.__class__ = _Deferred  # the next reader gets the same error, not one about a missing attribute
+            raise
         return getattr(self, name)
 
 

@@ -35,13 +35,16 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    import torch
-
+    yield "fp4graph", metadata.version("fp4graph")
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001  # a broken installation may raise anything
+        yield "torch", f"fails: {type(error).__name__}: {error}; install it again, and run this command again"
+        return
     from fp4graph.commands.catalogue import shipped_registry
     from fp4graph.kernels import machine
 
-    yield "fp4graph", metadata.version("fp4graph")
-    yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "torch", torch.__version__
     yield from machine.report().items()
     registry = installed_registry()

@@ -128,7 +128,7 @@ def _timm(text: str) -> nn.Module:
     if not timm.is_model(text):
         near = suggest(text, timm.list_models())[:400]
         raise Error(
-            f"timm has no model {text!r}, and no folder {text!r} has a config.json; {near}. "
+            f"timm has no model {text!r}, and no folder {text!r} has a config.json; {near} "
             "Write your own model as pkg.module:factory, and one of transformers as hf:LlamaConfig(hidden_size=64, ...)"
         )
     model: nn.Module = timm.create_model(text)

@@ -35,7 +35,8 @@ MSLK_NOTE = """
 wheel of torch 2.14.1 for CUDA 13.0."""
 LEGEND = """
 **yes**: all three GEMMs of a linear layer of suitable size. A name: only that GEMM. Empty: none. "exact": in high
-precision by the policy. "at first": a later phase differs. `check --target` says why, and shows experts and phases.
+precision by the policy. "at first": a later phase differs. "experts": the GEMMs of routed experts, where a rule is for
+them alone. `check --target` says why, and shows experts and phases.
 """
 
 
@@ -80,10 +81,14 @@ def _pair(pair: tuple[str, str], mslk: tuple[str, ...]) -> str:
 
 
 def _in_phases(target: str, policy: Policy) -> str:
-    """Return the cell of a policy's linear layers; phases that differ from the first are named."""
+    """Return the cell of a policy's linear layers, and of experts with a rule of their own; phases that differ from the
+    first are named."""
+    apart = any(rule.quantizes and rule.match.op == ("grouped",) for rule in policy.rules)
 
     def cell(phase: Policy) -> str:
-        return _cell([row for row in native_on(target, phase) if row.op == "linear"])
+        rows = native_on(target, phase)
+        linears, experts = (_cell([row for row in rows if row.op == op]) for op in ("linear", "grouped"))
+        return "; ".join(filter(None, [linears, f"experts: {experts or 'none'}"])) if apart else linears
 
     first = cell(policy)
     return f"{first} at first" if first and any(cell(p.policy) != first for p in policy.phases) else first

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp4graph.exports.folder import write_config
 from fp4graph.exports.layouts import Exported, Layout
+from fp4graph.exports.names import keeps_stacks
 from fp4graph.exports.packing import element_bytes, scale_bytes
 from fp4graph.exports.weights import BLOCK, Fp4Weight, refusal
 
@@ -24,8 +25,7 @@ class GptOss(Layout):
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
         """Return blocks and scales of a parameter of experts."""
         module, _, parameter = weight.name.rpartition(".")
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        if kind != "gpt_oss" or parameter not in _PARAMETERS or weight.elements.dim() != 3:
+        if not keeps_stacks(model, weight) or parameter not in _PARAMETERS:
             raise refusal(
                 weight,
                 "this layout holds only the experts of GPT-OSS",

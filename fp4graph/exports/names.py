@@ -30,6 +30,12 @@ def is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
+def keeps_stacks(model: nn.Module, weight: Fp4Weight) -> bool:
+    """Return whether checkpoints of ``model`` hold the experts of ``weight`` in one tensor, as those of GPT-OSS."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind == "gpt_oss" and weight.elements.dim() == 3
+
+
 def by_module(model: nn.Module, weight: Fp4Weight, parts: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
     """Return parts of ``weight`` by its modules in the checkpoint: one, or one for each expert and matrix.
 

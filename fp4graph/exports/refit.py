@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error, suggest
-from fp4graph.exports.packing import element_bytes, matrices, require_storable, scale_bytes
+from fp4graph.exports.names import keeps_stacks
+from fp4graph.exports.packing import Matrix, element_bytes, matrices, require_storable, scale_bytes
 from fp4graph.exports.siblings import Siblings, require_shared
-from fp4graph.exports.weights import Fp4Weight, fp4_weights, refuse_computed
+from fp4graph.exports.weights import Fp4Weight, fp4_weights, refusal, refuse_computed
+from fp4graph.graph.siblings import layer_of
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import require_runtime
 
@@ -21,7 +23,8 @@ class PackedMatrix(NamedTuple):
     """One FP4 matrix ``[N, K]`` as an eval forward multiplies it: element · block scale · global scale.
 
     Attributes:
-        name: of its module in a checkpoint, as in the files of :func:`fp4graph.export`; experts have a name each.
+        name: of its module in a checkpoint, as in the files of :func:`fp4graph.export`; experts have a name each, but
+            those of GPT-OSS, whose checkpoints keep them together: the parameter's, and a leading axis of experts.
         codes: E2M1 elements, uint8 ``[N, K/2]``, two per byte, the first in the low half.
         scales: NVFP4: float8_e4m3fn ``[N, K/16]``. MXFP4: E8M0 exponents with bias 127, uint8 ``[N, K/32]``.
         global_scale: γ of NVFP4, fp32, 0-d; None for MXFP4.
@@ -38,8 +41,9 @@ def packed_weights(
 ) -> Iterator[PackedMatrix]:
     """Yield the FP4 matrices of an applied model, to refit a server between updates.
 
-    The values are those of an eval forward now, as :func:`fp4graph.export` writes them. Parameters that the policy
-    keeps are not yielded; take them from the state dict.
+    The values are those of an eval forward now, as :func:`fp4graph.export` writes them. Under ``torch.autocast``
+    weights are quantized from autocast's dtype, as in a forward; iterate in the same context as the model is called.
+    Parameters that the policy keeps are not yielded; take them from the state dict.
 
     >>> sent = {}
     >>> for matrix in fp4graph.packed_weights(model, sent=sent):  # all at first, then those that changed
@@ -78,6 +82,8 @@ def _matrices(root: nn.Module, *, check: bool) -> Iterator[PackedMatrix]:
     done: set[str] = set()
     for weight in fp4_weights(runtime, activations=False):
         require_storable(weight)
+        if ".base_layer." in weight.name:
+            raise refusal(weight, "it has adapters beside it", "merge them first (merge_and_unload), and apply again")
         done.add(weight.name)
         if held and _owner(held[-1]) != _owner(weight):
             yield from _packed(root, held, check=check)
@@ -93,15 +99,16 @@ def _packed(root: nn.Module, weights: list[Fp4Weight], *, check: bool) -> Iterat
         siblings.add(weight, None)
     require_shared(siblings.differing(), "sibling_scales='own' for a server that fuses nothing")
     for weight in weights:
-        nvfp4 = weight.scheme.weights == "nvfp4"
-        for name, matrix in matrices(root, weight).items():
+        nvfp4, stack = weight.scheme.weights == "nvfp4", Matrix(weight.elements, weight.scales, weight.multiplier)
+        of_name = {weight.name: stack} if keeps_stacks(root, weight) else matrices(root, weight)
+        for name, matrix in of_name.items():
             scales = matrix.scales.to(torch.float8_e4m3fn) if nvfp4 else scale_bytes(matrix.scales)
             yield PackedMatrix(name, element_bytes(matrix.elements), scales, matrix.multiplier if nvfp4 else None)
 
 
 def _owner(weight: Fp4Weight) -> str:
-    """Return the module that holds the module of ``weight``, where its siblings are."""
-    return ".".join(weight.name.split(".")[:-2])
+    """Return the module that holds the layer of ``weight``, where its siblings are."""
+    return layer_of(weight.name).rpartition(".")[0]
 
 
 def _digest(matrix: PackedMatrix) -> bytes:

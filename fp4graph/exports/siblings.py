@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.exports.weights import ExportError, Fp4Weight
-from fp4graph.graph.siblings import SIBLINGS
+from fp4graph.graph.siblings import SIBLINGS, layer_of
 from fp4graph.numerics.formats import E4M3
 
 _LISTED = 3  # the most groups in an error's text
@@ -68,7 +68,7 @@ class Group:
         for what, gammas in scales.items():
             if _factor(gammas) > 1:
                 each = ", ".join(f"{s.name} {_text(gamma)}" for s, gamma in zip(self.siblings, gammas, strict=True))
-                parts.append(f"{what} {each}, {_factor(gammas):.3g} times apart")
+                parts.append(f"{what} {each}, {_factor(gammas):.6g} times apart")
         return f"{self.owner}: {'; '.join(parts)}"
 
     def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
@@ -99,7 +99,7 @@ class Siblings:
 
     def add(self, weight: Fp4Weight, inputs: Tensor | None) -> None:
         """Add the scales of ``weight`` and γ of its activations, if its name belongs to a family of siblings."""
-        owner, _, name = weight.name.removesuffix(".weight").rpartition(".")
+        owner, _, name = layer_of(weight.name).rpartition(".")
         for family in SIBLINGS:
             if name in family:
                 gamma = weight.multiplier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.plan import plan_once
 from fp4graph.model.runtime import Runtime
 from fp4graph.model.weight import Weight
@@ -108,6 +109,14 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
             "applied or its present phase began; call it once, for instance in eval() and under torch.no_grad()"
         )
     seen = set()
+    if unused := [weight.name for weight in runtime.weights if not weight.is_captured and weight.is_used]:
+        warnings.warn(
+            f"{len(unused)} weights that the policy is about were not multiplied in any forward so far, and are not "
+            f"exported in FP4: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}. Call the model so that it "
+            "uses them, if it should",
+            PolicyWarning,
+            stacklevel=3,
+        )
     for weight in used:
         plan = plan_once(weight.view, weight.rule, training=False)
         if plan.program is None or plan.program.fprop.right.spec is None or weight.name in seen:
@@ -199,7 +208,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
         raise refusal(weight, "it holds NaN or Inf", "go back to an earlier checkpoint")
     step = _step(runtime).to(weight.key.device)
     draw = operand_draw(Draw(weight.key, step), Operand.FPROP_WEIGHT) if program.draws else None
-    entries = weight.fprop_state(lambda entry: entry)
+    entries = weight.fprop_state(lambda entry: entry, canonical.dtype)
     segments = Segments(0, x.shape[0]) if weight.view.op == "grouped" else None
     parts = program.quantize(x, draw, entries, segments)
     like = parts.elements

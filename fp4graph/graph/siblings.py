@@ -16,3 +16,8 @@ SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
+
+
+def layer_of(name: str) -> str:
+    """Return the name of the layer that a weight belongs to, as in the model without adapters."""
+    return name.removesuffix(".weight").removesuffix(".base_layer")

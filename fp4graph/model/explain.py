@@ -332,7 +332,8 @@ def _captured(
     for handle in counting:
         handle.remove()
     if counts is not None:
-        with torch.random.fork_rng(), fake_mode, hooks.bypassed(twin):
+        with torch.random.fork_rng(), fake_mode, hooks.bypassed(twin), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyWarning)
             call: Any = twin._call_impl
             counts.update(flops.of_call(lambda: call(*fake_args, **fake_kwargs)) or {})
     return runtime, problem

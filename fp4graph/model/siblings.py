@@ -6,13 +6,15 @@ the maximum, over the weights of a group and over their shards, of the entry's `
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fp4graph.graph.siblings import SIBLINGS
+from fp4graph.errors import PolicyWarning
+from fp4graph.graph.siblings import SIBLINGS, layer_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import is_sharded, whole
 from fp4graph.ops.state import StateSlot, in_each_dtype
@@ -51,10 +53,10 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
     Raises:
         PolicyError: a sibling of such a weight is kept, or is quantized otherwise.
     """
-    sharing = {_path(weight.name): weight for weight in weights if _shared(weight)}
+    sharing = {layer_of(weight.name): weight for weight in weights if _shared(weight)}
     if not sharing:
         return []
-    present = {_path(name) for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
+    present = {layer_of(name) for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
     found: dict[tuple[str, tuple[str, ...]], Group] = {}
     claimed: dict[tuple[int, str], tuple[str, tuple[str, ...]]] = {}
     for name, weight in sharing.items():
@@ -77,12 +79,15 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
                 )
         group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
         weight.shared = found.setdefault((owner, family), group).value
+    for names in dict.fromkeys(names for weight in sharing.values() for names in _shared(weight)[0].entry.families):
+        if not any(family == names and len(group.weights) > 1 for (_, family), group in found.items()):
+            warnings.warn(
+                f"groups has {list(names)}, but no module holds two quantized layers of these names, so none share a "
+                "scale; give the last names of siblings, such as wq, without dots and globs",
+                PolicyWarning,
+                stacklevel=2,
+            )
     return list(found.values())
-
-
-def _path(name: str) -> str:
-    """Return the name of the layer that a weight belongs to, as in the model without adapters."""
-    return name.removesuffix(".weight").removesuffix(".base_layer")
 
 
 def _shared(weight: Weight) -> list[StateSlot]:

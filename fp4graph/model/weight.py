@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import CaptureError
@@ -289,10 +290,13 @@ class Weight:
         chosen = chosen.unsqueeze(-1) if self.stored_transposed else chosen
         return like(chosen.expand(self.parameter.shape), self.parameter)
 
-    def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the technique state that fprop's quantizer receives.
+    def fprop_state(
+        self, lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return the technique state that fprop's quantizer receives for a weight of ``dtype``, autocast's if enabled.
 
-        Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged.
+        Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged,
+        but for maxima that siblings share, which are those of weights of ``dtype``.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for slot in self.plan.program.state if self.plan.program is not None else ():
@@ -300,5 +304,7 @@ class Weight:
                 entry = whole(self.entry(slot))
                 if slot.entry.weight_like:
                     entry = lay_out(entry.mT if self.stored_transposed else entry)
+                if slot.shared:
+                    entry = entry.to(dtype).to(torch.float32)
                 states.setdefault(slot.technique, {})[slot.entry.name] = entry
         return states

@@ -67,11 +67,12 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     except (OSError, ValueError) as error:  # too long, or with a NUL
         problem = f"cannot be a file ({error.strerror if isinstance(error, OSError) else error})"
     close = nearest(path.stem, names)
-    hint = f"did you mean the shipped policy {close[0]!r}? " if close else ""
+    every = f"shipped policies: {', '.join(names) or 'none'}"
+    hint = f"did you mean the shipped policy {close[0]!r}? fp4graph policies lists all" if close else every
     name = repr(shortened(str(ref)))
     unshipped = f"no policy {name} is shipped{registry.why_missing(str(ref))}, and it {problem}"
     described = unshipped if is_name else f"policy {name} {problem}"
-    raise place.error(f"{described}; {hint}shipped policies: {', '.join(names) or 'none'}")
+    raise place.error(f"{described}; {hint}")
 
 
 def _read(path: Path) -> Node:

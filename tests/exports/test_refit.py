@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fp4graph
 from fp4graph.exports import ExportError
 from fp4graph.exports.refit import PackedMatrix
-from tests.exports.models import MXFP4, NVFP4, by_rule, llama, mixture, multiplied, policy, trained
+from fp4graph.graph.siblings import SIBLINGS
+from tests.exports.models import MXFP4, NVFP4, TOKENS, by_rule, llama, mixture, multiplied, policy, trained
 
 W4A16 = "nvfp4-w4a16"
 
@@ -90,6 +92,51 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent() ->
     with pytest.raises(ExportError, match=r"layers\.0\.mlp: γ of gate_proj .* times apart.*share: siblings"):
         next(matrices)
     assert len(names(model, sibling_scales="own")) == 21
+
+
+def test_under_autocast_siblings_share_the_maximum_of_its_dtype() -> None:
+    """Of many weights, some of which bf16 rounds up and some down; the export agrees."""
+    model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(TOKENS)
+        for matrix in fp4graph.packed_weights(model):
+            owner, _, last = matrix.name.rpartition(".")
+            family = next((family for family in SIBLINGS if last in family), (last,))
+            weights = [model.get_submodule(f"{owner}.{each}").weight.bfloat16().float() for each in family]
+            largest = max(weight.abs().max() for weight in weights)
+            assert matrix.global_scale == largest / (6 * 448)
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss_stay_together() -> None:
+    model = trained(mixture("GPT-OSS"), "mxfp4-w4a16-experts")
+    weights = multiplied(model)
+    for matrix in fp4graph.packed_weights(model):
+        for expert, values in enumerate(weights[matrix.name]):
+            of_expert = PackedMatrix(matrix.name, matrix.codes[expert], matrix.scales[expert], None)
+            np.testing.assert_array_equal(decoded(of_expert), values.numpy())
+
+
+def test_weights_without_a_product_are_named_and_adapters_refused() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.vision = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.text(x)
+
+    model = fp4graph.apply(Towers(), by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
+    model(torch.ones(1, 32))
+    with pytest.warns(fp4graph.PolicyWarning, match=r"1 weights that .* were not multiplied .*: vision\.weight\. Call"):
+        assert names(model) == ["text"]
+    adapted = nn.Sequential(nn.Module())
+    adapted[0].base_layer = nn.Linear(32, 32)
+    adapted[0].forward = lambda x: adapted[0].base_layer(x)  # type: ignore[method-assign]
+    fp4graph.apply(adapted, by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
+    adapted(torch.ones(1, 32))
+    with pytest.raises(ExportError, match="Merge them first"):
+        names(adapted)
 
 
 def test_bad_input() -> None:

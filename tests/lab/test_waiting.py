@@ -25,7 +25,7 @@ def test_it_counts_graphs_until_the_first_step(monkeypatch):
     said = []
     with waiting(lambda text, first: said.append((text, first))) as stepped:
         wait_for(lambda: said)
-        assert said[0] == ("compiling (once): no graphs so far", True)
+        assert said[0] == ("preparing the first step", True)
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         wait_for(lambda: ("compiling (once): 1 graph so far", False) in said)
         stepped()

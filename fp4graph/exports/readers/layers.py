@@ -144,7 +144,7 @@ def _joined(
 
 def _scalars(tensors: Mapping[str, Any], groups: list[list[str]], last: str, stacked: bool) -> Array | None:
     keys = [[f"{module}.{last}" for module in group] for group in groups]
-    if any(key not in tensors for group in keys for key in group):
+    if any(tensors.get(key) is None for group in keys for key in group):
         return None
     scales = np.array([[tensors[key].item() for key in group] for group in keys], np.float32)
     return scales if stacked else scales[0]

@@ -25,7 +25,8 @@ def waiting(say: Callable[[str, bool], object]) -> Iterator[Callable[[], None]]:
         first = True
         while not stepped.wait(PATIENCE):
             graphs = torch_internals.captured_graphs() - begun
-            say(f"compiling (once): {graphs or 'no'} graph{'' if graphs == 1 else 's'} so far", first)
+            counted = f"compiling (once): {graphs} graph{'' if graphs == 1 else 's'} so far"
+            say(counted if graphs else "preparing the first step", first)
             first = False
 
     watcher = threading.Thread(target=watch, daemon=True)
