@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fp4graph import Context, Gemm, Operand, Overhead, QuantSpec, ScaleSpec, StateEntry, Technique, hookimpl
-from fp4graph.kernels.measures import block_errors
-from fp4graph.kernels.statistics import block_scale
+from fp4graph.kernels import measures, statistics
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import E4M3
 from fp4graph.numerics.scaling import group_scale
 from fp4graph.technique import BlockScale, OperandSpecs, OptimizerHook, SiteView, WeightUpdate, gemms_at, operands_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NVFP4 = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
 _EDGE = 1 + 2.0**-20  # the largest u and a/6γ of a tensor are 6 and 448, but for rounding
@@ -95,7 +96,7 @@ class ScaleOfLearned(BlockScale):
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return E4M3(a/6γ), the least E4M3 value for a below it."""
         assert context.spec is not None
-        return block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # a/γ
+        return statistics.block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # a/γ
 
 
 class LearnMaximum(OptimizerHook):
@@ -140,7 +141,7 @@ def _by_error(weight: Tensor) -> Tensor:
     scale, least = torch.ones_like(z), torch.full_like(z, torch.inf, dtype=torch.float64)
     for code in torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist():
         trial = torch.full_like(z, code)
-        error = block_errors(values, trial, z, _NVFP4, "mse", blocking)
+        error = measures.block_errors(values, trial, z, _NVFP4, "mse", blocking)
         scale, least = torch.where(error < least, trial, scale), torch.minimum(error, least)
     return blocking.join(scale.expand_as(values).contiguous()) * (6 * gamma)
 

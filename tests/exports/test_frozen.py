@@ -223,7 +223,7 @@ REFUSED = {
         r"stochastically at every forward.*[Rr]ound fprop\.weight to nearest",
     ),
     "rotated": (policy(MXFP4, "hadamard", operands=FROM_FPROP), r"hadamard transforms it in fprop.*backward"),
-    "state": (policy(MXFP4, "q_ema", operands=FROM_FPROP), "q_ema changes the weight itself or keeps state"),
+    "state": (policy(MXFP4, "q_ema", operands=FROM_FPROP), "q_ema changes the weight itself, or keeps state"),
     "split": (
         policy(MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}, operands=FROM_FPROP),
         "outlier_clamp gives it values that are not FP4",

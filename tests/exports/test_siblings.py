@@ -59,7 +59,7 @@ def test_scales_that_differ_are_refused_by_name(layout, tmp_path):
     model = applied(Net())
     amax = {name: model.attn.get_submodule(name).weight.abs().max().item() / (6 * 448) for name in SIBLINGS}
     listed = ", ".join(f"{name} {gamma:.4g}" for name, gamma in amax.items())
-    message = f"attn: γ of {listed}, {max(amax.values()) / min(amax.values()):.3g} times apart. Train with "
+    message = f"attn: γ of {listed}, {max(amax.values()) / min(amax.values()):.6g} times apart. Train with "
     with pytest.raises(ExportError, match=re.escape(message) + r".*siblings}, or give sibling_scales='share'"):
         fp4graph.export(model, tmp_path / "out", format=layout)
     assert os.listdir(tmp_path) == []

@@ -98,7 +98,8 @@ def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
 
 @pytest.mark.process
 def test_the_command_ends_at_a_misspelt_value_with_one_line() -> None:
-    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "policies"]
+    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "check", "tetrajet"]
+    command += ["--target", "b200"]  # plans products, for which the switches are read
     environment = {**os.environ, **IMPORTS, "FP4GRAPH_KERNELS": "quantisers"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1

@@ -47,15 +47,19 @@ def test_without_a_terminal_there_are_lines(monkeypatch, capsys):
     monkeypatch.setattr(train, "EVERY", 10.0)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    text = ""
+    seen: list[str] = []
+
+    def is_preparing():
+        seen.append(capsys.readouterr().err)
+        return "preparing the first step" in "".join(seen)
+
     with train.progress_of(Run("digits"), quiet=False) as (tick, report):
-        while "compiling (once)" not in text:
-            text += capsys.readouterr().err
+        wait_for(is_preparing)
         for step in range(1, 26):
             clock.now = float(step)
             tick(step, 25, 2.0)
         report(25, 1.5)
-    text += capsys.readouterr().err
+    text = "".join([*seen, capsys.readouterr().err])
     lines = [line for line in text.splitlines() if line.startswith("step")]
     assert lines == [
         "step 11 of 25: loss 2, 1 steps/s", "step 22 of 25: loss 2, 1 steps/s", "step 25: validation loss 1.5",

@@ -314,7 +314,7 @@ def test_what_yaml_1_1_reads_otherwise_is_text(written: str, tmp_path: Path, reg
 @pytest.mark.parametrize(
     ("ref", "expected"),
     [
-        ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
+        ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'? fp4graph pol"]),
         ("zzz", ["no policy 'zzz' is shipped", "shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
         ("somewhere/mxfp44.yaml", ["mxfp44.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
