@@ -170,6 +170,18 @@ def _module(block: Block) -> types.ModuleType:
     return module
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/techniques.md"])
+def test_the_technique_of_a_page_changes_an_output(page: str) -> None:
+    plugin = next(block for block in blocks(page) if "@fp4graph.hookimpl" in block.text)
+    registry, outputs = Registry([("plugin", _module(plugin))]), []
+    for techniques in ([], ["headroom"]):
+        torch.manual_seed(0)
+        model, data = models.vit(), {"version": 1, "name": "p", "extends": "tetrajet", "techniques": techniques}
+        model = fp4graph.apply(model.eval(), fp4graph.load_policy(data, registry), backend="eager")
+        outputs.append(model(torch.randn(1, 3, 32, 32)))
+    assert not torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
     """Policies load, with the techniques of the tutorial, or fail in the line and words of ``# error:``; search
