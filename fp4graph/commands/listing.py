@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -72,5 +73,7 @@ def policies(
 
 def _entry(name: str, entries: Mapping[str, Any], kind: str) -> Any:
     if name not in entries:
+        if Path(name).is_file():
+            raise Error(f"{name!r} is a file, and this command shows what is installed; fp4graph check shows a file")
         raise Error(f"unknown {kind} {name!r}; {suggest(name, entries)}")
     return entries[name]

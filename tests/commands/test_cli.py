@@ -264,6 +264,11 @@ def test_the_installed_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
+        (
+            ["policies", __file__],
+            1,
+            f"{__file__!r} is a file, and this command shows what is installed; fp4graph check shows a file\n",
+        ),
         (["policies", "tetrajett"], 1, "unknown policy 'tetrajett'; did you mean 'tetrajet'?\n"),
         (["techniques", "q_emma"], 1, "unknown technique 'q_emma'; did you mean 'q_ema'?\n"),
         (["check"], 2, "Usage"),
