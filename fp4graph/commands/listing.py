@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -73,7 +73,7 @@ def policies(
 
 def _entry(name: str, entries: Mapping[str, Any], kind: str) -> Any:
     if name not in entries:
-        if Path(name).is_file():
+        if os.path.isfile(name):
             raise Error(f"{name!r} is a file, and this command shows what is installed; fp4graph check shows a file")
         raise Error(f"unknown {kind} {name!r}; {suggest(name, entries)}")
     return entries[name]
