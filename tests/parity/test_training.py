@@ -56,6 +56,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "step_gradient": (MXFP4, [{"step_gradient": {"kind": "dge"}}]),
     "scale_gradient": (NVFP4, [{"smooth_max": {"kind": "absmax"}}, "scale_gradient"]),
     "q_ema": (MXFP4, ["q_ema"]),
+    "learned_scale": (NVFP4, ["tensor_scaling", "learned_scale"]),
     "smooth_swiglu": (NVFP4, ["smooth_swiglu"]),
     "macro_block_scaling": (MXFP4, [{"macro_block_scaling": {"block": 64}}]),
     "outlier_fallback": (MXFP4, ["outlier_fallback"]),
