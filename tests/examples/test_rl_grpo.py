@@ -74,6 +74,7 @@ def test_a_server_quantizes_tokens_as_the_policy(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:vllm .* warns about:fp4graph.PolicyWarning")  # that siblings differ
 @pytest.mark.parametrize("policy", ["nvfp4-w4a16", "nvfp4-rl"])
 def test_a_server_generates_with_what_the_trainer_multiplies(names: dict[str, Any], policy: str) -> None:
     """Up to the order of sums with shared scales, and not without them."""
