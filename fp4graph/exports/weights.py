@@ -108,7 +108,7 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
             "weights are exported as a forward multiplies them, but the model has not been called since the policy was "
             "applied or its present phase began; call it once, for instance in eval() and under torch.no_grad()"
         )
-    seen = set()
+    seen, embedded = set(), _embedded(runtime.root)
     if unused := [weight.name for weight in runtime.weights if not weight.is_captured and weight.is_used]:
         warnings.warn(
             f"{len(unused)} weights that the policy is about were not multiplied in any forward so far, and are not "
@@ -135,9 +135,13 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
                 "have one format",
                 "train its last steps with a policy that multiplies all channels alike",
             )
-        found = _of(weight, plan.program.fprop, runtime, activations)
-        _require_untied(runtime.root, found)
-        yield found
+        if (embedding := embedded.get(id(weight.stored))) is not None:
+            raise refusal(
+                weight,
+                f"{embedding} is the same parameter and needs it in high precision",
+                f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
+            )
+        yield _of(weight, plan.program.fprop, runtime, activations)
 
 
 def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:
@@ -156,18 +160,10 @@ def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:
             )
 
 
-def _require_untied(root: nn.Module, weight: Fp4Weight) -> None:
-    """Raise an ExportError if an embedding reads the parameter in high precision."""
-    named = dict(root.named_parameters(remove_duplicate=False))
-    parameter = named.get(weight.name)  # None if it is packed, as shared parameters never are
-    for name in [name for name, each in named.items() if each is parameter and name != weight.name]:
-        owner = root.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-            raise refusal(
-                weight,
-                f"{name} is the same parameter and needs it in high precision",
-                f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
-            )
+def _embedded(root: nn.Module) -> dict[int, str]:
+    """Return the names of the weights of embeddings, by the ids of the parameters."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {id(m.weight): f"{name}.weight" for name, m in root.named_modules() if isinstance(m, kinds)}
 
 
 @torch.no_grad()

@@ -233,6 +233,26 @@ print(fp4graph.fake_quantize(torch.arange(64.0), spec, key=1).tolist())
 
 
 @pytest.mark.process
+def test_a_torch_that_fails_fails_at_every_read_with_its_own_error(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart is missing')")
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from fp4graph.commands.deferred import defer_torch
+defer_torch()
+import torch
+for _ in range(2):
+    try:
+        torch.Tensor
+    except OSError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "libcudart is missing\n" * 2
+
+
+@pytest.mark.process
 def test_check_imports_torch_when_it_plans_products(data):
     arguments = ["check", "ue5m3-best", "--target", "b200"]
     done = subprocess.run(

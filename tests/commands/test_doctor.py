@@ -93,3 +93,10 @@ def test_plugins_of_others_and_their_failures(monkeypatch):
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "fp4graph", "--version"]], ids=" ".join)
 def test_the_version(command):
     assert run(command).strip() == metadata.version("fp4graph")
+
+
+def test_a_torch_that_cannot_be_imported_is_a_row(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # import raises
+    facts = json.loads(report("--json"))["facts"]
+    assert facts["torch"].startswith("fails: ModuleNotFoundError: ")
+    assert facts["fp4graph"] == metadata.version("fp4graph")

@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def test_a_server_quantizes_tokens_as_the_policy(names: dict[str, Any]) -> None:
     assert torch.equal(identity(x), names["by_rows"](x))
 
 
+def _keep(seen: list[float], step: int, loss: float, *, kl: float) -> None:
+    seen.append(kl)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:vllm .* warns about:fp4graph.PolicyWarning")  # that siblings differ
 @pytest.mark.parametrize("policy", ["nvfp4-w4a16", "nvfp4-rl"])
@@ -83,9 +88,8 @@ def test_a_server_generates_with_what_the_trainer_multiplies(names: dict[str, An
     try:
         for name in (policy, policy + names["UNSHARED"]):
             seen: list[float] = []
-            given = names["policy_of"](name, 3)
-            log = lambda step, loss, seen=seen, **metrics: seen.append(metrics["kl"])  # noqa: E731
-            names["train"](given, 0, log, steps=3, prompts=4, start=30, server=True)
+            options = {"steps": 3, "prompts": 4, "start": 30, "server": True}
+            names["train"](names["policy_of"](name, 3), 0, partial(_keep, seen), **options)
             largest[name] = max(seen)
             assert len(seen) == 3
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import Any
 
 import ml_dtypes
@@ -130,9 +131,7 @@ def test_weights_without_a_product_are_named_and_adapters_refused() -> None:
     model(torch.ones(1, 32))
     with pytest.warns(fp4graph.PolicyWarning, match=r"1 weights that .* were not multiplied .*: vision\.weight\. Call"):
         assert names(model) == ["text"]
-    adapted = nn.Sequential(nn.Module())
-    adapted[0].base_layer = nn.Linear(32, 32)
-    adapted[0].forward = lambda x: adapted[0].base_layer(x)  # type: ignore[method-assign]
+    adapted = nn.Sequential(OrderedDict(layer=nn.Sequential(OrderedDict(base_layer=nn.Linear(32, 32)))))
     fp4graph.apply(adapted, by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
     adapted(torch.ones(1, 32))
     with pytest.raises(ExportError, match="Merge them first"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.models import llama
 from tests.helpers.policies import NVFP4, one_rule
@@ -234,3 +234,9 @@ def test_explain_names_the_groups():
     groups = [tuple(name.split(".")[-2] for name in group) for group in shown.siblings]
     assert groups == [SIBLINGS, ("gate_proj", "up_proj")] * 2
     assert "q_proj, k_proj, v_proj (in 2 modules); gate_proj, up_proj (in 2 modules)" in str(shown)
+
+
+@pytest.mark.parametrize("names", [["alpha", "beta"], ["attn.q_proj", "attn.o_proj"], ["o_proj", "absent"]])
+def test_a_group_without_two_members_is_named(names):
+    with pytest.warns(PolicyWarning, match=r"groups has .*, but no module holds two quantized layers"):
+        fp4graph.apply(Attention(), policy(groups=[names]), backend="eager")
