@@ -33,8 +33,8 @@ class ElementChoice(Technique):
     Stage: plan.
 
     Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n),
-    because a block and its errors stay in registers. No hardware multiplies such blocks yet. Tensor code quantizes
-    them, for which we have no kernel. They cannot be packed or exported.
+    because a block and its errors stay in registers. No hardware multiplies such blocks yet. On a CPU one operator
+    rounds and chooses between two formats; everything around it is tensor code. They cannot be packed or exported.
 
     Use it with scales that have mantissa bits, instead of ``four_over_six``.
     """

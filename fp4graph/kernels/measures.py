@@ -75,17 +75,23 @@ def block_moments(
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return :func:`fp4graph.numerics.quantize.round_elements`."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
-    if len(singles) != 2 or not all(_serves(single, u.device) for single in singles):
+    if len(singles) != 2 or not all(_serves(single, u.device, draws=True) for single in singles):
         return quantize.round_elements(u, spec, noise)
     texts = [by_runs(single).to_text() for single in singles]
     about = spec.selector, units_of(most_elements(spec.block))
-    elements: Tensor = torch.ops.fp4graph.choose_elements(u, _axes(noise.blocking), *texts, *about)
+    bits = noise.bits() if spec.rounding == "stochastic" else None
+    elements: Tensor = torch.ops.fp4graph.choose_elements(u.contiguous(), bits, _axes(noise.blocking), *texts, *about)
     return elements
 
 
-def _serves(spec: QuantSpec, device: torch.device) -> bool:
-    """Return whether the operators round by ``spec`` on ``device``."""
-    return spec.rounding == "nearest" and CPU.unknown(by_runs(spec)) is None and Machine.of(device).has_cpu_kernels
+def _serves(spec: QuantSpec, device: torch.device, *, draws: bool = False) -> bool:
+    """Return whether the operators round by ``spec`` on ``device``.
+
+    Args:
+        draws: whether the operator may round stochastically.
+    """
+    known = draws or spec.rounding == "nearest"
+    return known and CPU.unknown(by_runs(spec)) is None and Machine.of(device).has_cpu_kernels
 
 
 def _axes(blocking: Blocking) -> int:
@@ -137,8 +143,8 @@ _ERRORS = {
 }
 _CHOICES = {
     measure: _entry(
-        "const {T}* ratios, float* elements",
-        "choose_elements(ratios, elements, grid, number, units, threads)",
+        "const {T}* ratios, const u32* bits, float* elements",
+        "choose_elements(ratios, bits, elements, grid, number, units, threads)",
         f"P, Q, {measure.upper()}",
         across=False,
     )
@@ -146,9 +152,12 @@ _CHOICES = {
 }
 
 
-def _run(entry: Entry, axes: int, tensors: tuple[Tensor, ...], number: float, units: float, **formats: str) -> None:
+def _run(
+    entry: Entry, axes: int, tensors: tuple[Tensor | None, ...], number: float, units: float, **formats: str
+) -> None:
     """Run an entry. The first tensor may have any strides; its blocks span its last ``axes`` axes, or all axes for 0.
     The other tensors are contiguous."""
+    assert tensors[0] is not None
     values = _gridded(tensors[0], axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
     grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *tensors[1:]))
@@ -194,9 +203,11 @@ def _fake_moments(values: Tensor, scale: Tensor, *about: object) -> tuple[Tensor
     return _fake_errors(values, scale), _fake_errors(values, scale)
 
 
-def _choose(ratios: Tensor, axes: int, first: str, second: str, measure: str, units: float) -> Tensor:
-    elements = _fake_choose(ratios)
-    _run(_CHOICES[measure], axes, (ratios.contiguous(), elements), quantize.EQUAL, units, P=first, Q=second)
+def _choose(
+    ratios: Tensor, bits: Tensor | None, axes: int, first: str, second: str, measure: str, units: float
+) -> Tensor:
+    elements, bits = _fake_choose(ratios), None if bits is None else bits.contiguous()
+    _run(_CHOICES[measure], axes, (ratios.contiguous(), bits, elements), quantize.EQUAL, units, P=first, Q=second)
     return elements
 
 
@@ -215,7 +226,7 @@ operator(
     CPU=_moments,
 )
 operator(
-    "choose_elements(Tensor ratios, int axes, str first, str second, str measure, float units) -> Tensor",
+    "choose_elements(Tensor ratios, Tensor? bits, int axes, str first, str second, str measure, float units) -> Tensor",
     _fake_choose,
     CPU=_choose,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from fp4graph.kernels import measures
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking
-from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.noise import Noise, make_key
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec, Selector
 from tests.helpers.floats import any_floats, assert_same_bits
 from tests.helpers.operators import check_declaration
@@ -77,13 +77,16 @@ def test_moments_of_blocks(transposed: bool) -> None:
         (["e2m1", "int4"], (16, 16), "mae", (2, 40, 50)),
     ],
 )
-def test_elements_that_blocks_choose(elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...]):
-    spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_elements_that_blocks_choose(
+    elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...], rounding: str
+) -> None:
+    spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), rounding=rounding, selector=selector)
     blocking, values, _, scale = parts(shape, spec)
-    ratios, noise = scaling.ratio(values, scale, spec), Noise(None, blocking, values.device)
+    ratios, noise = scaling.ratio(values, scale, spec), Noise(make_key(3), blocking, values.device)
     found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
     assert_same_bits(found, expected)
-    alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale), noise) for e in elements]
+    alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale, rounding), noise) for e in elements]
     assert all((found != other).any() for other in alone)
 
 
@@ -92,7 +95,7 @@ VALUES, SCALE = torch.randn(8, 16), torch.rand(8, 1) + 0.5
 OPERATORS = {
     "block_errors": (VALUES, SCALE, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
     "block_moments": (VALUES, SCALE, 1, TEXT, 128.0, 2.0**49),
-    "choose_elements": (VALUES, 1, TEXT, OTHER, "mse", 2.0**49),
+    "choose_elements": (VALUES, None, 1, TEXT, OTHER, "mse", 2.0**49),
 }
 
 

@@ -37,14 +37,21 @@ inline void divide_all(const float* x, float* u, i64 n, float scale) {
     for (i64 j = 0; j < n; ++j) u[j] = ratio<F>(x[j], scale, inverse);
 }
 
-// Elements of G, in the range of F.
+// The format F, whose elements are rounded to nearest.
+template <class F>
+struct Nearest : F {
+    static constexpr bool DRAWS = false;
+};
+
+// Elements of G, in the range of F; `bits` are read where G draws.
 template <class F, class G>
-inline void round_all(const float* u, float* q, i64 n) {
+inline void round_all(const float* u, float* q, i64 n, const u32* bits = nullptr) {
     constexpr bool stretches = F::QMAX != G::QMAX;
 #pragma omp simd
     for (i64 j = 0; j < n; ++j) {
         i32 place;
-        const float rounded = round_element<G>(stretches ? u[j] * G::QMAX / F::QMAX : u[j], 0, place);
+        const float stretched = stretches ? u[j] * G::QMAX / F::QMAX : u[j];
+        const float rounded = round_element<G>(stretched, G::DRAWS ? bits[j] : 0, place);
         q[j] = stretches ? rounded * F::QMAX / G::QMAX : rounded;
     }
 }
@@ -232,9 +239,10 @@ void block_moments(const float* values, const float* scale, double* squares, dou
 }
 
 // Ratios u of each block rounded to elements of F or of G, whose values are stretched to the maximum of F: to those of
-// G where their error is smaller by more than a share of `equal`.
+// G where their error, rounded to nearest, is smaller by more than a share of `equal`. `bits` are read where F draws.
 template <class F, class G, int M, int PIECE>
-void choose_elements(const float* ratios, float* elements, BlockGrid grid, double equal, double units, int threads) {
+void choose_elements(const float* ratios, const u32* bits, float* elements, BlockGrid grid, double equal, double units,
+                     int threads) {
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 k = 0; k < grid.count(); ++k) {
         i32 m = 0;
@@ -248,12 +256,14 @@ void choose_elements(const float* ratios, float* elements, BlockGrid grid, doubl
         Errors<M> first(units, unit), second(units, unit);
         grid.visit<PIECE>(k, [&](i64 i, i64 n) {
             alignas(64) float q[PIECE];
-            round_all<F, G>(ratios + i, q, n);
+            round_all<F, Nearest<G>>(ratios + i, q, n);
             second.add(ratios + i, q, n);
-            round_all<F, F>(ratios + i, elements + i, n);
+            round_all<F, Nearest<F>>(ratios + i, elements + i, n);
             first.add(ratios + i, elements + i, n);
         });
         if (second.total() < first.total() * (1 - equal))
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, G>(ratios + i, elements + i, n); });
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, G>(ratios + i, elements + i, n, bits + i); });
+        else if (F::DRAWS)
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, F>(ratios + i, elements + i, n, bits + i); });
     }
 }
