@@ -19,7 +19,7 @@ import fp4graph
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.tasks import task_named
 
-POLICIES = "mxfp4-w4a16-experts,nvfp4-mxfp8-experts,nvfp4-rl,mxfp8-bf16,mxfp8-nvfp4"
+POLICIES = "mxfp4-w4a16-experts,nvfp4-mxfp8-experts,nvfp4-rl,mxfp8-bf16,mxfp8-nvfp4,ufp4"
 
 
 def main(
