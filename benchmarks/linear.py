@@ -22,7 +22,7 @@ from benchmarks.models import TOTAL_STEPS, UNQUANTIZED
 from benchmarks.peers import PEERS, peer_name
 from benchmarks.results import RESULTS, Inapplicable, Results, Row, attempt, figures_of
 from benchmarks.timing import Patience, compare, seconds_of
-from fp4graph.model.explain import Explanation
+from fp4graph.model.explanation import Explanation
 from fp4graph.technique.operands import Operand
 
 #: M, K, N: rows of X, in_features, out_features. ViTs: 16 images of 197 tokens; LLaMA: 8 sequences of 256.

@@ -100,7 +100,7 @@ def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
-def explained(model: Model, policy: str, size: int) -> fp4graph.model.explain.Explanation:
+def explained(model: Model, policy: str, size: int) -> fp4graph.Explanation:
     """Explain ``model`` under ``policy``, on fake tensors."""
     arguments, keywords = model.inputs(model.batch(size))
     return fp4graph.explain(model.make(), policy, arguments, keywords)

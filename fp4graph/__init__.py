@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from fp4graph.lab.search import search
     from fp4graph.lab.sensitivity import sensitivity
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
-    from fp4graph.model.explain import Explanation, explain
+    from fp4graph.model.explain import explain
+    from fp4graph.model.explanation import Explanation
     from fp4graph.model.state import strip
     from fp4graph.numerics.packing import Packed, pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
@@ -66,7 +67,8 @@ _HOME = {
         "lab.sensitivity": "sensitivity",
         "lab.compare": "compare",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
-        "model.explain": "Explanation explain",
+        "model.explain": "explain",
+        "model.explanation": "Explanation",
         "model.state": "strip",
         "numerics.packing": "Packed pack unpack",
         "numerics.quantize": "fake_quantize",

@@ -15,6 +15,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.plan import plan_once
 from fp4graph.model.runtime import Runtime
 from fp4graph.model.weight import Weight
+from fp4graph.model.weight_quantizer import fprop_state
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import E2M1, E4M3, E8M0, ScaleFormat
@@ -204,7 +205,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
         raise refusal(weight, "it holds NaN or Inf", "go back to an earlier checkpoint")
     step = _step(runtime).to(weight.key.device)
     draw = operand_draw(Draw(weight.key, step), Operand.FPROP_WEIGHT) if program.draws else None
-    entries = weight.fprop_state(lambda entry: entry, canonical.dtype)
+    entries = fprop_state(weight, lambda entry: entry, canonical.dtype)
     segments = Segments(0, x.shape[0]) if weight.view.op == "grouped" else None
     parts = program.quantize(x, draw, entries, segments)
     like = parts.elements

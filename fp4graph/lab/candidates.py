@@ -20,7 +20,8 @@ from fp4graph.extras import needs
 from fp4graph.lab.linears import Call, Loss, bits_per_element, call_of, groups_of, in_fp4, weights_of
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.sensitivity import Score
-from fp4graph.model.explain import Explanation, explain
+from fp4graph.model.explain import explain
+from fp4graph.model.explanation import Explanation
 from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, Specs, load_policy
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
 

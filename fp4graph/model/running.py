@@ -122,11 +122,7 @@ class Runner:
                 self.failure = error
                 raise
             self.checked = duties.covers == "all"
-        counted = duties.counts == "each" or (
-            duties.counts == "with gradients"
-            and any(isinstance(x, Iterator) or getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result))
-        )
-        if forward.training and counted:
+        if forward.training and _counts(forward, result):
             self._steps.trained += 1
             self._steps.advance()
         return result
@@ -233,3 +229,10 @@ class Runner:
             return self.uncompiled.run(forward, self.capture, checked=self._listed, running=self._running)
         finally:
             current.ran = ran
+
+
+def _counts(forward: Forward, result: Any) -> bool:
+    """Return whether a training forward that returned ``result`` counts by itself."""
+    if forward.duties.counts != "with gradients":
+        return forward.duties.counts == "each"
+    return any(isinstance(x, Iterator) or getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result))

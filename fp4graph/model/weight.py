@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import CaptureError
@@ -14,18 +13,12 @@ from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.model.source import Source, sources_of
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.sharding import is_sharded, like, whole
 from fp4graph.ops import contract
-from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.ops.parted import is_apart, quantized_weight
-from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot, in_each_dtype
 from fp4graph.policy import Rule
-from fp4graph.technique import Quantization, Technique, acts_at
-from fp4graph.technique.operands import Operand
+from fp4graph.technique import Technique, acts_at
 from fp4graph.technique.site import SiteView
 
 
@@ -238,36 +231,6 @@ class Weight:
         """Return a technique's state tensors for this weight, by their labels."""
         return {slot.label: self.entry(slot) for slot in self.slots if slot.technique == technique.name}
 
-    def quantize(self, w: Tensor, step: Tensor) -> Tensor:
-        """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
-
-        The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
-        blocks and tensor scales reach across shards.
-        """
-        assert self.plan.program is not None
-        fprop = self.plan.program.fprop
-        canonical = self.canonical(w)
-        canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
-        draw = Draw(self.key, step.to(self.key.device)) if self.plan.program.draws else None
-        if (score := self._score()) is not None:
-            result = quantized_weight(self.plan.program, canonical, draw, score).to(w.dtype)
-            return like(result.mT if self.stored_transposed else result, w)
-        rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
-        entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
-        segments = Segments(0, w.shape[0]) if self.view.op == "grouped" else None
-        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
-        result = rotation.undo(total(terms), "right").to(w.dtype)
-        return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
-
-    def quantization(self, step: Tensor) -> Quantization:
-        """Return the parts of the quantization of the weight of a linear layer or of experts, ``[..., N, K]``."""
-        assert self.plan.program is not None
-        draw = Draw(self.key, step.to(self.key.device)) if self.plan.program.draws else None
-        segments = Segments(0, self.parameter.shape[0]) if self.view.op == "grouped" else None
-        entries = self.fprop_state(lambda entry: entry)
-        program, w = self.plan.program.fprop.right, self.canonical(self.parameter)
-        return program.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
-
     def canonical(self, x: Tensor) -> Tensor:
         """Return ``x``, which is laid out and sharded as the weight, as ``[..., N, K]``, gathered."""
         return whole(x).mT if self.stored_transposed else whole(x)
@@ -275,36 +238,3 @@ class Weight:
     def as_stored(self, x: Tensor) -> Tensor:
         """Return ``x [..., N, K]``, which is equal on all processes, laid out and sharded as the weight."""
         return like(x.mT if self.stored_transposed else x, self.parameter)
-
-    def _score(self) -> Tensor | None:
-        """Return the scores of the input channels ``[K]``; None where no channel is multiplied apart."""
-        program = self.plan.program
-        return None if program is None or program.apart is None else self.entry(program.state[program.apart.score])
-
-    def apart(self) -> Tensor | None:
-        """Return which elements, as stored, are in input channels multiplied apart; None without such channels."""
-        if (score := self._score()) is None:
-            return None
-        assert self.plan.program is not None
-        chosen = is_apart(self.plan.program, score)
-        chosen = chosen.unsqueeze(-1) if self.stored_transposed else chosen
-        return like(chosen.expand(self.parameter.shape), self.parameter)
-
-    def fprop_state(
-        self, lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
-    ) -> dict[str, dict[str, Tensor]]:
-        """Return the technique state that fprop's quantizer receives for a weight of ``dtype``, autocast's if enabled.
-
-        Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged,
-        but for maxima that siblings share, which are those of weights of ``dtype``.
-        """
-        states: dict[str, dict[str, Tensor]] = {}
-        for slot in self.plan.program.state if self.plan.program is not None else ():
-            if slot.entry.operand is Operand.FPROP_WEIGHT:
-                entry = whole(self.entry(slot))
-                if slot.entry.weight_like:
-                    entry = lay_out(entry.mT if self.stored_transposed else entry)
-                if slot.shared:
-                    entry = entry.to(dtype).to(torch.float32)
-                states.setdefault(slot.technique, {})[slot.entry.name] = entry
-        return states

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import Error
+from fp4graph.model import weight_quantizer
 from fp4graph.model.listening import listener
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
@@ -225,13 +226,13 @@ class _Hooks:
             memory=self.memory.of(parameter, technique.name),
             optimizer=self.optimizer,
             group=group,
-            quantize=lambda w: weight.quantize(w, runtime.step),
-            quantization=lambda: weight.quantization(runtime.step),
+            quantize=lambda w: weight_quantizer.quantize(weight, w, runtime.step),
+            quantization=lambda: weight_quantizer.quantization(weight, runtime.step),
             canonical=weight.canonical,
             stored=weight.as_stored,
             scratch=self._kept(technique, parameter),
             over_ranks=lambda x: runtime.over_ranks(x, parameter),
-            apart=weight.apart,
+            apart=lambda: weight_quantizer.apart(weight),
         )
 
     def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import fp4graph
 from fp4graph.model.coverage import served_sites
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
@@ -191,7 +192,7 @@ def case_a_sharded_weight_quantized_outside_the_graph() -> None:
     train(model, model, image_loss, 1)
     runtime = runtime_of(model)
     weight = next(w for w in runtime.weights if w.name == "blocks.1.mlp.fc1.weight")
-    result = weight.quantize(weight.parameter, runtime.step)
+    result = quantize(weight, weight.parameter, runtime.step)
     assert result.placements == weight.parameter.placements
     alone = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
     set_model_state_dict(alone, {name: whole(value) for name, value in state_of(model).items()}, options=lenient())

@@ -16,6 +16,7 @@ from torch import nn
 import fp4graph
 from fp4graph.exports import ExportError
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from tests.exports.models import MXFP4, NVFP4, modelopt_parts
 
 pytest.importorskip("compressed_tensors")
@@ -106,7 +107,7 @@ def test_siblings_that_share_in_training_are_served_as_they_train(layout, tmp_pa
     assert len({stored[f"attn.{each}.{name}"].item() for each in SIBLINGS}) == 1
     loaded = fp4graph.load_quantized(Net(), tmp_path / "out")
     runtime = runtime_of(model)
-    trained = {weight.name: weight.quantize(weight.stored, runtime.step) for weight in runtime.weights}
+    trained = {weight.name: quantize(weight, weight.stored, runtime.step) for weight in runtime.weights}
     for each in SIBLINGS:
         read = loaded.attn.get_submodule(each).weight
         tolerance = 0.0 if layout == "modelopt" else 2**-22  # compressed-tensors stores 1/γ
@@ -159,6 +160,6 @@ def test_constants_of_activations_are_shared(tmp_path):
 
 def test_formats_without_a_tensor_scale_are_not_concerned(tmp_path):
     rules = {"match": {"op": "linear"}, "operands": {"fprop.input": "keep"}}
-    for name, quantize in {"mxfp4": MXFP4, "nvfp4": NVFP4}.items():
-        fp4graph.export(applied(Net(), rules | {"quantize": quantize}, techniques=()), tmp_path / name)
+    for name, spec in {"mxfp4": MXFP4, "nvfp4": NVFP4}.items():
+        fp4graph.export(applied(Net(), rules | {"quantize": spec}, techniques=()), tmp_path / name)
         assert sorted(os.listdir(tmp_path / name)) == ["config.json", "model.safetensors"]

@@ -14,6 +14,7 @@ import fp4graph
 from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from tests.helpers import training
 from tests.helpers.experts import EXPERTS, HIDDEN, WIDTH, Mixture, by_hand, tokens
 from tests.helpers.models import COMPILES_GROUPED_FP32, grouped_mm
@@ -138,7 +139,7 @@ def test_the_optimizer_sees_each_expert_by_itself(form):
         for matrix in stored.mT if weight.stored_transposed else stored:
             (term,) = program(matrix, None, {"q_ema": {"weight": matrix.float()}})
             expected.append(term.product())
-        quantized = weight.quantize(stored, runtime.step)
+        quantized = quantize(weight, stored, runtime.step)
         assert_equal([quantized.mT if weight.stored_transposed else quantized], [torch.stack(expected)])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.models import Mlp
 from tests.helpers.policies import MXFP4
 from tests.helpers.training import applied, prepared, train
@@ -75,4 +76,4 @@ def test_a_parameter_stored_as_it_is_multiplied_is_quantized_along_its_contracti
     (weight,) = runtime_of(model).weights
     spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"), ties="up")
     expected = fp4graph.fake_quantize(model.mixing_weight, spec, dim=0)
-    assert torch.equal(weight.quantize(model.mixing_weight, runtime_of(model).step), expected)
+    assert torch.equal(quantize(weight, model.mixing_weight, runtime_of(model).step), expected)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp4graph
 from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.model import weight_quantizer
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.policies import NVFP4, loaded, one_rule
 from tests.recipes.bits import SiteBits
@@ -223,11 +224,11 @@ def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
     runtime = runtime_of(model)
     (weight,) = (each for each in runtime.weights if each.name == "blocks.1.fc.weight")
     entries._fp4graph_out_control_norms.copy_(torch.from_numpy(norms))
-    got = weight.quantize(model.blocks[1].fc.weight.detach(), runtime.step)
+    got = weight_quantizer.quantize(weight, model.blocks[1].fc.weight.detach(), runtime.step)
     chosen, rest = chosen_channels(entries._fp4graph_out_control_norms.double().numpy())
     assert np.array_equal(got[:, chosen].double().numpy(), mxfp8(data.w[:, chosen], 1))
     np.testing.assert_allclose(got[:, rest].double().numpy(), double_block(data.w[:, rest], 1), rtol=1e-6)
-    apart = weight.apart()
+    apart = weight_quantizer.apart(weight)
     assert apart is not None
     assert apart.shape == (128, 256)
     assert sorted(apart[5].nonzero().flatten().tolist()) == sorted(chosen.tolist())

@@ -8,6 +8,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.policies import TIES_UP, one_rule
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def oscillating_share(technique: object) -> float:
         optimizer.zero_grad()
         if step >= WARM_UP - 1:
             now = model.weight.detach().clone()
-            now_q = weight.quantize(now, runtime.step)
+            now_q = quantize(weight, now, runtime.step)
             if last is not None:
                 moved += (now - last).abs()
                 moved_q += (now_q - last_q).abs()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp4graph.lab.statistics import metrics as m
 from fp4graph.lab.statistics.sampling import Moments, Selection, by_block, sample
+from fp4graph.model import weight_quantizer
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
@@ -184,8 +185,8 @@ class Moving:
         if self._spec is None:
             return now
         if self._program is not None:
-            return total(self._program(now, None, self._weight.fprop_state(self._selection.of)))
-        return self._sampled(self._weight.quantize(self._weight.parameter, step))
+            return total(self._program(now, None, weight_quantizer.fprop_state(self._weight, self._selection.of)))
+        return self._sampled(weight_quantizer.quantize(self._weight, self._weight.parameter, step))
 
     def _sampled(self, w: Tensor) -> Tensor:
         w = whole(w.detach())

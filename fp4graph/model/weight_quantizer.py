@@ -1,0 +1,86 @@
+"""Quantizes one weight as fprop does, outside of a graph: for the optimizer, exports and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp4graph.model.weight import Weight
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.segments import Segments
+from fp4graph.numerics.sharding import like, whole
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.parted import is_apart, quantized_weight
+from fp4graph.ops.product import total
+from fp4graph.technique import Quantization
+from fp4graph.technique.operands import Operand
+
+
+def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
+    """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
+
+    The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
+    blocks and tensor scales reach across shards.
+    """
+    assert weight.plan.program is not None
+    fprop = weight.plan.program.fprop
+    canonical = weight.canonical(w)
+    canonical = canonical.flatten(1) if weight.view.op == "conv" else canonical
+    draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
+    if (score := _score(weight)) is not None:
+        result = quantized_weight(weight.plan.program, canonical, draw, score).to(w.dtype)
+        return like(result.mT if weight.stored_transposed else result, w)
+    rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
+    entries = fprop_state(weight, lambda entry: rotation.apply(entry, "right"))
+    segments = Segments(0, w.shape[0]) if weight.view.op == "grouped" else None
+    terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
+    result = rotation.undo(total(terms), "right").to(w.dtype)
+    return like((result.mT if weight.stored_transposed else result).reshape(w.shape), w)
+
+
+def quantization(weight: Weight, step: Tensor) -> Quantization:
+    """Return the parts of the quantization of the weight of a linear layer or of experts, ``[..., N, K]``."""
+    assert weight.plan.program is not None
+    draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
+    segments = Segments(0, weight.parameter.shape[0]) if weight.view.op == "grouped" else None
+    entries = fprop_state(weight, lambda entry: entry)
+    program, w = weight.plan.program.fprop.right, weight.canonical(weight.parameter)
+    return program.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
+
+
+def _score(weight: Weight) -> Tensor | None:
+    """Return the scores of the input channels ``[K]``; None where no channel is multiplied apart."""
+    program = weight.plan.program
+    return None if program is None or program.apart is None else weight.entry(program.state[program.apart.score])
+
+
+def apart(weight: Weight) -> Tensor | None:
+    """Return which elements, as stored, are in input channels multiplied apart; None without such channels."""
+    if (score := _score(weight)) is None:
+        return None
+    assert weight.plan.program is not None
+    chosen = is_apart(weight.plan.program, score)
+    chosen = chosen.unsqueeze(-1) if weight.stored_transposed else chosen
+    return like(chosen.expand(weight.parameter.shape), weight.parameter)
+
+
+def fprop_state(
+    weight: Weight, lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, dict[str, Tensor]]:
+    """Return the technique state that fprop's quantizer receives for a weight of ``dtype``, autocast's if enabled.
+
+    Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged,
+    but for maxima that siblings share, which are those of weights of ``dtype``.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for slot in weight.plan.program.state if weight.plan.program is not None else ():
+        if slot.entry.operand is Operand.FPROP_WEIGHT:
+            entry = whole(weight.entry(slot))
+            if slot.entry.weight_like:
+                entry = lay_out(entry.mT if weight.stored_transposed else entry)
+            if slot.shared:
+                entry = entry.to(dtype).to(torch.float32)
+            states.setdefault(slot.technique, {})[slot.entry.name] = entry
+    return states
