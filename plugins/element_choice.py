@@ -34,7 +34,7 @@ class ElementChoice(Technique):
 
     Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n),
     because a block and its errors stay in registers. No hardware multiplies such blocks yet. On a CPU one operator
-    rounds and chooses between two formats; everything around it is tensor code. They cannot be packed or exported.
+    rounds and chooses between two formats; scales of blocks are tensor code. They cannot be packed or exported.
 
     Use it with scales that have mantissa bits, instead of ``four_over_six``.
     """

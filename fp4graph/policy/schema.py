@@ -56,7 +56,8 @@ class ScaleSection(Section):
 
 
 class QuantizeSection(Section):
-    """A quantizer: the fields that are written. The others are those of the rule, of the default, or of OCP's MXFP4."""
+    """A quantizer: the fields that are written. An exception for operands takes the others from its rule or default; a
+    rule or default takes them from OCP's MXFP4."""
 
     element: Texts | None = Field(None, description="Format of the elements, or formats that each block chooses from.")
     selector: Selector | None = Field(None, description="The error by which a block chooses one of several formats.")

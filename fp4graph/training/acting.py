@@ -96,7 +96,8 @@ def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
 
 
 def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
-    """Return a value that is equal for equal quantizers: all that :meth:`Weight.quantize` reads but noise and state."""
+    """Return a value that is equal for equal quantizers: all that :mod:`fp4graph.model.weight_quantizer` reads but
+    noise and state."""
     program = planned.plan.program
     return program and (program.fprop.right, program.fprop.transforms, program.apart, weight.stored_transposed)
 

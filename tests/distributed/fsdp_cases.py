@@ -197,7 +197,7 @@ def case_a_sharded_weight_quantized_outside_the_graph() -> None:
     alone = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
     set_model_state_dict(alone, {name: whole(value) for name, value in state_of(model).items()}, options=lenient())
     same = next(w for w in runtime_of(alone).weights if w.name == weight.name)
-    assert torch.equal(whole(result), same.quantize(same.parameter, runtime.step))
+    assert torch.equal(whole(result), quantize(same, same.parameter, runtime.step))
 
 
 def lenient() -> StateDictOptions:

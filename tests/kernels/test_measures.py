@@ -77,28 +77,39 @@ def test_moments_of_blocks(transposed: bool) -> None:
         (["e2m1", "int4"], (16, 16), "mae", (2, 40, 50)),
     ],
 )
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", [("nearest", "even", 24), ("stochastic", "away", 8)], ids=lambda r: r[0])
 def test_elements_that_blocks_choose(
-    elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...], rounding: str
+    elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...], rounding: tuple[str, str, int]
 ) -> None:
-    spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), rounding=rounding, selector=selector)
-    blocking, values, _, scale = parts(shape, spec)
+    how = dict(zip(("rounding", "ties", "random_bits"), rounding, strict=True))
+    spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector, **how)
+    blocking, values, _, scale = parts(shape, spec, transposed=len(shape) > 2)
     ratios, noise = scaling.ratio(values, scale, spec), Noise(make_key(3), blocking, values.device)
     found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
     assert_same_bits(found, expected)
-    alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale, rounding), noise) for e in elements]
+    alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale, **how), noise) for e in elements]
     assert all((found != other).any() for other in alone)
 
 
-TEXT, OTHER = (QuantSpec(e, 16, ScaleSpec("e4m3", "nearest_even")).to_text() for e in ("e2m1", "int4"))
+DRAWN = {"rounding": "stochastic"}
+TEXT, OTHER, DRAWS, OTHER_DRAWS = (
+    QuantSpec(e, 16, ScaleSpec("e4m3", "nearest_even"), **how).to_text()
+    for how in ({}, DRAWN)
+    for e in ("e2m1", "int4")
+)
 VALUES, SCALE = torch.randn(8, 16), torch.rand(8, 1) + 0.5
+BITS = torch.arange(128, dtype=torch.int32).reshape(8, 16) * 2**24
 OPERATORS = {
-    "block_errors": (VALUES, SCALE, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
-    "block_moments": (VALUES, SCALE, 1, TEXT, 128.0, 2.0**49),
-    "choose_elements": (VALUES, None, 1, TEXT, OTHER, "mse", 2.0**49),
+    "block_errors": [(VALUES, SCALE, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49)],
+    "block_moments": [(VALUES, SCALE, 1, TEXT, 128.0, 2.0**49)],
+    "choose_elements": [
+        (VALUES, None, 1, TEXT, OTHER, "mse", 2.0**49),
+        (VALUES, BITS, 1, DRAWS, OTHER_DRAWS, "mse", 2.0**49),
+    ],
 }
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_keep_their_promises(name: str) -> None:
-    check_declaration(name, OPERATORS[name])
+    for arguments in OPERATORS[name]:
+        check_declaration(name, arguments)

@@ -12,6 +12,7 @@ from torch import nn
 import fp4graph
 from fp4graph.lab import METRICS, Statistics, read
 from fp4graph.model.runtime import runtime_of
+from fp4graph.model.weight_quantizer import quantize
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
 from tests.model import test_experts as experts
@@ -204,7 +205,7 @@ def test_oscillation_in_loops(case, tmp_path):
             steps(model, optimizer, 1, start=step)
             runtime = runtime_of(model)
             w.append(model.weight.detach().clone())
-            q.append(runtime.weights[0].quantize(w[-1], runtime.step).clone())
+            q.append(quantize(runtime.weights[0], w[-1], runtime.step).clone())
     w, q = torch.stack(w[18:25]).double().numpy(), torch.stack(q[18:25]).double().numpy()
     moved, moved_q = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
     ratio = np.divide(moved_q, moved, out=np.where(moved_q > 0, np.inf, 0.0), where=moved > 0)

@@ -262,7 +262,9 @@ void choose_elements(const float* ratios, const u32* bits, float* elements, Bloc
             first.add(ratios + i, elements + i, n);
         });
         if (second.total() < first.total() * (1 - equal))
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, G>(ratios + i, elements + i, n, bits + i); });
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
+                round_all<F, G>(ratios + i, elements + i, n, G::DRAWS ? bits + i : nullptr);
+            });
         else if (F::DRAWS)
             grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, F>(ratios + i, elements + i, n, bits + i); });
     }
