@@ -10,9 +10,10 @@ INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
 .PHONY: demo test long oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger dist clean
 
+# PASSIVE: threads that wait sleep. Beside a busy process, threads that spin take the processor from those that compute.
 demo: $(STAMP)
 	rm -rf runs/demo
-	$(BIN)/fp4graph compare digits-augmented --backend eager \
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/fp4graph compare digits-augmented --backend eager \
 		--policies bf16,microscaling,tetrajet,tetrajet-qema --seeds 1 --output runs/demo
 
 # Most tests are small: one process per core with one thread each is faster than one process with many threads.
