@@ -153,14 +153,21 @@ _CHOICES = {
 
 
 def _run(
-    entry: Entry, axes: int, tensors: tuple[Tensor | None, ...], number: float, units: float, **formats: str
+    entry: Entry,
+    axes: int,
+    values: Tensor,
+    others: tuple[Tensor | None, ...],
+    number: float,
+    units: float,
+    **formats: str,
 ) -> None:
-    """Run an entry. The first tensor may have any strides; its blocks span its last ``axes`` axes, or all axes for 0.
-    The other tensors are contiguous."""
-    assert tensors[0] is not None
-    values = _gridded(tensors[0], axes)
+    """Run an entry on ``values``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
+
+    The other tensors are contiguous; None is a null pointer.
+    """
+    values = _gridded(values, axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
-    grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *tensors[1:]))
+    grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *others))
     abi.function(entry, torch.float32, **formats)(*at, grid, number, units, torch.get_num_threads())
 
 
@@ -183,7 +190,7 @@ def _gridded(values: Tensor, axes: int) -> Tensor:
 
 def _errors(values: Tensor, scale: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float) -> Tensor:
     error = _fake_errors(values, scale)
-    _run(_ERRORS[measure], axes, (values, scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
+    _run(_ERRORS[measure], axes, values, (scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
     return error
 
 
@@ -195,7 +202,7 @@ def _moments(
     values: Tensor, scale: Tensor, axes: int, spec: str, largest: float, units: float
 ) -> tuple[Tensor, Tensor]:
     squares, products = _fake_moments(values, scale)
-    _run(_MOMENTS, axes, (values, scale.contiguous(), squares, products), largest, units, Q=spec)
+    _run(_MOMENTS, axes, values, (scale.contiguous(), squares, products), largest, units, Q=spec)
     return squares, products
 
 
@@ -207,7 +214,7 @@ def _choose(
     ratios: Tensor, bits: Tensor | None, axes: int, first: str, second: str, measure: str, units: float
 ) -> Tensor:
     elements, bits = _fake_choose(ratios), None if bits is None else bits.contiguous()
-    _run(_CHOICES[measure], axes, (ratios.contiguous(), bits, elements), quantize.EQUAL, units, P=first, Q=second)
+    _run(_CHOICES[measure], axes, ratios.contiguous(), (bits, elements), quantize.EQUAL, units, P=first, Q=second)
     return elements
 
 
