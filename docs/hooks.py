@@ -146,6 +146,7 @@ def _api() -> str:
     values = {name: getattr(fp4graph, name) for name in fp4graph.__all__ if name not in fp4graph._MODULES}
     functions_first = sorted(values, key=lambda name: (isinstance(values[name], type), name))
     entries = [f"::: {values[name].__module__}.{name}" for name in functions_first if name != "hookimpl"]
-    joined = [f"::: {getattr(integrations, name).__module__}.{name}" for name in integrations.__all__]
+    # Not getattr: pages are rendered from the source, and importing a callback needs its Trainer's library.
+    joined = [f"::: {integrations.__name__}.{integrations._HOME[name]}.{name}" for name in integrations.__all__]
     text = "# API\n\nEvery name is an attribute of `fp4graph`, those at the end of `fp4graph.integrations`.\n\n"
     return text + "\n\n".join([*entries, *joined]) + "\n"
