@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 
+import pytest
 import yaml
 
 from tests.docs.blocks import PAGES, ROOT
@@ -35,3 +37,12 @@ def test_drawings_are_those_of_the_code():
     script = runpy.run_path(str(ROOT / "docs/drawings.py"))
     for name, draw in script["DRAWINGS"].items():
         assert (ROOT / "docs/images" / name).read_text("utf-8") == draw(), "run python docs/drawings.py"
+
+
+@pytest.mark.long  # needs what ``make docs-site`` installs, as the long tests have it
+def test_the_api_page_is_made_without_the_libraries_of_integrations(monkeypatch):
+    pytest.importorskip("mkdocs")
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "fp4graph.integrations.lightning", raising=False)
+    page = runpy.run_path(str(ROOT / "docs/hooks.py"))["_api"]()
+    assert "\n::: fp4graph.integrations.lightning.FP4GraphLightningCallback\n" in page
