@@ -79,6 +79,7 @@ class Target(_Entry):
     exclusive: tuple[tuple[str, str], ...] = ()
     scales: Mapping[str, tuple[str, ...]] = {}
     ties: tuple[str, ...] = ("even", "up", "away")
+    rounds: tuple[Operand, ...] = tuple(Operand)
 
 
 class Data(_Entry):
@@ -221,11 +222,13 @@ def _restrictions(target: Target, gemm: GemmProgram) -> Iterator[str]:
                 yield f"{part.name} {does} {operand}"
         if (spec := program.spec) is None:
             continue
+        if isinstance(spec.block, tuple) and operand not in target.square:
+            yield f"{target.title} has no two-dimensional blocks of {operand}"
+        if operand not in target.rounds:
+            continue
         scale = spec.scale
         if spec.rounding == "stochastic" and operand not in target.stochastic:
             yield f"{target.title} does not round {operand} stochastically"
-        if isinstance(spec.block, tuple) and operand not in target.square:
-            yield f"{target.title} has no two-dimensional blocks of {operand}"
         if scale.rounding not in target.scales.get(scale.format.name, (scale.rounding,)):
             yield f"{target.title} does not round scales of {operand} by {scale.rounding}"
         if spec.rounding == "nearest" and spec.ties not in target.ties:

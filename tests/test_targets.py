@@ -72,9 +72,13 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-rl", "b200", "fprop", "simulated", "fprop.input: tensor_scaling has scales of groups"),
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
-        # vLLM serves: weights alone too, and inputs that are rotated without random signs.
-        ("quartet", "vllm", "fprop", "native", "MXFP4 x MXFP4"),
-        ("mxfp4-full-rht", "vllm", "fprop", "simulated", "hadamard with kind deterministic or random_backward only"),
+        # vLLM serves: weights alone too, and inputs that are rotated without random signs. It reads weights of any
+        # rounding, and rounds inputs as FlashInfer does: MXFP4 scales up, ties to even.
+        ("mxfp4-round-up", "vllm", "fprop", "native", "MXFP4 x MXFP4"),
+        ("quartet", "vllm", "fprop", "simulated", "does not round scales of fprop.input by floor"),
+        ("tetrajet", "vllm", "fprop", "simulated", "does not round ties of fprop.input up"),
+        ("tetrajet-q2", "vllm", "fprop", "native", "exact x MXFP4"),
+        ("mxfp4-full-rht", "vllm", "fprop", "simulated", "does not round scales of fprop.input by floor"),
         ("nvfp4-w4a16", "vllm", "fprop", "native", "exact x NVFP4"),
         ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: kept in high precision"),
         ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
@@ -91,6 +95,11 @@ def test_transformer_engine_has_a_scale_for_each_row_of_x():
     assert verdict("nvfp4-mxfp8-experts", "te", which="grouped") == ("native", "NVFP4 x NVFP4")
     assert verdict("nvfp4-mxfp8-experts", "b200", which="grouped")[0] == "simulated"
     assert verdict("nvfp4-mxfp8-experts", "te", "dgrad", "grouped") == ("native", "MXFP8 x MXFP8")
+
+
+def test_vllm_has_no_random_signs():
+    policy = one_rule({"hadamard": {"scope": ["fprop"], "kind": "random"}}, quantize=NVFP4)
+    assert "hadamard with kind deterministic or random_backward only" in verdict(policy, "vllm", "fprop")[1]
 
 
 def test_techniques_that_a_library_has_but_not_together():
