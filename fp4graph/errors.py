@@ -1,4 +1,4 @@
-"""The errors that fp4graph raises on purpose, and the names that they suggest.
+"""The errors that fp4graph raises on purpose, and their remedies: names to try, and packages to install.
 
 One ``except fp4graph.Error`` catches all errors.
 """
@@ -6,7 +6,11 @@ One ``except fp4graph.Error`` catches all errors.
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import json
 from collections.abc import Iterable
+from functools import cache
+from importlib import metadata
 
 
 class Error(Exception):
@@ -95,3 +99,21 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     candidates = sorted(candidates)
     close = nearest(name, candidates)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(candidates) or 'none'}"
+
+
+@cache
+def install(extra: str) -> str:
+    """Return the command that installs an extra from where fp4graph itself was installed: an index, a folder or a file
+    (PEP 610)."""
+    origin = json.loads(metadata.distribution("fp4graph").read_text("direct_url.json") or "{}")
+    url = str(origin.get("url", ""))
+    if "dir_info" not in origin:
+        return f"pip install 'fp4graph[{extra}]{' @ ' + url if url else ''}'"
+    editable = "-e " if origin["dir_info"].get("editable") else ""
+    return f"pip install {editable}'{url.removeprefix('file://')}[{extra}]'"
+
+
+def needs(package: str, why: str, extra: str = "tasks") -> None:
+    """Raise an Error that names the ``extra`` to install if ``package`` is missing; ``why`` begins its text."""
+    if importlib.util.find_spec(package) is None:
+        raise Error(f"{why}, which is not installed; {install(extra)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from fp4graph.html import html, page
+from fp4graph.model.html import html, page
 
 
 def test_text_and_cells_are_escaped_and_empty_tables_left_out() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph import targets
 from fp4graph.commands.catalogue import native_on
 from fp4graph.commands.targets import page
 from fp4graph.errors import Error
+from fp4graph.graph import targets
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.site import Site
 from fp4graph.technique.operands import Gemm

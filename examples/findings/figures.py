@@ -16,7 +16,7 @@ import torch
 import typer
 from torch import Tensor
 
-from fp4graph.extras import needs
+from fp4graph.errors import needs
 from fp4graph.lab.pictures.panels import error_panels
 from fp4graph.lab.pictures.style import PALETTE, styled, subplots
 from fp4graph.lab.statistics.decomposition import RelativeError, decompose, reconstruction_error

@@ -133,8 +133,11 @@ def planned(rule: Rule) -> OperandSpecs:
 
 
 class Native(NamedTuple):
-    """Whether a GEMM of a rule runs natively on a target: ``kind`` and ``why`` are those of a
-    :class:`~fp4graph.targets.Verdict`, or "refused" and the error where a technique does not take such products."""
+    """Whether a GEMM of a rule runs natively on a target.
+
+    ``kind`` and ``why`` are those of a :class:`~fp4graph.graph.targets.Verdict`, or "refused" and the error where a
+    technique does not take such products.
+    """
 
     rule: str
     op: str
@@ -146,7 +149,7 @@ class Native(NamedTuple):
 def native_on(target: str, policy: Policy) -> list[Native]:
     """Return a row for every GEMM of the rules that quantize, for products of any size; phases are policies of their
     own."""
-    from fp4graph import targets
+    from fp4graph.graph import targets
     from fp4graph.graph.plan import plan_once
 
     rows: list[Native] = []

@@ -72,7 +72,7 @@ def _native_on(target: str, policy: Policy) -> list[Native]:
 
 
 def _target_table(target: str, rows: Sequence[Native]) -> RenderableType:
-    from fp4graph import targets
+    from fp4graph.graph import targets
 
     table = Table("rule", "op", "GEMM", "", "why", title=f"on {targets.target(target).title}", title_justify="left")
     for row in rows:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fp4graph.commands.output import AsJson, installed_registry, show
-from fp4graph.extras import install
+from fp4graph.errors import install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

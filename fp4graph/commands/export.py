@@ -13,8 +13,7 @@ import typer
 import fp4graph
 from fp4graph.commands.models import architecture
 from fp4graph.commands.output import say
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 
 #: Validation batches of a run on which scales of activations are measured.
 CALIBRATION = 4

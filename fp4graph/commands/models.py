@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4graph.errors import Error, suggest
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs, suggest
 
 if TYPE_CHECKING:
     from torch import nn

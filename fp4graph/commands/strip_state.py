@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from fp4graph.commands.output import say
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 
 
 def strip_state(

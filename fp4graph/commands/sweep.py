@@ -14,8 +14,7 @@ import typer
 
 from fp4graph.commands.output import say, wide_console
 from fp4graph.commands.run_options import run_options
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.files import write
 
 

@@ -9,8 +9,7 @@ import typer
 
 from fp4graph.commands.output import AsJson, say, warn, wide_console
 from fp4graph.commands.sweep import known_rule
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.files import write
 
 if TYPE_CHECKING:

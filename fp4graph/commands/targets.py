@@ -11,8 +11,8 @@ import typer
 
 from fp4graph.commands.catalogue import Native, loadable_policies, native_on, shipped_registry
 from fp4graph.files import write
+from fp4graph.graph.targets import MSLK, data
 from fp4graph.policy import Policy
-from fp4graph.targets import MSLK, data
 
 HEAD = """# Where policies run natively
 
@@ -27,7 +27,7 @@ fp4graph explain nvfp4-te --model deit_tiny_patch16_224 --target te      # each 
 
 In Python `fp4graph.explain(model, policy, args).on("b200")` returns the same table. The last line is the share of the
 training FLOPs of matrix products that is native; it counts the products that are not quantized, which the table leaves
-out. The data is `fp4graph/targets.yaml`, read from sources, not measured. `python -m fp4graph.commands.targets
+out. The data is `fp4graph/graph/targets.yaml`, read from sources, not measured. `python -m fp4graph.commands.targets
 docs/targets.md` generates this page.
 """
 MSLK_NOTE = """

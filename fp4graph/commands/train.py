@@ -18,8 +18,7 @@ from rich.table import Column, Table
 
 from fp4graph.commands.output import AsJson, new_console, print_json, warn, wide_console
 from fp4graph.commands.run_options import run_options
-from fp4graph.errors import Error, suggest
-from fp4graph.extras import install, needs
+from fp4graph.errors import Error, install, needs, suggest
 
 if TYPE_CHECKING:
     from fp4graph.lab.runs.run import Outcome, Run

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyWarning, suggest
+from fp4graph.errors import Error, PolicyWarning, install, suggest
 from fp4graph.exports.activations import input_scales
 from fp4graph.exports.compressed_tensors import CompressedTensors
 from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_json, write_tensors
@@ -23,7 +23,6 @@ from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
 from fp4graph.exports.siblings import Siblings, change, require_shared
 from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refuse_computed
-from fp4graph.extras import install
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime

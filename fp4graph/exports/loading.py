@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error, PolicyWarning, install
 from fp4graph.exports.checkpoint import Checkpoint
 from fp4graph.exports.names import is_hugging_face, stored_names
 from fp4graph.exports.stored import Stored, stored_tensors
-from fp4graph.extras import install
 from fp4graph.model.hooks import mark_hooks
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.sharding import is_sharded

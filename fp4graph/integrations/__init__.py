@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fp4graph.errors import Error
-from fp4graph.extras import install
+from fp4graph.errors import Error, install
 
 if TYPE_CHECKING:
     from fp4graph.integrations.accelerate import apply_with_accelerate

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.linears import Call, Loss, bits_per_element, call_of, groups_of, in_fp4, weights_of
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.sensitivity import Score

@@ -18,8 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.comparison import timing
 from fp4graph.lab.comparison.check import check
 from fp4graph.lab.comparison.files import write_all

@@ -16,10 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.graph.blocks import pattern_of
-from fp4graph.html import html
 from fp4graph.lab import jsonlines
 from fp4graph.lab.checks import DIVERGENCE, OF_ERROR, QUANTITIES, SCALES, Quantity, Remedy
 from fp4graph.lab.comparison.record import LOG
@@ -28,6 +26,7 @@ from fp4graph.lab.runs.run import finite
 from fp4graph.lab.statistics import storage
 from fp4graph.lab.statistics.metrics import METRICS
 from fp4graph.lab.statistics.storage import Measurement, Recorded
+from fp4graph.model.html import html
 
 if TYPE_CHECKING:
     from rich.table import Table

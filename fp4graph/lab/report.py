@@ -11,8 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.files import write
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.pictures.style import LABELS, svg

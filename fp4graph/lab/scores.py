@@ -16,11 +16,10 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 from rich.table import Table
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.files import read_json, write
-from fp4graph.html import html
 from fp4graph.lab.pictures.style import LABELS, styled, subplots
+from fp4graph.model.html import html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

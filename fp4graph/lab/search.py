@@ -22,7 +22,6 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.graph.nested import nested
-from fp4graph.html import html
 from fp4graph.lab import jsonlines
 from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, Floats, bound_text, total
 from fp4graph.lab.comparison.record import locked
@@ -31,6 +30,7 @@ from fp4graph.lab.comparison.training import Log
 from fp4graph.lab.linears import Loss
 from fp4graph.lab.sensitivity import Score, sensitivity
 from fp4graph.model.api import apply
+from fp4graph.model.html import html
 from fp4graph.policy import Policy, load_policy
 from fp4graph.training import prepare_optimizer
 

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp4graph import targets
+from fp4graph.graph import targets
 from fp4graph.graph.site import Site
-from fp4graph.html import html, page
 from fp4graph.model import census
+from fp4graph.model.html import html, page
 from fp4graph.policy import Policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition

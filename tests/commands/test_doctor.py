@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fp4graph import extras
+from fp4graph import errors
 from fp4graph.__main__ import app
 from fp4graph.commands import doctor
 from fp4graph.kernels import build, switches
@@ -66,8 +66,8 @@ def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
 )
 def test_an_extra_is_installed_from_where_the_package_was(origin, command, monkeypatch):
     recorded = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
-    monkeypatch.setattr(extras.metadata, "distribution", lambda name: recorded)
-    assert extras.install.__wrapped__("hf") == command
+    monkeypatch.setattr(errors.metadata, "distribution", lambda name: recorded)
+    assert errors.install.__wrapped__("hf") == command
 
 
 def test_a_compiler_that_is_not_there(monkeypatch):

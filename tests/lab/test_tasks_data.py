@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.loading import Order, in_memory
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train

@@ -15,10 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4graph.extras import needs
-from fp4graph.html import html
+from fp4graph.errors import needs
 from fp4graph.lab.pictures.style import LABELS
 from fp4graph.lab.statistics import storage
+from fp4graph.model.html import html
 from fp4graph.policy import Policy
 
 Row = Mapping[str, Any]

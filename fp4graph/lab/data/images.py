@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.data.folder import data_folder
 
 #: Means and standard deviations of the channels of ImageNet's training images.

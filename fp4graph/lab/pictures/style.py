@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4graph.extras import needs
+from fp4graph.errors import needs
 from fp4graph.technique.operands import Operand
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.errors import Error, suggest
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs, suggest
 from fp4graph.lab import jsonlines
 
 FORMAT, VERSION = "fp4graph.statistics", 1

@@ -15,8 +15,7 @@ from sqlalchemy import create_engine, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from fp4graph.errors import Error
-from fp4graph.extras import install
+from fp4graph.errors import Error, install
 
 #: Errors of a database that is busy or unreachable.
 AWAY = (StorageInternalError, SQLAlchemyError)

@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.sweeps.results import Results, Rule, Scored, frontier
 
 _MARKERS = "osD^vPX*"

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.images import Split, seeded
 from fp4graph.lab.data.loading import Batch, Samples, Streamed, in_memory

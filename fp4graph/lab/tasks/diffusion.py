@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph.extras import needs
+from fp4graph.errors import needs
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.images import Split
 from fp4graph.lab.data.loading import Batch, Samples, Streamed, generator, in_memory

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp4graph.errors import Error
-from fp4graph.extras import needs
+from fp4graph.errors import Error, needs
 from fp4graph.files import replacing
 from fp4graph.lab.data.folder import data_folder
 from fp4graph.lab.data.loading import Batch, InMemory

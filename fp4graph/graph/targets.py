@@ -101,7 +101,9 @@ class Verdict(NamedTuple):
 @cache
 def data() -> Data:
     """Return the content of ``targets.yaml``."""
-    return Data.model_validate(yaml.safe_load(resources.files("fp4graph").joinpath("targets.yaml").read_text("utf-8")))
+    return Data.model_validate(
+        yaml.safe_load(resources.files("fp4graph.graph").joinpath("targets.yaml").read_text("utf-8"))
+    )
 
 
 def target(name: str) -> Target:
