@@ -44,9 +44,8 @@ class TensorScaling(Technique):
     follow its own forward, because the backward refreshes γ of gradients.
 
     With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse into one matrix with one
-    tensor scale: q, k and v; gate and up. ``groups`` adds names, and decides before the built-in ones. Training then
-    multiplies with the weights that are served. Siblings read the same X, so γ of X is equal already; a graph in which
-    they do not causes a warning. Experts share theirs expert by expert.
+    tensor scale: q, k and v; gate and up; ``groups`` adds names. Training then multiplies with the weights that are
+    served. Siblings read the same X, so γ of X is equal already. Experts share theirs expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
@@ -79,8 +78,7 @@ class TensorScaling(Technique):
         None, description="Whose weights share γ of fprop.weight: siblings, which servers fuse (q, k, v; gate, up)."
     )
     groups: tuple[tuple[str, ...], ...] = Field(
-        (),
-        description="With share: lists of siblings' last names, such as [[wq, wk, wv]] or [[attn2.to_k, attn2.to_v]].",
+        (), description="With share: lists of last names of modules that are siblings too, such as [[wq, wk, wv]]."
     )
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.exports.weights import ExportError, Fp4Weight
-from fp4graph.graph.siblings import family_of, layer_of
+from fp4graph.graph.siblings import SIBLINGS, layer_of
 from fp4graph.numerics.formats import E4M3
 
 _LISTED = 3  # the most groups in an error's text
@@ -99,14 +99,14 @@ class Siblings:
 
     def add(self, weight: Fp4Weight, inputs: Tensor | None) -> None:
         """Add the scales of ``weight`` and γ of its activations, if its name belongs to a family of siblings."""
-        owner, family = family_of(name := layer_of(weight.name))
-        if len(family) > 1:
-            gamma = weight.multiplier
-            blocks = weight.elements.reshape(*weight.scales.shape, -1).any(-1)
-            largest = (weight.scales * blocks).flatten(gamma.dim()).amax(-1)
-            last = name.removeprefix(f"{owner}.")
-            sibling = Sibling(last, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
-            self._families.setdefault((owner or "(root)", family), []).append(sibling)
+        owner, _, name = layer_of(weight.name).rpartition(".")
+        for family in SIBLINGS:
+            if name in family:
+                gamma = weight.multiplier
+                blocks = weight.elements.reshape(*weight.scales.shape, -1).any(-1)
+                largest = (weight.scales * blocks).flatten(gamma.dim()).amax(-1)
+                sibling = Sibling(name, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
+                self._families.setdefault((owner or "(root)", family), []).append(sibling)
 
     def differing(self) -> list[Group]:
         """Return the groups whose members have different scales."""

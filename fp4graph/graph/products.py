@@ -158,13 +158,6 @@ def rows_of(node: Node) -> Node | None:
     return view_source(node)
 
 
-def tensor_of(node: Node) -> Node:
-    """Return the node whose tensor ``node`` shows, past views, casts and picks of rows."""
-    while (source := rows_of(node)) is not None:
-        node = source
-    return node
-
-
 def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the node at the start of the chain of views that ends at ``node``, and the chain, the first view first."""
     chain: list[Node] = []

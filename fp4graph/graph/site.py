@@ -87,7 +87,6 @@ class WeightUse:
         site: the product as the graph shows it.
         decision: the policy's decision about the product.
         transposed: True where the parameter is stored ``[K, N]`` rather than ``[N, K]``.
-        reads: tells the tensors apart that the products of one graph read.
     """
 
     module: str
@@ -95,4 +94,3 @@ class WeightUse:
     site: SiteView
     decision: Decision
     transposed: bool
-    reads: int

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.graph.siblings import family_of
+from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.graph.site import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
@@ -82,9 +82,10 @@ def groups_of(
 def _keys(name: str, module: nn.Module, read: torch.Tensor | None) -> Iterator[Hashable]:
     """Yield the keys of a module; siblings have at least one key in common."""
     yield from (("weight", id(weight)) for weight in weights_of(module))
+    parent, _, leaf = name.rpartition(".")
     if read is not None:
-        yield "input", name.rpartition(".")[0], id(read)
-    yield "family", *family_of(name)
+        yield "input", parent, id(read)
+    yield from (("family", parent, family) for family in SIBLINGS if leaf in family)
     yield "experts", re.sub(r"(?<![^.])experts\.\d+(?![^.])", "experts.*", name)
 
 

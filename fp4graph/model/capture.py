@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fp4graph import torch_internals
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error
 from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import hooks, siblings, state
+from fp4graph.model import hooks, state
 from fp4graph.model.forward import CALL, Forward, Kind
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.ran import Drawing, Frame, Ran
@@ -71,7 +70,6 @@ class Capture:
         self._running = CALL
         self._failures = 0  # calls that have failed since one succeeded
         self._recompilations = Recompilations()
-        self._warned = set[str]()
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.of_parts: list[Site] = []
@@ -174,7 +172,7 @@ class Capture:
 
         return run
 
-    def learn(self, uses: Sequence[WeightUse]) -> None:
+    def learn(self, uses: Iterable[WeightUse]) -> None:
         """Tell the planned weights what a captured graph decided about them."""
         weights = {(weight.fqn, weight.parameter_name): weight for weight in self._plan.weights}
         for use in uses:
@@ -182,13 +180,10 @@ class Capture:
             if owner in weights:
                 weights[owner].settle(use)
             self.uses[owner] = use
-        for text in siblings.apart(self._plan.groups, uses) - self._warned:
-            self._warned.add(text)
-            warnings.warn(text, PolicyWarning, stacklevel=2)
 
     def take(self, planner: Planner, marked: Iterable[str | None], forward: Forward, *, checked: bool) -> None:
         """Record the weights and sites of an uncompiled forward. Sites are listed until coverage is ``checked``."""
-        self.learn([use for use in planner.uses if (use.module, use.parameter) not in self.uses])
+        self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
         if forward.kind is Kind.UNCAPTURED:
             listed = set(map(_identity, self.sites))
             self.sites.extend(site for site in planner.sites if not checked and _identity(site) not in listed)

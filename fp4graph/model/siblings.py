@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import PolicyWarning
-from fp4graph.graph.blocks import pattern_of
-from fp4graph.graph.siblings import SIBLINGS, family_of, layer_of
-from fp4graph.graph.site import WeightUse
+from fp4graph.graph.siblings import SIBLINGS, layer_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import is_sharded, whole
 from fp4graph.ops.state import StateSlot, in_each_dtype
@@ -62,11 +60,11 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
     found: dict[tuple[str, tuple[str, ...]], Group] = {}
     claimed: dict[tuple[int, str], tuple[str, tuple[str, ...]]] = {}
     for name, weight in sharing.items():
+        owner, _, last = name.rpartition(".")
         families = *_shared(weight)[0].entry.families, *SIBLINGS
-        owner, family = key = family_of(name, families)
+        family = next((each for each in families if last in each), (last,))
         paths = {each: f"{owner}.{each}".removeprefix(".") for each in family}
-        paths = {each: path for each, path in paths.items() if path in present and family_of(path, families) == key}
-        members = {each: sharing.get(path) for each, path in paths.items()}
+        members = {each: sharing.get(path) for each, path in paths.items() if path in present}
         for each, sibling in members.items():
             _require_equal(weight, sibling, paths[each])
         for sibling in filter(None, members.values()):
@@ -76,7 +74,8 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
                     f"{', '.join(names)} of {where or '(root)'}" for where, names in (holder, (owner, family))
                 )
                 raise weight.rule.error(
-                    f"{sibling.name} belongs to two groups of siblings, {both}; untie the weight, or leave share out"
+                    f"{sibling.name} belongs to two groups of siblings, {both}; let groups name a whole "
+                    "family, or leave share out"
                 )
         group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
         weight.shared = found.setdefault((owner, family), group).value
@@ -84,34 +83,11 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         if not any(family == names and len(group.weights) > 1 for (_, family), group in found.items()):
             warnings.warn(
                 f"groups has {list(names)}, but no module holds two quantized layers of these names, so none share a "
-                "scale; give the last names of siblings, such as wq or attn.wq, without globs",
+                "scale; give the last names of siblings, such as wq, without dots and globs",
                 PolicyWarning,
                 stacklevel=2,
             )
     return list(found.values())
-
-
-def apart(groups: Iterable[Group], uses: Iterable[WeightUse]) -> set[str]:
-    """Return a warning for each kind of group whose members read different tensors in the graph of ``uses``."""
-    read: dict[tuple[str, str], set[int]] = {}
-    for use in uses:
-        read.setdefault((use.module, use.parameter), set()).add(use.reads)
-    warned = set()
-    for group in groups:
-        by_input: dict[frozenset[int], list[str]] = {}
-        for name, weight in group.weights.items():
-            if (tensors := read.get((weight.fqn, weight.parameter_name))) is not None:
-                by_input.setdefault(frozenset(tensors), []).append(name)
-        if len(by_input) > 1:
-            where, parent = pattern_of(group.owner) or "the root", group.owner.rpartition(".")[2]
-            fused = max(by_input.values(), key=len)
-            listed = fused if parent.isdigit() or not parent else [f"{parent}.{name}" for name in fused]
-            warned.add(
-                f"{' and '.join(map(', '.join, by_input.values()))} of {where} share a tensor scale but read "
-                "different tensors, and servers fuse what reads one. The shared scale is right for every server; for "
-                f"finer scales list in groups what yours fuses: [{', '.join(listed)}]"
-            )
-    return warned
 
 
 def _shared(weight: Weight) -> list[StateSlot]:
