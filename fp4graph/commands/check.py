@@ -123,6 +123,8 @@ def explain(
     shown = tables or [explanation.table(every=every)]
     shown += [f"{page} shows this in a browser"] if page is not None else []
     show(explanation.to_json(schedule=schedule, target=target), *shown, as_json=as_json)
+    if explanation.problem:
+        raise Error(f"{model}: {explanation.problem}")
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:
