@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
-from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteView, WeightUpdate, gemms_at
+from fp4graph import Operand, Overhead, Technique, hookimpl
+from fp4graph.policy import checks
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteView, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,16 +75,10 @@ class Freeze(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which q flips although the weight does not oscillate."""
-        for name, technique in techniques.items():
-            if Gemm.FPROP in gemms_at(technique):
-                raise ValueError(
-                    f"{name} transforms weights before they are rounded, so the rounded values that oscillate are not "
-                    f"the elements that freeze would stop; take fprop out of the scope of {name}"
-                )
+        checks.refuse_transforms(techniques, "rounded values that oscillate are no elements of the weight")
+        checks.refuse_noise(specs)
         if (spec := specs.get(Operand.FPROP_WEIGHT)) is None:
             return
-        if "stochastic" in (spec.rounding, spec.scale.rounding):
-            raise ValueError("fprop.weight rounds stochastically and flips by itself; round it to nearest")
         if spec.others:
             raise ValueError(
                 f"the blocks of fprop.weight choose between {' and '.join(each.name for each in spec.elements)}, and a "

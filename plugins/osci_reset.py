@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph import Gemm, Operand, Overhead, Technique, hookimpl
-from fp4graph.technique import OperandSpecs, OptimizerHook, Part, SiteView, WeightUpdate, gemms_at
+from fp4graph import Overhead, Technique, hookimpl
+from fp4graph.policy import checks
+from fp4graph.technique import OperandSpecs, OptimizerHook, Part, SiteView, WeightUpdate
+from fp4graph.training import oscillation
 
 
 class OsciReset(Technique):
@@ -66,17 +68,8 @@ class OsciReset(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which every weight seems to oscillate: stochastic ones, and transforms of fprop."""
-        for name, technique in techniques.items():
-            if Gemm.FPROP in gemms_at(technique):
-                raise ValueError(
-                    f"{name} transforms weights before they are rounded, so Q(W) moves though W does not; take fprop "
-                    f"out of the scope of {name}"
-                )
-        spec = specs.get(Operand.FPROP_WEIGHT)
-        if spec is not None and "stochastic" in (spec.rounding, spec.scale.rounding):
-            raise ValueError(
-                "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
-            )
+        checks.refuse_transforms(techniques, "Q(W) moves though W does not")
+        checks.refuse_noise(specs)
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         return (ResetOscillating(options=self),)
@@ -97,23 +90,18 @@ class ResetOscillating(OptimizerHook):
             return
         place = (int(steps) - (0 if options.absolute_steps else options.start)) % options.every
         if place == 0:
-            memory["last"] = weight.to(torch.float32, copy=True)
-            memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
-            memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
+            oscillation.begin(update)
         elif "last" not in memory:  # the period began before start, or the options changed in the middle of one
             return
         elif place <= options.track:
-            for distance, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
-                memory[distance] += (now.to(torch.float32) - memory[last]).abs()
-                memory[last].copy_(now)
+            oscillation.add(update)
         else:
-            moved, moved_q = memory["moved"], memory["moved_q"]
+            moved, moved_q = oscillation.end(memory)
             oscillates = (moved > 0) & (moved_q >= options.threshold * moved)
             apart = update.apart()
             if apart is not None:
                 oscillates &= ~apart
             weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
-            del memory["moved"], memory["moved_q"], memory["last"], memory["last_q"]
 
 
 @hookimpl

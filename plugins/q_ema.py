@@ -9,16 +9,13 @@ import torch
 from pydantic import Field
 
 from fp4graph import Context, Operand, Overhead, StateEntry, Technique, hookimpl
+from fp4graph.numerics import initial
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
 from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Rounding, Share, SiteView, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def _as_fp32(weight: Tensor) -> Tensor:
-    return weight.to(torch.float32).clone()
 
 
 class QEma(Technique):
@@ -61,7 +58,7 @@ class QEma(Technique):
             raise ValueError("fprop.weight already rounds stochastically; q_ema chooses its rounding, so drop one")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        average = StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32)  # e, fp32
+        average = StateEntry("weight", Operand.FPROP_WEIGHT, initial.copy)  # e, fp32
         counts_forwards = self.start_after > 0
         return RoundToAverage(options=self, state=(average,), draws=counts_forwards), MoveAverage(options=self)
 

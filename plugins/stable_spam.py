@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fp4graph import Error, Overhead, Technique, hookimpl
 from fp4graph.technique import OptimizerHook, OptimizerStep, Part, SiteView
-from fp4graph.training import conditioning, stable_spam
+from fp4graph.training import conditioning, held_state, stable_spam
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,7 @@ class ConditionGradients(OptimizerHook):
         for group in step.optimizer.param_groups:
             group["betas"] = group.pop(BETAS)
         for parameter, _ in step.parameters():
-            names = {name for name in step.optimizer.state[parameter] if not str(name).startswith("fp4graph.")}
+            names = set(held_state.entries(step.optimizer, parameter))
             if not names:  # q_ramping has restored the state from before the first step
                 continue
             if not names - conditioning.START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:

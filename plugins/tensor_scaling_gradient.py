@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
-from fp4graph.numerics.scaling import block_scale, dequantize, ratio
+from fp4graph.numerics.scaling import block_scale, dequantize, kappa, ratio
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
 from fp4graph.technique import QUANTIZER_STAGES, BlockScale, Gradient, OperandSpecs, Part, SiteView, acts_at, check_kind
@@ -74,7 +74,8 @@ class TensorScalingGradient(Technique):
             return None
         scaling: Any = techniques["tensor_scaling"]
         acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in Gemm.FPROP.operands]
-        if not acting or not all(_returns_its_maximum(spec, scaling.kappa(spec, scaling.target)) for spec in acting):
+        limits = [kappa(spec, scaling.target, scaling.headroom) for spec in acting]
+        if not acting or not all(map(_returns_its_maximum, acting, limits)):
             return None
         return (
             "absmax has a gradient only at the largest element of a group, which the quantizer returns unchanged, so "

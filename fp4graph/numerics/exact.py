@@ -67,6 +67,15 @@ def root(x: Tensor) -> Tensor:
     return torch.sqrt(x.to(torch.float64)).to(torch.float32)
 
 
+def column_norms(x: Tensor) -> Tensor:
+    """Return √Σ_t x_tk² of the columns of ``x [T, K]``, fp32 ``[K]``: NaN or Inf where a column has either."""
+    if x.shape[0] == 0:
+        return x.new_zeros(x.shape[1])
+    largest = x.abs().amax(0)
+    share = (x / torch.where(largest == 0, 1.0, largest)).to(torch.float64)
+    return largest * root(total(share * share, (0,), _MOST["row"])[0].to(torch.float32))
+
+
 def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int, ...]) -> Tensor:
     """Return the error of each block, float64, ``axes`` kept with size 1; the order of its sum does not change it.
 

@@ -134,6 +134,11 @@ class ScaleFormat:
             raise ValueError(f"scale format {self.name!r} has too many values to list")
         return _magnitudes(self.mantissa_bits, self.bias, self.max, False, self.has_zero)
 
+    @property
+    def spans_fp32(self) -> bool:
+        """True if the exponents reach down to those of fp32's normal numbers."""
+        return self.min_exponent <= -126
+
     def with_max(self, value: float) -> ScaleFormat:
         """Return the variant that saturates at ``value``: ``UE5M3.with_max(61440)`` is called "ue5m3_61440"."""
         variant = replace(self, name=f"{self.name}_{value:.0f}", max=float(value))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp4graph.numerics.formats import ElementFormat
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
@@ -77,6 +77,17 @@ def constant(value: float, like: Tensor) -> Tensor:
 def group_scale(g: Tensor, kappa: float) -> Tensor:
     """Return γ = g/κ, fp32: 1 where ``g`` is 0, at least fp32's smallest normal number, so that x/γ stays finite."""
     return torch.where(g == 0, 1.0, (g / constant(kappa, g)).clamp(min=2.0**-126))
+
+
+def kappa(spec: QuantSpec, target: float | None, headroom: float = 1.0) -> float:
+    """Return κ = Qmax·T·headroom, T the ``target`` or else the largest scale; 1 for scales that span fp32's exponents.
+
+    Divided by γ = g/κ, the largest block of a group has the decode scale T·headroom.
+    """
+    number = spec.scale.format
+    if target is None and number.spans_fp32:
+        return 1.0
+    return spec.element.max * (number.max if target is None else target) * headroom
 
 
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
@@ -188,12 +199,16 @@ def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) ->
     return (below >> 1) + ((bits >> dropped) & 1)
 
 
+def round_stochastically(x: Tensor, number: ScaleFormat, bits: Tensor) -> Tensor:
+    """Return ``x >= 0`` rounded stochastically to a format with fewer exponents than fp32, by int32 ``bits``."""
+    step, inverse = spacing(x, number.min_exponent, number.mantissa_bits)
+    return stochastic_integer(x * inverse, uniform(bits)) * step
+
+
 def _round_spaced(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     """Round to a format with fewer exponents than fp32, as elements are rounded."""
+    if noise is not None and spec.rounding != "toward_positive":
+        return round_stochastically(ideal, spec.format, noise)
     step, inverse = spacing(ideal, spec.format.min_exponent, spec.format.mantissa_bits)
     v = ideal * inverse
-    if spec.rounding == "toward_positive":
-        return v.ceil() * step
-    if noise is None:
-        return torch.round(v) * step
-    return stochastic_integer(v, uniform(noise)) * step
+    return (v.ceil() if spec.rounding == "toward_positive" else torch.round(v)) * step

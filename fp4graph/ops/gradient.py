@@ -52,7 +52,7 @@ def _block_slope(q: Quantization, parts: Acting) -> Tensor:
     slope = _last(parts, "element_surrogate", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
     # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
-    x = q.group_scales[0].values() if q.group_scales else q.values
+    x = q.undivided
     gradient = _last(parts, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope

@@ -51,15 +51,18 @@ from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 IMPORTABLE = (
     "fp4graph", "fp4graph.technique", "fp4graph.kernels.measures", "fp4graph.kernels.rotation",
     "fp4graph.kernels.statistics", "fp4graph.numerics.blocking", "fp4graph.numerics.exact", "fp4graph.numerics.formats",
-    "fp4graph.numerics.quantize", "fp4graph.numerics.rounding", "fp4graph.numerics.scaling", "fp4graph.numerics.spec",
-    "fp4graph.numerics.surrogates", "fp4graph.training.conditioning", "fp4graph.training.stable_spam",
+    "fp4graph.numerics.initial", "fp4graph.numerics.quantize", "fp4graph.numerics.rounding",
+    "fp4graph.numerics.scaling", "fp4graph.numerics.spec", "fp4graph.numerics.surrogates", "fp4graph.policy.checks",
+    "fp4graph.training.conditioning", "fp4graph.training.held_state", "fp4graph.training.oscillation",
+    "fp4graph.training.stable_spam",
 )  # fmt: skip
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
-    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "BlockScale", "ChannelSplit", "Context", "Factors",
-    "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs", "Operands",
-    "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive", "ProductOperation",
-    "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "Wrapper", "acts_at",
-    "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at", "parts_of", "plans",
+    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "BlockScale", "ChannelSplit", "Context",
+    "Factors", "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs",
+    "Operands", "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive",
+    "ProductOperation", "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate",
+    "Wrapper", "acts_at", "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at",
+    "parts_of", "plans",
 ]  # fmt: skip

@@ -147,6 +147,11 @@ class Quantization:
         """γ, the product of all group scales; None where there are none."""
         return product_of(self.group_scales)
 
+    @property
+    def undivided(self) -> Tensor:
+        """The operand before it was divided by γ, in the shape of ``values``."""
+        return self.group_scales[0].values() if self.group_scales else self.values
+
     def dequantized(self) -> Tensor:
         """Return the dequantized operand divided by γ: fp32, in the blocked layout."""
         return scaling.dequantize(self.elements, self.scale, self.spec)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fp4graph.errors import Error
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PREFIX = "fp4graph."
 

@@ -12,7 +12,7 @@ from fp4graph_plugins import ms_eden
 import fp4graph
 from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
-from fp4graph.numerics import noise
+from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
@@ -134,7 +134,7 @@ def test_is_a_loop_over_experts(name, dtype, monkeypatch):
     a sum of 96 products.
     """
     # MS-EDEN's corrected scales draw by the number of the block, which is another among all experts' tokens.
-    monkeypatch.setattr(ms_eden, "uniform", lambda bits: torch.full_like(bits, 0.5, dtype=torch.float32))
+    monkeypatch.setattr(scaling, "uniform", lambda bits: torch.full_like(bits, 0.5, dtype=torch.float32))
     monkeypatch.setattr(ms_eden, "_FILL_DIVISOR", float("inf"))  # a linear's own tokens are not known to be few
     planned = to_nearest(program(POLICIES[name]))
     x, w, dy, ends = data(dtype=dtype)

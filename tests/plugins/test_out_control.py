@@ -314,7 +314,7 @@ def test_the_number_of_channels(channels: float, multiple: int, inputs: int, cou
         ({"mode": "split", "channels": 0}, "channels must be above 0"),
         ({"mode": "split", "channels": 1}, "channels must be below 1"),
         ({"mode": "split", "multiple": 0}, "multiple must be at least 1"),
-        ({"mode": "split", "element": "e4m4"}, "unknown element format 'e4m4'; choose from"),
+        ({"mode": "split", "element": "e4m4"}, "no element format 'e4m4'; did you mean"),
         ({"mode": "split", "block": 0}, "block must be at least 1"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import timm.optim
@@ -414,17 +415,18 @@ def test_the_ratio_of_nothing():
 
     from fp4graph.technique import hooks_of
 
-    (hook,) = hooks_of(QRamping(t_update=40, n_max=7))
-    names = ("moved", "moved_q", "last", "last_q")
-    memory = {name: torch.zeros(4) for name in names}
+    (hook,) = hooks_of(QRamping(t_update=40, n_max=7, t0=1))
+    names, still = ("moved", "moved_q", "last", "last_q"), torch.zeros(4)
+    memory = {"steps": torch.tensor(0), **{name: torch.zeros(4) for name in names}}
+    update = SimpleNamespace(memory=memory, parameter=still, quantize=lambda w: w, scratch={})
     memory["moved_q"] = torch.tensor([0.0, 1.0, 15.9, 16.0])
     memory["moved"] = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    hook._set_factors(memory)
+    hook.after_step(update)
     assert memory["factor"].tolist() == [1, 7, 1, 6]
     assert not set(names) & set(memory)
-    memory = {name: torch.zeros(4) for name in names}
-    hook._set_factors(memory)
-    assert not memory  # nothing to keep where nothing oscillates
+    update.memory = {"steps": torch.tensor(0), **{name: torch.zeros(4) for name in names}}
+    hook.after_step(update)
+    assert [*update.memory] == ["steps"]  # nothing to keep where nothing oscillates
 
 
 def test_frozen_weights_and_missing_gradients_are_skipped():

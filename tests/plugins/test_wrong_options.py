@@ -99,7 +99,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
     "q_ramping": [
         ({}, "t_update"),
-        ({"t_update": 30, "n_max": 3}, "leaves nothing"),
+        ({"t_update": 30, "n_max": 3}, "0 steps from one detection to the next"),
         ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"),
         ({**RAMPS, "k1": 0}, "k1"),
         ({**RAMPS, "n_max": 0}, "n_max"),
@@ -143,7 +143,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "tensor_scaling": [
         ({"granularity": 24}, "24 is not a multiple of the block of fprop.input, 16"),
-        ({"granularity": 0}, "at least one element"),
+        ({"granularity": 0}, "0 is not a multiple of the block"),
         ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"),
         ({"headroom": 0}, "above 0"),
         ({"headroom": 2}, "at most 1"),
