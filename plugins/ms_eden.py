@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fp4graph import Context, Overhead, Technique, hookimpl
 from fp4graph.kernels import measures, statistics
-from fp4graph.numerics.blocking import Blocking, Granularity, Groups
+from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.scaling import group_scale, round_stochastically
 from fp4graph.policy import checks
@@ -33,24 +33,22 @@ class MSEden(Technique):
     blocks is S' = SR(c·S), rounded stochastically to the scale format. So the component of c·q along u is u, whatever
     the rounding, and the random rotation turns all other errors into noise: the expectation of the product of two such
     operands comes near to the product. (The sums weigh all blocks of a group alike, as in the authors' code; after the
-    rotation their scales are nearly equal.) ``fill`` below 1 lets the largest values of a block exceed 6 and be
-    clipped, which lowers the squared error; the factor makes up for the bias. ``target`` leaves room above the largest
-    scale for the factor.
+    rotation their scales are nearly equal.) ``fill`` below 1 lets a block's largest values exceed 6 and be clipped,
+    which lowers the squared error; the factor makes up for the bias.
+
+    For components beside u the paper needs a uniformly random rotation; random signs with a Hadamard matrix come near
+    if much of a group is filled. In wgrad zeros pad an expert's tokens to whole groups. One that is filled to less than
+    a quarter would be biased by up to 7 % (docs/experts.md), and is rounded stochastically, without bias: S = q(Z/6)
+    rounded up, which clips nothing, and S' = S. In an ordinary layer whose tokens or outputs 128 does not divide, the
+    last group keeps its bias.
 
     Source: Panferov et al. 2026, "Quartet II: Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient
-    Estimation", and the authors' code (groups of 128, fill 17/16·0.93, scales up to 255.99; one rotation per backward
-    there, one per GEMM here).
+    Estimation", and their code (groups of 128, fill 17/16·0.93, scales to 255.99; one rotation per backward, ours two).
 
     Stages: scale (group scale and block scale), element rounding, rescale.
 
     Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
     complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
-
-    For components beside u the paper needs a uniformly random rotation; random signs and a Hadamard matrix come near to
-    that if much of a group is filled. In wgrad zeros pad the tokens of an expert to whole groups. A group that tokens
-    fill to less than a quarter would have a bias of up to 7 % (docs/experts.md) and is therefore rounded
-    stochastically, without bias: S = q(Z/6) rounded up, so that nothing is clipped, and S' = S. In an ordinary layer
-    whose tokens or outputs 128 does not divide, the last group keeps its bias.
 
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
@@ -62,7 +60,7 @@ class MSEden(Technique):
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
     fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="A block's maximum is scaled to 6 divided by fill.")
-    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block's scale before the factor.")
+    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block's scale; leaves room for c.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
@@ -89,11 +87,6 @@ class MSEden(Technique):
             if name in techniques and (both := techniques[name].operands_listed & self.operands_listed):
                 raise ValueError(f"it scales {min(both)} by itself; take its operands out of those of {name}")
 
-    def sparse(self, blocking: Blocking) -> Tensor | None:
-        """Return whether tokens fill little of a block's group; None where groups hold no tokens of experts."""
-        filled = Groups(blocking, self.block).filled()
-        return None if filled is None else filled * _FILL_DIVISOR < self.block
-
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         scale = UnbiasedScale(options=self)
         return (scale, StochasticWhereSparse(options=self)) if site.op == "grouped" else (scale,)
@@ -116,25 +109,23 @@ class UnbiasedScale(BlockScale):
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return S, under which elements are rounded."""
         assert context.spec is not None
-        spec, sparse = context.spec, self.options.sparse(context.blocking)
+        spec, groups = context.spec, Groups(context.blocking, self.options.block)
         chosen = statistics.block_scale(z * self.options.fill, spec)
-        if sparse is None:
+        if (sparse := groups.sparse(_FILL_DIVISOR)) is None:
             return chosen
         above = statistics.block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
         return torch.where(sparse, above, chosen)
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
-        block, blocking, stored = self.options.block, quantization.blocking, quantization.scale
-        groups, sparse = Groups(blocking, block), self.options.sparse(blocking)
+        q, groups = quantization, Groups(quantization.blocking, self.options.block)
         # Fractions of _SQUARE_BOUND add exactly, so that compiled code, which adds in another order, has the same bits.
-        moments = measures.block_moments(quantization.values, stored, quantization.spec, blocking, _SQUARE_BOUND, block)
+        moments = measures.block_moments(q.values, q.scale, q.spec, q.blocking, _SQUARE_BOUND, self.options.block)
         squares, products = (groups.reduce(sums, "sum") for sums in moments)
         factor = torch.where(products == 0, 1.0, squares / products)
-        number = quantization.spec.scale.format
-        corrected = (stored.double() * factor).to(torch.float32).clamp(max=number.max)
-        scale = round_stochastically(corrected, number, context.noise.block_bits())
-        return scale if sparse is None else torch.where(sparse, stored, scale)
+        corrected = (q.scale.double() * factor).to(torch.float32).clamp(max=q.spec.scale.format.max)
+        scale = round_stochastically(corrected, q.spec.scale.format, context.noise.block_bits())
+        return scale if (sparse := groups.sparse(_FILL_DIVISOR)) is None else torch.where(sparse, q.scale, scale)
 
 
 class StochasticWhereSparse(Rounding):
@@ -147,7 +138,7 @@ class StochasticWhereSparse(Rounding):
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
         """Return the elements of groups that are hardly filled rounded stochastically, the others to nearest."""
         assert context.spec is not None
-        if (sparse := self.options.sparse(context.blocking)) is None:
+        if (sparse := Groups(context.blocking, self.options.block).sparse(_FILL_DIVISOR)) is None:
             return None
         drawn = round_elements(ratio, replace(context.spec, rounding="stochastic"), context.noise)
         nearest = round_elements(ratio, replace(context.spec, rounding="nearest"), context.noise)

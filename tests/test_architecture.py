@@ -1,4 +1,5 @@
 """The imports of the package, held to docs/architecture.md: no circle between files, and no import of a higher layer.
+Plugins are short.
 
 Imports are read from the source, wherever they stand: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -130,6 +131,13 @@ def test_the_page_names_what_there_is(drawn: dict[str, int]) -> None:
     assert len(files) > 40
     missing = [file for file in files if not any((base / file).exists() for base in (ROOT, ROOT / "fp4graph"))]
     assert missing == []
+
+
+def test_a_plugin_can_be_read_in_a_sitting() -> None:
+    """What is not the technique's own equation belongs into the package, where other plugins can use it."""
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in SOURCES["fp4graph_plugins"].glob("*.py")}
+    assert len(lines) > 25, "the plugins were not read"
+    assert {name: count for name, count in lines.items() if count > 150} == {}
 
 
 ADDED = {

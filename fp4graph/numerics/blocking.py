@@ -228,16 +228,16 @@ class Groups:
         reduced = split.amax(-1, keepdim=True) if op == "amax" else split.sum(-1, keepdim=True)
         return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
 
-    def filled(self) -> Tensor | None:
-        """Return the number of tokens in each group of a number of elements, broadcastable to a statistic; None if the
-        groups do not run along the tokens of experts."""
+    def sparse(self, divisor: float) -> Tensor | None:
+        """Return whether tokens fill less than 1/``divisor`` of a group of a number of elements, broadcastable to a
+        statistic; None if the groups do not run along the tokens of experts."""
         segments, block, length = self.blocking.segments, self.blocking.block, self.granularity
         if segments is None or segments.own is None or segments.axis != len(self.blocking.shape) - 1:
             return None
         assert isinstance(block, int)
         assert isinstance(length, int)
-        tokens = (segments.own < segments.count).reshape(-1, length).sum(1)
-        return tokens[:, None].expand(-1, length // block).reshape(-1, 1)
+        few = (segments.own < segments.count).reshape(-1, length).sum(1) * divisor < length
+        return few[:, None].expand(-1, length // block).reshape(-1, 1)
 
     @property
     def per_segment(self) -> bool:

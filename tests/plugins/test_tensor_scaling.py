@@ -75,7 +75,10 @@ def test_the_input_may_have_rows_and_the_weight_a_tensor(x):
     ("options", "message"),
     [
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
-        ({"gradient_target": 448, "operands": ["forward"]}, "gradient_target is for gradients, which operands does not list"),
+        (
+            {"gradient_target": 448, "operands": ["forward"]},
+            "gradient_target is for gradients, which operands does not list",
+        ),
         ({"input_granularity": "row", "operands": ["weights"]}, "input_granularity is for inputs, which"),
         ({"input_granularity": "row", "hold_steps": 5}, "granularity: tensor for all of them"),
     ],
