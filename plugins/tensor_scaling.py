@@ -38,8 +38,8 @@ class TensorScaling(Technique):
     saturate. γ is kept only for products with a weight. A backward must follow its own forward: it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up; ``groups`` adds last names, such as [[wq, wk, wv]]. Training then multiplies with the weights
-    that are served. Siblings read the same X, whose γ is equal already. Experts share expert by expert.
+    q, k and v; gate and up; ``groups`` adds last names. Training then multiplies with the weights that are served.
+    Siblings read the same X, whose γ is equal already. Experts share expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).
@@ -63,9 +63,7 @@ class TensorScaling(Technique):
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     share: Literal["siblings"] | None = Field(None, description="Weights with one γ: siblings (q, k, v; gate, up).")
-    groups: tuple[tuple[str, ...], ...] = Field(
-        (), description="With share: more lists of siblings' last names, such as [[wq, wk, wv]]."
-    )
+    groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more siblings, such as [[wq, wk, wv]].")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
