@@ -84,9 +84,10 @@ class TensorScaling(Technique):
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> None:
         """Refuse to hold γ for a product without a weight, with which γ is kept, or if each expert has its own γ."""
-        alone = site.op != "grouped" or self.granularity == "all"
-        if self.hold_steps > 1 and not (alone and site.multiplies_weight):
-            raise ValueError("one γ is kept beside a weight; use granularity: all for experts, else hold_steps: 1")
+        if self.hold_steps > 1 and not site.multiplies_weight:
+            raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
+        if self.hold_steps > 1 and site.op == "grouped" and self.granularity != "all":
+            raise ValueError("hold_steps keeps one γ, and every expert has its own; give granularity: all")
 
     def settings(self, operand: Operand) -> tuple[float | None, Granularity]:
         """Return the target and the granularity of an operand."""
