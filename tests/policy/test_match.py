@@ -102,12 +102,6 @@ def test_of_other_sites(predicates: dict[str, Any], change: dict[str, Any], hold
     assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
-def test_the_default_keeps_fused_attention(registry: Registry) -> None:
-    keep = load_policy({"version": 1, "default": {}}, registry).decide(replace(SITE, op="sdpa")).rule.keep
-    assert keep is not None
-    assert "op: sdpa" in keep
-
-
 def test_places_look_at_modules_only(registry: Registry) -> None:
     others = {"in_features": 1, "min_numel": 10**9, "producer": "x"}
     predicates = match(registry, op="matmul", module="*.qkv", first_blocks=4, **others)
@@ -148,10 +142,12 @@ def test_first_match_wins(registry: Registry) -> None:
     assert found.decide(replace(SITE, module="blocks.3.mlp.fc1")).rule.name == "rest"
 
 
-def test_unmatched_sites_get_the_default(registry: Registry) -> None:
+def test_unmatched_sites_get_the_default_which_keeps_fused_attention(registry: Registry) -> None:
     rule = {"match": {"module": "head"}, "quantize": {}}
     assert policy(registry, rule).decide(SITE).rule.keep == "no rule matches"
-    assert policy(registry, rule, default={"block": 16}).decide(SITE).rule.quantizes
+    quantizing = policy(registry, rule, default={"block": 16})
+    assert quantizing.decide(SITE).rule.quantizes
+    assert "op: sdpa" in str(quantizing.decide(replace(SITE, op="sdpa")).rule.keep)
 
 
 def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry) -> None:
@@ -170,9 +166,8 @@ def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(r
         {"name": "down", "match": {"producer": "gelu"}, "quantize": {"block": 16}},
         {"name": "rest", "match": {"op": "linear"}, "quantize": {}},
     )
-    decided = {
-        site.producer: decision.rule.name for site, decision in found.decide_weight(replace(SITE, producer=None))
-    }
+    decisions = found.decide_weight(replace(SITE, producer=None))
+    decided = {site.producer: decision.rule.name for site, decision in decisions}
     assert decided == {"gelu": "down", "swiglu": "rest", None: "rest"}
 
 
@@ -192,18 +187,10 @@ def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry)
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"match": {"module": "head"}},
-        {"match": {"module": "*.qkv"}},
-        {"match": {"module": ["classifier", "head"]}},
-        {"match": {"module": "classifier"}, "required": False},
-    ],
-    ids=str,
-)
-def test_modules_that_exist_or_need_not(rule: dict[str, Any], registry: Registry) -> None:
-    check_modules(policy(registry, {**rule, "quantize": {}}), NAMES)
+@pytest.mark.parametrize("module", ["head", "*.qkv", ["classifier", "head"], "classifier"], ids=str)
+def test_modules_that_exist_or_need_not(module: Any, registry: Registry) -> None:
+    rule = {"match": {"module": module}, "quantize": {}, "required": module != "classifier"}
+    check_modules(policy(registry, rule), NAMES)
 
 
 def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:
