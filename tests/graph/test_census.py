@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
@@ -74,8 +75,6 @@ qwen3_moe, mixtral, gpt_oss, deepseek_v3 = map(mixture, ("Qwen3-MoE", "Mixtral",
 
 
 def mamba2():
-    import transformers
-
     config = transformers.Mamba2Config(
         vocab_size=97, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=1,
         chunk_size=8, expand=2, use_cache=False, pad_token_id=0, bos_token_id=0, eos_token_id=0,
@@ -84,8 +83,6 @@ def mamba2():
 
 
 def whisper():
-    import transformers
-
     config = transformers.WhisperConfig(
         vocab_size=97, num_mel_bins=16, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=20,
@@ -97,8 +94,6 @@ def whisper():
 
 
 def t5():
-    import transformers
-
     sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
     return transformers.T5ForConditionalGeneration(config), (), {"input_ids": tokens(), "labels": tokens()}

@@ -48,32 +48,35 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_numel": ([192 * 576], [192 * 576 + 1]),
     "producer": (["layer_norm", ["gelu", "layer_norm"]], ["gelu"]),
 }
-CASES = [({name: value}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
-SEVERAL = [({}, 1), ({"first_blocks": 4, "last_blocks": 4}, 0), ({"op": "linear", "module": "head"}, 0)]
+CASES = [({name: value}, {}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
+#: What is unknown of a site satisfies no predicate; without a predicate it does not matter.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "in_features": {"in_features": {"min": 0}},
+    "out_features": {"out_features": {"max": 10**9}},
+    "numel": {"min_numel": 1},
+    "module": {"module": "*"},
+    "block": {"first_blocks": 100},
+    "producer": {"producer": "layer_norm"},
+}
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    *((predicates, {field: None}, 0) for field, predicates in UNKNOWN.items()),
+    *((predicates, {}, 1) for predicates in UNKNOWN.values()),
+    *(({}, {field: None}, 1) for field in UNKNOWN),
+    *(({"block": block}, {"block": None}, not block) for block in (True, False)),
+    ({"module": "*"}, {"module": ""}, 1),  # the root has a name
+    ({"module": "?*"}, {"module": ""}, 0),
+    ({}, {"op": "sdpa"}, 0),  # fused attention is taken apart only on request
+    ({"op": "sdpa"}, {"op": "sdpa"}, 1),
+    ({}, {}, 1),
+    ({"first_blocks": 4, "last_blocks": 4}, {}, 0),
+    ({"op": "linear", "module": "head"}, {}, 0),
+]
 
 
-@pytest.mark.parametrize(("predicates", "holds"), [*CASES, *SEVERAL], ids=str)
-def test_holds(predicates: dict[str, Any], holds: bool, registry: Registry) -> None:
-    assert matches(match(registry, **predicates), SITE) == holds
-
-
-@pytest.mark.parametrize(
-    ("field", "predicates"),
-    [
-        ("in_features", {"in_features": {"min": 0}}),
-        ("out_features", {"out_features": {"max": 10**9}}),
-        ("numel", {"min_numel": 1}),
-        ("module", {"module": "*"}),
-        ("block", {"block": True}),
-        ("block", {"first_blocks": 100}),
-        ("producer", {"producer": "layer_norm"}),
-    ],
-)
-def test_what_is_unknown_satisfies_no_predicate(field: str, predicates: dict[str, Any], registry: Registry) -> None:
-    unknown = replace(SITE, **{field: None})  # type: ignore[arg-type]
-    assert matches(match(registry, **predicates), SITE)
-    assert not matches(match(registry, **predicates), unknown)
-    assert matches(match(registry), unknown)
+@pytest.mark.parametrize(("predicates", "change", "holds"), [*CASES, *OTHERS], ids=str)
+def test_holds(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
+    """Of :data:`SITE` with a ``change``."""
+    assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
 @pytest.mark.parametrize(
@@ -86,20 +89,6 @@ def test_a_share_is_rounded_up_to_whole_blocks(share: float, total: int, blocks:
     last, first = match(registry, last_blocks=share), match(registry, first_blocks=share)
     assert [matches(last, place) for place in places] == [False] * (total - blocks) + [True] * blocks
     assert [matches(first, place) for place in places] == [True] * blocks + [False] * (total - blocks)
-
-
-@pytest.mark.parametrize(
-    ("predicates", "change", "holds"),
-    [
-        ({"block": False}, {"block": None}, True),
-        ({"module": "*"}, {"module": ""}, True),  # the root has a name
-        ({"module": "?*"}, {"module": ""}, False),
-        ({}, {"op": "sdpa"}, False),  # fused attention is taken apart only on request
-        ({"op": "sdpa"}, {"op": "sdpa"}, True),
-    ],
-)
-def test_of_other_sites(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
-    assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
 def test_places_look_at_modules_only(registry: Registry) -> None:
