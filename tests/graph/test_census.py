@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
@@ -21,8 +22,8 @@ from fp4graph.model import census
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
-from tests.helpers import models, training
-from tests.helpers.training import stances, uncompiled
+from tests.helpers import mixtures, models
+from tests.helpers.training import applied, stances, uncompiled
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,10 @@ def vit():
     return models.vit(), (images(),), {}
 
 
+def llama():
+    return models.llama(), (tokens(),), {}
+
+
 def swin():
     return timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, depths=(2, 1), embed_dim=32, num_heads=(1, 2))
 
@@ -62,50 +67,22 @@ def resnet():
     return timm_model("resnet10t", 64)
 
 
-def of_transformers(name, **options):
-    """Make the causal language model ``name`` of two layers and width 64, with ``options`` of its configuration."""
-    import transformers
-
-    common = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False, "pad_token_id": 0, "bos_token_id": 0,
-        "eos_token_id": 0, "max_position_embeddings": 64,
-    }  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**{**common, **options})
-    return getattr(transformers, f"{name}ForCausalLM")(config), (tokens(),), {}
+def mixture(name):
+    return lambda: (mixtures.mixture(name, num_hidden_layers=2, use_cache=False), (tokens(),), {})
 
 
-def llama():
-    return models.llama(), (tokens(),), {}
-
-
-def qwen3_moe():
-    return of_transformers("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
-
-
-def mixtral():
-    return of_transformers("Mixtral", num_local_experts=4, num_experts_per_tok=2)
-
-
-def gpt_oss():
-    return of_transformers("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
-
-
-def deepseek_v3():
-    return of_transformers(
-        "DeepseekV3", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1,
-        q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, head_dim=16,
-        first_k_dense_replace=1, num_key_value_heads=2,
-    )  # fmt: skip
+qwen3_moe, mixtral, gpt_oss, deepseek_v3 = map(mixture, ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek-V3"))
 
 
 def mamba2():
-    return of_transformers("Mamba2", num_heads=4, head_dim=32, state_size=16, n_groups=1, chunk_size=8, expand=2)
+    config = transformers.Mamba2Config(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=1,
+        chunk_size=8, expand=2, use_cache=False, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.Mamba2ForCausalLM(config), (tokens(),), {}
 
 
 def whisper():
-    import transformers
-
     config = transformers.WhisperConfig(
         vocab_size=97, num_mel_bins=16, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=20,
@@ -117,8 +94,6 @@ def whisper():
 
 
 def t5():
-    import transformers
-
     sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 2, "num_heads": 2}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
     return transformers.T5ForConditionalGeneration(config), (), {"input_ids": tokens(), "labels": tokens()}
@@ -174,18 +149,18 @@ def einsum_attention():
 
 
 #: What torch's counter does not count, by the function that makes the model, from the equations of the layers.
-def grouped(model, layers, *, width, hidden, top_k, gated=2):
+def grouped(layers, *, width, hidden, top_k):
     """FLOPs of the experts: each token is multiplied with ``top_k`` gate and up projections and as many down ones."""
-    return 2 * math.prod(TOKENS) * top_k * layers * (gated + 1) * width * hidden
+    return 2 * math.prod(TOKENS) * top_k * layers * 3 * width * hidden
 
 
 UNCOUNTED = {
-    qwen3_moe: lambda m: grouped(m, 2, width=64, hidden=48, top_k=2),
-    mixtral: lambda m: grouped(m, 2, width=64, hidden=96, top_k=2),
-    gpt_oss: lambda m: grouped(m, 2, width=64, hidden=96, top_k=2),
-    deepseek_v3: lambda m: grouped(m, 1, width=64, hidden=32, top_k=2),
+    qwen3_moe: grouped(2, width=64, hidden=48, top_k=2),
+    mixtral: grouped(2, width=64, hidden=96, top_k=2),
+    gpt_oss: grouped(2, width=64, hidden=96, top_k=2),
+    deepseek_v3: grouped(1, width=64, hidden=48, top_k=2),
     # four gates of 48 units, each with an input and a state, in two layers; MKL-DNN's kernel is not counted
-    lstm: lambda m: 2 * math.prod(TOKENS) * 4 * 48 * ((32 + 48) + (48 + 48)),
+    lstm: 2 * math.prod(TOKENS) * 4 * 48 * ((32 + 48) + (48 + 48)),
 }
 FAMILIES = [
     vit, llama, gpt_oss, t5, lstm, einsum_attention,
@@ -204,7 +179,7 @@ def test_listed_flops_are_counted_flops(make):
     # Before torch 2.15 the counter does not know the CPU's fused attention; its products written out it does.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(*args, **kwargs)
-    counted = counter.get_total_flops() + UNCOUNTED.get(make, lambda _: 0)(model)
+    counted = counter.get_total_flops() + UNCOUNTED.get(make, 0)
     assert all(site.flops is not None for site in explanation.sites)
     assert counted > 0
     if make is lstm and not models.RESUMES_AFTER_RNN:
@@ -264,15 +239,13 @@ WRITTEN_OUT = {
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
     "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
 }
-
-
 UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}
 
 
-def applied(model, policy, x, stance="default"):
+def output(model, policy, x, stance="default"):
     """Return the output of ``model`` under ``policy``, compiled or operation by operation."""
     with torch.compiler.set_stance(stance):
-        y = training.applied(model, policy)(x)
+        y = applied(model, policy)(x)
     fp4graph.remove(model)
     return y
 
@@ -294,10 +267,10 @@ def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_t
     # With fprop in high precision the products compute the same, in another order of summation.
     backward = {**EVERYTHING, "rules": [{**rule, "operands": {"fprop": "keep"}} for rule in EVERYTHING["rules"]]}
     tolerance = {"rtol": 1e-5, "atol": 1e-5 * expected.abs().max().item()}
-    torch.testing.assert_close(applied(model, backward, x), expected, **tolerance)
-    rounded = applied(model, EVERYTHING, x)
+    torch.testing.assert_close(output(model, backward, x), expected, **tolerance)
+    rounded = output(model, EVERYTHING, x)
     assert not torch.allclose(rounded, expected, **tolerance)
-    assert torch.equal(rounded, applied(model, EVERYTHING, x, "force_eager"))
+    assert torch.equal(rounded, output(model, EVERYTHING, x, "force_eager"))
 
 
 @torch.library.custom_op("fp4graph_tests::twice", mutates_args=())
@@ -324,12 +297,12 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
     assert names(explanation) == [("linear", True), ("twice", False)]
     assert "1: twice multiplies matrices" in explanation.problem
     with pytest.raises(fp4graph.CaptureError, match=r"^1: twice .*does not know this operation.*a rule before"):
-        applied(model, WEIGHTS, x, stance)
+        output(model, WEIGHTS, x, stance)
     keep = {"name": "kept", "match": {"module": "1"}, "keep": "not yet"}
     kept = {**WEIGHTS, "rules": [keep, *WEIGHTS["rules"]]}
-    assert applied(model, kept, x, stance).shape == (4, 4)
+    assert output(model, kept, x, stance).shape == (4, 4)
     assert fp4graph.explain(model, kept, (x,)).sites[1].reason == "not yet"
-    assert applied(model, "bf16", x, stance).shape == (4, 4)
+    assert output(model, "bf16", x, stance).shape == (4, 4)
 
 
 def taught(monkeypatch, read):
@@ -348,12 +321,12 @@ def taught(monkeypatch, read):
 @stances
 def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, stance):
     x = torch.randn(4, 16)
-    expected = applied(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
+    expected = output(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
     taught(monkeypatch, lambda a, b: Factors(a, b, "matmul"))
     model = Called(lambda x, _: product_of_a_library(x, x.mT))
     (found,) = fp4graph.explain(model, EVERYTHING, (x,)).sites
     assert (found.op, found.quantized, found.flops) == ("matmul", True, 2 * 4 * 4 * 16)
-    assert torch.equal(applied(model, EVERYTHING, x, stance), expected)
+    assert torch.equal(output(model, EVERYTHING, x, stance), expected)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +414,7 @@ def test_a_recurrent_layer_is_listed_also_where_nothing_is_compiled(kind, gates)
     model, x = nn.Sequential(nn.Linear(16, 16), getattr(nn, kind)(16, 24)), torch.randn(4, 8, 16)
     explanation = fp4graph.explain(model, EVERYTHING, (x,))
     with torch.compiler.set_stance("force_eager"):
-        training.applied(model, EVERYTHING)(x)
+        applied(model, EVERYTHING)(x)
     for sites in (explanation.sites, runtime_of(model).sites):
         listed = [(site.module, site.op, site.flops) for site in sites]
         assert listed == [("0", "linear", 2 * 32 * 16 * 16), ("1", "recurrent", 2 * 32 * gates * 24 * (16 + 24))]

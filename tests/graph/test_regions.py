@@ -14,6 +14,7 @@ import fp4graph
 from fp4graph.technique import Operand, StateEntry
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.steps import descend, differences
 from tests.helpers.techniques import Offers, technique
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -64,14 +65,8 @@ def trained(regions, policy, backend):
     torch.manual_seed(0)
     model = fp4graph.apply(Net(regions), policy, backend=backend)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), 0.05))
-    results = {}
-    for step in range(4):
-        loss = model(torch.randn(8, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        results[f"loss {step}"] = loss.detach()
-    return {**results, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    losses = descend(lambda: model(torch.randn(8, 32)).square().mean(), optimizer, 4)
+    return {"losses": torch.tensor(losses), **model.state_dict(), **dict(model.named_buffers())}
 
 
 CASES = [
@@ -85,8 +80,7 @@ CASES = [
 def test_checkpoints_change_no_bit(backend, policy, regions):
     expected = trained((), POLICIES[policy], backend)
     seen = trained(regions.split("+"), POLICIES[policy], backend)
-    assert expected.keys() == seen.keys()
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+    assert differences(expected, seen) == []
 
 
 def test_the_state_moves():
@@ -98,5 +92,4 @@ def test_the_state_moves():
 @pytest.mark.slow
 def test_nor_where_the_partitioner_recomputes_all_that_it_may():
     with torch._functorch.config.patch(aggressive_recomputation=True):
-        expected, seen = (trained(regions, POLICIES["delayed"], "aot_eager") for regions in ((), ["region"]))
-    assert [name for name in expected if not torch.equal(expected[name], seen[name])] == []
+        assert differences(*(trained(regions, POLICIES["delayed"], "aot_eager") for regions in ((), ["region"]))) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -55,3 +56,12 @@ def assert_equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
     """Compare tensors to the bit, by number; one NaN is as good as another."""
     for one, other in zip(some, others, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def saved_whole(model: nn.Module) -> nn.Module:
+    """Return the model that torch saves, and loads as a pickle."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded

@@ -50,10 +50,6 @@ def part_of_what_was():
     part(batch())
 
 
-def traced():
-    return torch.jit.trace(Model(), batch())
-
-
 def sparse(model, layout=torch.sparse_coo):
     model.second.weight = nn.Parameter(model.second.weight.detach().to_sparse(layout=layout))
     return model
@@ -72,17 +68,16 @@ def weight_norm_before_a_step():
     optimizer.step()
 
 
-def outer(function):
-    return torch.compile(function, backend="eager", fullgraph=True)(batch())
-
-
 optimizer_of = fp4graph.prepare_optimizer
 ERRORS = {
     "pickled, called": (lambda: pickled()(batch()), r"pickled \(by .*ddp_spawn.*fp4graph.apply"),
     "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
     "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
     "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
-    "traced part": (lambda: fp4graph.explain(nn.Sequential(traced()), POLICY), "^0 is a TorchScript module"),
+    "traced part": (
+        lambda: fp4graph.explain(nn.Sequential(torch.jit.trace(Model(), batch())), POLICY),
+        "^0 is a TorchScript module",
+    ),
     "lazy": (lambda: fp4graph.apply(nn.LazyLinear(4), POLICY), "^weight has no shape yet; call the model once"),
     "copied part": (lambda: copy.deepcopy(applied().first)(batch()), "copied apart from its model.*apply.*bypass"),
     "part of what was": (part_of_what_was, "the module was taken out of its model"),
@@ -121,8 +116,9 @@ def test_an_error_says_what_is_wrong_and_what_to_do(case):
 
 def test_an_outer_fullgraph_compilation_is_told_to_leave_it_out():
     model = applied()
+    outer = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
-        outer(lambda x: model(x).sum())
+        outer(batch())
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -178,21 +174,16 @@ def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, polic
         assert {weight.name for weight in runtime_of(train(model)).weights} == {"first.weight", "second.weight"}
 
 
-def uncompiled_runs(monkeypatch):
-    runs, run = [], Uncompiled.run
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, before):
+    runs, seen, run = [], [], Uncompiled.run
 
     def counted(self, forward, *args, **kwargs):
         runs.append(forward.module)
         return run(self, forward, *args, **kwargs)
 
     monkeypatch.setattr(Uncompiled, "run", counted)
-    return runs
-
-
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, before):
-    runs, model = uncompiled_runs(monkeypatch), train(applied(), before)
-    seen = []
+    model = train(applied(), before)
     hook = model.second.register_full_backward_hook(lambda *_: seen.append(1))
     with pytest.warns(PolicyWarning, match="'second' runs uncompiled.*hook on its backward"):
         train(model, 2)
@@ -202,20 +193,17 @@ def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, 
     assert len(runs) == len(seen) == 2
 
 
-class Lists(nn.Module):
-    """Multiplies with the matrices of a list, which nobody calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrices = nn.ParameterList([torch.randn(32, 32) for _ in range(2)])
-
-    def forward(self, x):
-        for matrix in self.matrices:
-            x = F.linear(x, matrix).relu()
-        return x
-
-
 def test_a_call_for_shapes_alone_and_weights_of_a_list():
+    class Lists(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrices = nn.ParameterList([torch.randn(32, 32) for _ in range(2)])
+
+        def forward(self, x):
+            for matrix in self.matrices:
+                x = F.linear(x, matrix).relu()
+            return x
+
     model = applied(model=nn.Sequential(Lists()))
     plain = nn.Sequential(Lists()).to("meta")
     y = torch.func.functional_call(model, dict(plain.named_parameters()), (batch().to("meta"),))
@@ -251,28 +239,30 @@ def test_what_dynamo_does_not_compile_runs_and_the_cause_is_told_once(monkeypatc
     assert torch.equal(y, expected)
 
 
-def test_an_inherited_rule_that_fits_no_site_names_the_file_that_inherits_it(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("version: 1\nextends: tetrajet\nrules: {before: [{match: {module: '*'}, keep: why}]}\n")
-    with pytest.raises(fp4graph.PolicyError, match=r"tetrajet\.yaml.* matches no site .*mine\.yaml inherits it"):
-        applied(path)(batch())
+RULES = (
+    "default: keep\nrules:\n"
+    "- {{name: first, match: {{{}}}, keep: why}}\n- {{name: second, match: {{{}}}, quantize: {{}}}}"
+)
+INHERITING = "extends: tetrajet\nrules: {before: [{match: {module: '*'}, keep: why}]}"
 
 
 @pytest.mark.parametrize(
-    ("keeps", "asks", "says"),
+    ("text", "says"),
     [
-        ("op: linear, block: true", "op: linear, block: true", r"rules before it \('first'\) keep all that it could"),
-        ("module: head", "module: head, block: true", "give it 'required: false'"),  # the head is in no block
+        (INHERITING, r"tetrajet\.yaml.* matches no site .*p\.yaml inherits it"),
+        (
+            RULES.format("op: linear, block: true", "op: linear, block: true"),
+            r"'second' matches no site of this model; rules before it \('first'\) keep all that it could",
+        ),
+        (  # the head is in no block
+            RULES.format("module: head", "module: head, block: true"),
+            "'second' matches no site of this model; give it 'required: false'",
+        ),
     ],
 )
-def test_a_rule_that_fits_no_site_names_the_rules_that_keep_what_it_asks_for(tmp_path, keeps, asks, says):
-    path = tmp_path / "p.yaml"
-    path.write_text(
-        "version: 1\ndefault: keep\nrules:\n"
-        f"  - {{name: first, match: {{{keeps}}}, keep: why}}\n"
-        f"  - {{name: second, match: {{{asks}}}, quantize: {{block: 32}}}}\n"
-    )
-    model = nn.Sequential()
+def test_a_rule_that_fits_no_site_names_the_file_that_inherits_it_or_the_rules_that_keep_it(tmp_path, text, says):
+    path, model = tmp_path / "p.yaml", nn.Sequential()
+    path.write_text(f"version: 1\n{text}\n")
     model.blocks, model.head = nn.Sequential(Model(), Model()), nn.Linear(32, 32)
-    with pytest.raises(fp4graph.PolicyError, match=rf"rule 'second' matches no site of this model; {says}"):
+    with pytest.raises(fp4graph.PolicyError, match=says):
         applied(path, model)(batch())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -17,8 +19,7 @@ from tests.helpers.training import applied, assert_equal, gradients
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 
 
-def perceptron():
-    return Mlp(32, 48, 32)
+perceptron = partial(Mlp, 32, 48, 32)
 
 
 def stepped(model, *args):
@@ -55,23 +56,13 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     timm.create_model("deit_tiny_patch16_224").load_state_dict(fp4graph.strip(model.state_dict()), strict=True)
 
 
-def test_a_seed_repeats_and_another_differs():
-    a, b, c = (stepped(applied(perceptron(), "tetrajet", seed=seed), X) for seed in (1, 1, 2))
+def test_a_seed_repeats_and_another_differs_as_another_forward_does():
+    models = [applied(perceptron(), "tetrajet", seed=seed) for seed in (1, 1, 2)]
+    a, b, c = (stepped(model, X) for model in models)
     assert_equal(a, b)
     assert not torch.equal(a[0], c[0])
-
-
-def test_every_forward_with_gradients_draws_anew_and_evaluation_does_not_count():
-    model = applied(perceptron(), "tetrajet")
-    first = stepped(model, X)
-    with torch.no_grad():
-        model(X)
-        model.eval()(X)
-    model.train()
-    assert int(model._fp4graph_forwards) == 1
-    second = stepped(model, X)
-    assert int(model._fp4graph_forwards) == 2
-    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(a[0], stepped(models[0], X)[0])
+    assert int(models[0]._fp4graph_forwards) == 2
 
 
 @pytest.mark.slow
@@ -149,28 +140,6 @@ class Broken(nn.Module):
         return self.b(self.a(x))
 
 
-class Early(Broken):
-    """A linear before a graph break, in some calls, and after it."""
-
-    def forward(self, x, early):
-        first = [self.a(x)] if early else []
-        torch._dynamo.graph_break()
-        return [*first, self.a(x), self.b(x)]
-
-
-class Loop(Broken):
-    """One frame of Dynamo, with a graph of its own, that runs several times in a forward."""
-
-    def part(self, x):
-        y = self.a(x)
-        torch._dynamo.graph_break()
-        return y.clone()
-
-    def forward(self, x, count):
-        torch._dynamo.graph_break()
-        return [self.part(x) for _ in range(count)]
-
-
 def last(model, *calls):
     """Return outputs and a gradient of the last call; those before it count nothing."""
     for call in calls[:-1]:
@@ -193,6 +162,23 @@ def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.inductor])])
 def test_graphs_that_were_captured_apart_draw_apart(backend):
     """Occurrences are in the graphs: one that was first captured without those before it counts from zero too."""
+
+    class Early(Broken):
+        def forward(self, x, early):
+            first = [self.a(x)] if early else []
+            torch._dynamo.graph_break()
+            return [*first, self.a(x), self.b(x)]
+
+    class Loop(Broken):  # one frame of Dynamo, with a graph of its own, runs several times in a forward
+        def part(self, x):
+            y = self.a(x)
+            torch._dynamo.graph_break()
+            return y.clone()
+
+        def forward(self, x, count):
+            torch._dynamo.graph_break()
+            return [self.part(x) for _ in range(count)]
+
     options = {"policy": one_rule(quantize=NVFP4 | {"rounding": "stochastic"}), "backend": backend, "seed": 0}
     early = last(applied(Early(), **options), False, True)
     assert not torch.equal(early[0], early[1])  # the same input, weight and module

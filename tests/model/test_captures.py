@@ -12,6 +12,7 @@ import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.policies import one_rule
+from tests.helpers.training import applied
 
 POLICY = one_rule()
 BODY = one_rule(match={"module": "*body"})
@@ -44,29 +45,21 @@ class Broken(Checked):
         return y
 
 
-def sites(explanation):
-    return [(site.module, site.flops) for site in explanation.sites]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: apply(model, policy)(*args)])
+@pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: applied(model, policy)(*args)])
 def test_explain_lists_the_same_after_a_failure(fails):
-    expected = [("inner.body", 2 * 4 * 32 * 32), ("inner.head", 2 * 4 * 32 * 16)]
     for wrong in (torch.ones(4, 31), "text"):
         with pytest.raises(Exception, match=r"32 features|has no attribute"):
             fails(Broken(), BODY, (wrong,))
         explanation = fp4graph.explain(Broken(), BODY, (X,))
-        assert sites(explanation) == expected
+        listed = [(site.module, site.flops) for site in explanation.sites]
+        assert listed == [("inner.body", 2 * 4 * 32 * 32), ("inner.head", 2 * 4 * 32 * 16)]
         assert explanation.problem is None
-
-
-def apply(model, policy=POLICY, **options):
-    return fp4graph.apply(model, policy, backend="eager", **options)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_call_is_compiled_after_calls_that_failed(strict):
-    model = apply(Checked(), strict=strict)
+    model = applied(Checked(), POLICY, strict=strict)
     for _ in range(3):
         with pytest.raises(ValueError, match="32 features"):
             model(torch.ones(4, 31))
@@ -74,17 +67,16 @@ def test_a_call_is_compiled_after_calls_that_failed(strict):
     assert runtime_of(model).capture.graphs == 1
 
 
-class Loop(Checked):
-    def forward(self, x):
-        y = self.body(x)
-        for _ in range(2):
-            y = y + self.head(x).sum()
-            torch._dynamo.graph_break()
-        return y
-
-
 @pytest.mark.slow
 def test_a_product_outside_of_the_graphs_is_a_problem():
+    class Loop(Checked):
+        def forward(self, x):
+            y = self.body(x)
+            for _ in range(2):
+                y = y + self.head(x).sum()
+                torch._dynamo.graph_break()
+            return y
+
     problem = fp4graph.explain(Loop(), "bf16", (X,)).problem
     counted = 2 * 4 * 32 * 32 + 2 * (2 * 4 * 32 * 16)
     assert f"torch counts {counted} FLOPs" in problem
@@ -95,7 +87,7 @@ def test_a_product_outside_of_the_graphs_is_a_problem():
 def test_the_sizes_that_one_model_saw_are_not_dynamic_in_the_next():
     fp4graph.explain(Checked(), POLICY, (X[:2],))
     for rows in (4, 3):
-        model = apply(Checked())
+        model = applied(Checked(), POLICY)
         model(X[:rows])
         assert [site.shapes[0] for site in runtime_of(model).sites] == [(rows, 32), (rows, 32)]
 
@@ -118,65 +110,49 @@ def setting(model, i):
     model(X)
 
 
-def option(model, i):
-    model.options["scale"] = i
-    model(X)
-
-
-def dropout(model, i):
-    model.drop.p = i / 10
-    model(X)
-
-
-def sizes(model, i):
-    model(torch.ones(2 + i, 32))
-
-
-def ranks(model, i):
-    model(torch.ones(*[1] * i, 4, 32))
-
-
-def text(model, i):
-    model(X, "a" * (i + 1))
-
-
-CAUSES = {
-    setting: "model.step == 0; model.step == 1; model.step == 2.*buffer.*allow_unspec_int_on_nn_module",
-    option: r"model.options\['scale'\] == 0; .*buffer",
-    dropout: "model.drop.p == 0.0; model.drop.p == 0.1; model.drop.p == 0.2.*change it rarely",
-    text: r"args\[1\] == 'a'; .*Pass a tensor",
-    ranks: r"args\[0\]' rank mismatch. expected 2; .*one number of dimensions",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CAUSES)
-def test_the_third_recompilation_for_one_cause_warns(change):
-    model = apply(Changing())
-    for i in range(3):
-        change(model, i)
-    with pytest.warns(fp4graph.PolicyWarning, match=f"again: 4 times so far.*{CAUSES[change]}"):
-        change(model, 3)
-    change(model, 4)  # warned once
-
-
 def modes(model, i):
     model.train(i % 2 == 0)
     with torch.set_grad_enabled(i % 3 == 0):
         model(torch.ones(1 + i % 3, 32))
 
 
+#: By what changes, how call i is made, and the cause that the warning names; None where none is due.
+CHANGES = {
+    "an attribute": (
+        setting, "model.step == 0; model.step == 1; model.step == 2.*buffer.*allow_unspec_int_on_nn_module"
+    ),
+    "an option": (
+        lambda m, i: (m.options.update(scale=i), m(X)), r"model.options\['scale'\] == 0; .*buffer"
+    ),
+    "dropout": (
+        lambda m, i: (setattr(m.drop, "p", i / 10), m(X)),
+        "model.drop.p == 0.0; model.drop.p == 0.1; model.drop.p == 0.2.*change it rarely",
+    ),
+    "text": (lambda m, i: m(X, "a" * (i + 1)), r"args\[1\] == 'a'; .*Pass a tensor"),
+    "ranks": (
+        lambda m, i: m(torch.ones(*[1] * i, 4, 32)), r"args\[0\]' rank mismatch. expected 2; .*one number of dimensions"
+    ),
+    "sizes": (lambda m, i: m(torch.ones(2 + i, 32)), None),
+    "modes": (modes, None),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [sizes, modes])
-def test_sizes_and_modes_cause_no_warning(change):
-    model = apply(Changing())
-    for i in range(6):
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_third_recompilation_for_one_cause_warns(name):
+    (change, cause), model = CHANGES[name], applied(Changing(), POLICY)
+    for i in range(3):
         change(model, i)
+    if cause is not None:
+        with pytest.warns(PolicyWarning, match=f"again: 4 times so far.*{cause}"):
+            change(model, 3)
+    for i in (4,) if cause else (3, 4, 5):
+        change(model, i)  # warned once
 
 
 @pytest.mark.slow
 def test_modes_between_are_not_the_cause():
-    model = apply(Changing())
+    model = applied(Changing(), POLICY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(6):
@@ -196,14 +172,12 @@ class Parted(Checked):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore", "error::fp4graph.PolicyWarning")
 def test_models_of_one_class_do_not_count_as_recompilations():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", PolicyWarning)
-        for _ in range(6):
-            model = apply(Parted())
-            for _ in range(2):
-                model(X).sum().backward()
+    for _ in range(6):
+        model = applied(Parted(), POLICY)
+        for _ in range(2):
+            model(X).sum().backward()
 
 
 @pytest.mark.slow
@@ -212,5 +186,5 @@ def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
         for _ in range(4):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                apply(Parted(), recompile_limit=2)(X).sum().backward()
+                applied(Parted(), POLICY, recompile_limit=2)(X).sum().backward()
     assert "as many graphs of the code around it" in " ".join(str(warning.message) for warning in caught)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -41,12 +39,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def deprecations():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 @pytest.mark.slow
@@ -71,7 +64,7 @@ def test_an_applied_model_is_not_converted(how, of, ran):
 
 
 def test_a_strictly_applied_model_is_not_exported():
-    model = fp4graph.apply(net(), POLICY, backend="eager", strict=True)
+    model = applied(net(), POLICY, strict=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call fp4graph\.remove\(model\) first"):
         torch.export.export(model, (X,), strict=True)
 

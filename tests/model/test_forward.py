@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.model.forward import DUTIES, Kind
 from fp4graph.model.hooks import mark_hooks
 from fp4graph.model.runtime import runtime_of
+from tests.helpers import training
 from tests.helpers.breaks import Looping
 from tests.helpers.policies import one_rule
 from tests.helpers.training import stances, uncompiled
@@ -42,8 +42,7 @@ X = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
 def applied(body=None, policy=None, kind=Model):
     torch.manual_seed(0)
-    model = kind(body or nn.Linear(32, 32))
-    fp4graph.apply(model, policy or one_rule(), backend="eager", methods=["encode"])
+    model = training.applied(kind(body or nn.Linear(32, 32)), policy or one_rule(), methods=["encode"])
     return model, runtime_of(model)
 
 
@@ -138,25 +137,30 @@ def test_training_without_the_call_warns_of_a_rule_that_it_does_not_meet(kind, m
     RUNS[kind](model)
 
 
+EARLY = pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
+
+
+def checkpointed(*modules):
+    return [checkpoint(module, X.clone().requires_grad_(), use_reentrant=False) for module in modules]
+
+
 @uncompiled
 def test_a_recomputation_has_the_step_of_its_forward():
     model, runtime = applied()
     seen = []
     model.body.register_forward_pre_hook(lambda *_: seen.append(runtime.step.clone()))
-    first = checkpoint(model.body, X.clone().requires_grad_(), use_reentrant=False)
-    checkpoint(model.body, X.clone().requires_grad_(), use_reentrant=False)
-    first.sum().backward()
+    checkpointed(model.body, model.body)[0].sum().backward()
     forward, other, again = seen
     assert not torch.equal(forward, other)
     assert torch.equal(again, forward)
 
 
 @uncompiled
-@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
+@EARLY
 def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early):
     model, runtime = applied()
     with set_checkpoint_early_stop(early):
-        body, head = (checkpoint(m, X.clone().requires_grad_(), use_reentrant=False) for m in (model.body, model.head))
+        body, head = checkpointed(model.body, model.head)
     model.body(X)
     assert runtime.root_state.count == 1
     (body.sum() + head.sum()).backward()
@@ -180,7 +184,7 @@ def test_which_forwards_warn_that_they_run_uncompiled(kind):
 
 @uncompiled
 @stances
-@pytest.mark.parametrize("early", [True, False], ids=["early stop", "to the end"])
+@EARLY
 @pytest.mark.parametrize("method", ["__call__", "encode"])
 def test_a_checkpoint_around_a_model_repeats_the_noise_of_its_calls(method, early, stance):
     (model, runtime), (plain, other) = applied(), applied()
@@ -199,14 +203,13 @@ def test_a_checkpoint_around_a_model_repeats_the_noise_of_its_calls(method, earl
     assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
 
 
-class Streaming(Model):
-    def encode(self, x):
-        for _ in range(2):
-            x = self.head(x)
-            yield x
-
-
 def test_a_method_that_yields_counts():
+    class Streaming(Model):
+        def encode(self, x):
+            for _ in range(2):
+                x = self.head(x)
+                yield x
+
     model, runtime = applied(kind=Streaming)
     assert list(counts(runtime, lambda: list(model.encode(X)))) == [1, 2, 3]
 
@@ -243,22 +246,13 @@ def test_threads_may_evaluate_one_model_at_the_same_time():
 class InAnotherThread(nn.Module):
     """Runs ``call`` in a thread of its own, in the middle of a forward, and keeps the error."""
 
-    def __init__(self):
-        super().__init__()
-        self.call, self.errors = None, []
+    call = error = None
 
     @torch.compiler.disable
     def forward(self, x):
-        thread = threading.Thread(target=self._run)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            self.error = pool.submit(self.call).exception()
         return x
-
-    def _run(self):
-        try:
-            self.call()
-        except fp4graph.Error as error:
-            self.errors.append(str(error))
 
 
 @uncompiled
@@ -269,8 +263,8 @@ def test_two_threads_are_refused(stance):
     other.call = partial(model, X) if stance == "default" else partial(model.head, X)
     with torch.compiler.set_stance(stance):
         model(X)
-    (error,) = other.errors
-    assert "threads" in error
+    assert isinstance(other.error, fp4graph.Error)
+    assert "threads" in str(other.error)
 
 
 @uncompiled
@@ -296,22 +290,22 @@ def test_a_model_takes_its_modules_back_when_another_is_removed():
     assert runtime_of(former) is not runtime
 
 
-class Distilled(nn.Module):
-    def __init__(self, teacher):
-        super().__init__()
-        self.teacher, self.layer = [teacher], nn.Linear(32, 32)
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = self.teacher[0](x)
-        return self.layer(x) - target
-
-
 @uncompiled
 @stances
 def test_a_part_that_runs_uncompiled_calls_another_applied_model(stance):
     (teacher, runtime), (plain, _) = applied(), applied()
-    student = fp4graph.apply(nn.Sequential(Distilled(teacher), nn.GELU()), one_rule(), backend="eager")
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = teacher(x)
+            return self.layer(x) - target
+
+    student = fp4graph.apply(nn.Sequential(Distilled(), nn.GELU()), one_rule(), backend="eager")
     with torch.compiler.set_stance(stance):
         y = student[0](X)
     with torch.no_grad():

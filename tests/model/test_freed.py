@@ -16,7 +16,7 @@ import fp4graph
 from fp4graph.model.runtime import Runtime, runtime_of
 from tests.helpers import processes
 from tests.helpers.models import Mlp
-from tests.helpers.policies import MXFP4, one_rule
+from tests.helpers.policies import one_rule
 
 POLICY = one_rule()
 X = torch.ones(4, 32)
@@ -26,97 +26,91 @@ def train(model, x=X):
     model(x).sum().backward()
 
 
+def applied(model, backend, policy=POLICY, **options):
+    return fp4graph.apply(model, policy, backend=backend, **options)
+
+
+def trained(model, backend, **options):
+    train(applied(model, backend, **options))
+    return model
+
+
 def reapplied(model, backend):
     # By type: isinstance asks a weak proxy of another package for its class, and what it stands for may be gone.
     before = [each for each in gc.get_objects() if type(each) is Runtime]  # of other tests
     for _ in range(9):
-        fp4graph.apply(model, POLICY, backend=backend)
-        model(X)
+        applied(model, backend)(X)
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is Runtime and each not in before]
     assert alive == [runtime_of(model)]
 
 
-def removed(model, backend):
-    train(fp4graph.apply(model, POLICY, backend=backend))
-    fp4graph.remove(model)
-
-
-def copied(model, backend):
-    train(fp4graph.apply(model, POLICY, backend=backend))
-    train(copy.deepcopy(model))
-
-
 def in_phases(model, backend):
-    fp4graph.apply(model, one_rule(phases=[{"at": 1, "rules": POLICY["rules"]}]), backend=backend)
-    for _ in range(2):
-        train(model)
+    train(trained(model, backend, policy=one_rule(phases=[{"at": 1, "rules": POLICY["rules"]}])))
 
 
 def by_methods(model, backend):
-    fp4graph.apply(model, POLICY, backend=backend, methods=["encode"]).encode(X).sum().backward()
+    applied(model, backend, methods=["encode"]).encode(X).sum().backward()
     train(model)
 
 
-def by_parts(model, backend):
-    train(fp4graph.apply(model, POLICY, backend=backend).first)
-
-
-def failed(model, backend):
-    fp4graph.apply(model, POLICY, backend=backend)
-    for wrong in ("text", torch.ones(3, 7)):
+def fails(model, *inputs):
+    for x in inputs:
         with contextlib.suppress(Exception):
-            model(wrong)
+            model(x)
 
 
 def refused(model, backend):
-    rules = [{"name": "wide", "match": {"in_features": 12345}, "quantize": MXFP4}]
-    fp4graph.apply(model, {"version": 1, "name": "p", "rules": rules}, backend=backend)
-    with contextlib.suppress(fp4graph.PolicyError):
-        model(X)
+    fails(applied(model, backend, one_rule(match={"in_features": 12345})), X)
 
 
 def explained(model, backend):
     fp4graph.explain(model, POLICY, (X,))
-    fp4graph.apply(model, POLICY, backend=backend, example_inputs=X)
+    applied(model, backend, example_inputs=X)
 
 
 def with_state(model, backend):
-    fp4graph.apply(model, one_rule({"q_ema": {"beta": 0.9}}), backend=backend)
+    applied(model, backend, one_rule({"q_ema": {"beta": 0.9}}))
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
     for _ in range(2):
         train(model)
         optimizer.step()
 
 
-def recompiled(model, backend):
-    fp4graph.apply(model, POLICY, backend=backend)
-    train(model)
-    train(model, X[None])
-
-
 def watched(model, backend):
-    train(fp4graph.apply(model, POLICY, backend=backend))
-    with fp4graph.detect_nonfinite(model):
+    with fp4graph.detect_nonfinite(trained(model, backend)):
         train(model)
 
 
 def around_a_break(model, backend):
     model.activation = lambda x: torch._dynamo.graph_break() or x.relu()
-    train(fp4graph.apply(model, POLICY, backend=backend))
+    trained(model, backend)
 
 
 def checkpointed(model, backend):
     first = model.first
     model.activation = lambda x: checkpoint(first, x, use_reentrant=False)
-    train(fp4graph.apply(model, POLICY, backend=backend))
+    trained(model, backend)
 
 
-FURTHER = [reapplied, copied, in_phases, by_methods, refused, explained, recompiled, watched]
-WAYS = [
-    removed, by_parts, failed, with_state, around_a_break, checkpointed,
-    *(pytest.param(way, marks=pytest.mark.long) for way in FURTHER),
-]  # fmt: skip
+FURTHER = ("reapplied", "copied", "in phases", "by methods", "refused", "explained", "recompiled", "watched")
+#: What is done with a model before its user lets go of it.
+WAYS = {
+    "removed": lambda *given: fp4graph.remove(trained(*given)),
+    "by parts": lambda *given: train(applied(*given).first),
+    "failed": lambda *given: fails(applied(*given), "text", torch.ones(3, 7)),
+    "with state": with_state,
+    "around a break": around_a_break,
+    "checkpointed": checkpointed,
+    "reapplied": reapplied,
+    "copied": lambda *given: train(copy.deepcopy(trained(*given))),
+    "in phases": in_phases,
+    "by methods": by_methods,
+    "refused": refused,
+    "explained": explained,
+    "recompiled": lambda *given: train(trained(*given), X[None]),
+    "watched": watched,
+}
 
 
 class Encoder(Mlp):
@@ -135,10 +129,10 @@ def freed(way, backend):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled", "ignore:.*was called by itself")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] if way in FURTHER else []) for way in WAYS])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_model_is_freed(way, backend):
-    assert freed(way, backend)
+    assert freed(WAYS[way], backend)
 
 
 @pytest.mark.inductor

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -22,6 +20,7 @@ from tests.helpers.breaks import Disables, Logs, Looping
 from tests.helpers.experts import Mixture, tokens
 from tests.helpers.models import Mlp
 from tests.helpers.policies import MXFP4, NVFP4, one_rule
+from tests.helpers.processes import python, run
 from tests.helpers.training import applied, assert_equal, stances, uncompiled
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -67,20 +66,19 @@ def ever_more_dimensions(model):
         model(torch.randn(*([1] * rank), 2, 32))
 
 
-def compiled_part(backend, model):
-    torch.compile(model.blocks[0], backend=backend)(X)
+def compiled_part(backend):
+    return lambda model: torch.compile(model.blocks[0], backend=backend)(X)
 
 
 STRICT = {
-    "a copied part": (Net, lambda m: copy.deepcopy(m.blocks[0])(X), UncompiledError, r"apply.*bypass"),
     "forward": (Net, lambda m: m.forward(X), UncompiledError, r"blocks\.0\.first"),
     "a method": (Net, lambda m: m.encode(X), UncompiledError, r"blocks\.0\.first"),
     "a part": (Net, lambda m: m.blocks[0](X), UncompiledError, r"blocks\.0\.first.*apply"),
     "forward of a bare layer": (partial(nn.Linear, 32, 32), lambda m: m.forward(X), UncompiledError, "apply"),
     "force_eager": (Net, force_eager, UncompiledError, "force_eager"),
     "the recompile limit": (Net, ever_more_dimensions, UncompiledError, "recompile limit"),
-    "eager": (Net, partial(compiled_part, "eager"), Exception, r"another torch\.compile backend"),
-    "aot_eager": (Net, partial(compiled_part, "aot_eager"), Exception, r"another torch\.compile backend"),
+    "eager": (Net, compiled_part("eager"), Exception, r"another torch\.compile backend"),
+    "aot_eager": (Net, compiled_part("aot_eager"), Exception, r"another torch\.compile backend"),
     "a disabled function": (partial(Disables, *perceptron), lambda m: m(X), fp4graph.Error, "first"),
     "a graph break": (partial(Logs, *perceptron), lambda m: m(X), fp4graph.Error, "first"),
     "a loop": (loops, lambda m: m(*tokens()), CaptureError, r"^layers\.0\.experts: .*not captured.*grouped_mm"),
@@ -278,30 +276,21 @@ def test_an_error_of_the_first_forward_is_one_of_every_forward_until_remove(name
     assert_equal([fp4graph.remove(model)(*args)], [expected])
 
 
-class Branching(Net):
-    def forward(self, x, both):
-        return self.head(self.blocks(x)) if both else self.blocks(x)
-
-
 def test_an_error_stays_one_where_a_later_forward_would_have_passed():
+    class Branching(Net):
+        def forward(self, x, both):
+            return self.head(self.blocks(x)) if both else self.blocks(x)
+
     model = applied(Branching(), policy(rule("head", module="head"), rule(op="linear")))
     for both in (False, True):
         with pytest.raises(PolicyError, match="'head' matches no site"):
             model(X, both)
 
 
-def replace_layer(model):
-    model.blocks[1].first = nn.Linear(32, 48)
-
-
-def add_block(model):
-    model.blocks.append(Mlp(32, 48, 32))
-
-
 LATER = {
-    "a layer": (replace_layer, lambda m: m(X), r"^blocks\.1\.first: "),
-    "a layer of a part": (replace_layer, lambda m: m.blocks[1](X), r"^blocks\.1: "),
-    "a block": (add_block, lambda m: m(X), r"^blocks\.2\.first: "),
+    "blocks.1.first": (nn.Linear(32, 48), lambda m: m(X), r"^blocks\.1\.first: "),
+    "blocks.1.first, and its part is called": (nn.Linear(32, 48), lambda m: m.blocks[1](X), r"^blocks\.1: "),
+    "blocks.2": (Mlp(32, 48, 32), lambda m: m(X), r"^blocks\.2\.first: "),
 }
 
 
@@ -310,11 +299,11 @@ LATER = {
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", LATER)
 def test_a_module_that_came_after_apply_is_an_error(name, called):
-    change, call, text = LATER[name]
+    module, call, text = LATER[name]
     model = applied(Net(), "tetrajet")
     if called:
         model(X)
-    change(model)
+    model.set_submodule(name.partition(",")[0], copy.deepcopy(module))
     for _ in range(2):
         with pytest.raises(CaptureError, match=rf"{text}.*(after|not have at) fp4graph\.apply.*again"):
             call(model)
@@ -380,14 +369,6 @@ def test_layers_with_a_number_behind_an_underscore_are_a_stack():
 
 
 @pytest.mark.slow
-def test_sites_count_their_flops(vit, images):
-    flops = {site.module: site.flops for site in fp4graph.explain(vit(), "tetrajet", (images,)).sites}
-    assert flops["blocks.0.attn.qkv"] == 2 * (4 * 17) * 64 * 192
-    assert flops["patch_embed.proj"] == 2 * (4 * 16) * (3 * 8 * 8) * 64
-    assert flops["head"] == 2 * 4 * 64 * 10
-
-
-@pytest.mark.slow
 def test_an_application_that_fails_leaves_the_one_before(monkeypatch):
     model = applied(Net(), "tetrajet-qema")
     model(X)
@@ -426,19 +407,16 @@ def nested():
     applied(model, "tetrajet")
 
 
-def of_others():
-    return fp4graph.prepare_optimizer(applied(Net(), "tetrajet-qema"), torch.optim.SGD(Net().parameters(), lr=0.1))
-
-
+OTHERS = torch.optim.SGD(Net().parameters(), lr=0.1)
 ARGUMENTS = {
     "a function": (lambda: fp4graph.apply(F.relu, "tetrajet"), TypeError, r"nn\.Module"),
-    "backend": (
-        lambda: fp4graph.apply(Net(), "tetrajet", backend="tensorrt"),
-        ValueError,
-        "inductor, aot_eager, eager",
-    ),
+    "backend": (lambda: applied(Net(), "tetrajet", backend="tensorrt"), ValueError, "inductor, aot_eager, eager"),
     "a submodule": (nested, fp4graph.Error, "submodule 'blocks' has a policy"),
-    "parameters of others": (of_others, fp4graph.Error, "does not hold"),
+    "parameters of others": (
+        lambda: fp4graph.prepare_optimizer(applied(Net(), "tetrajet-qema"), OTHERS),
+        fp4graph.Error,
+        "does not hold",
+    ),
     "detect_nonfinite": (lambda: fp4graph.detect_nonfinite(Net()), fp4graph.Error, "prepared"),
     "set_total_forwards": (lambda: fp4graph.set_total_forwards(Net(), 3), fp4graph.Error, "prepared"),
     **{
@@ -476,4 +454,4 @@ def test_importing_starts_nothing():
         "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins') or m == 'pluggy']; "
         "assert fp4graph.QuantSpec and fp4graph.formats.E2M1.max == 6.0"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(python("-c", code))

@@ -11,8 +11,11 @@ from fp4graph.kernels import operators
 from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule
+from tests.helpers.steps import descend
+from tests.helpers.techniques import Offers, technique
 
 pytestmark = pytest.mark.inductor
 
@@ -22,13 +25,7 @@ def train(backend, x, policy, steps=3, ulp=False):
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if ulp:
         x = torch.nextafter(x, torch.full_like(x, torch.inf))
-    losses = []
-    for _ in range(steps):
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = descend(lambda: (model(x) - 1).square().mean(), optimizer, steps)
     return torch.tensor(losses, dtype=torch.float64), model
 
 
@@ -82,8 +79,6 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
 @pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
     """Equal options, other code: nothing compiled for the first class may serve the second."""
-    from fp4graph.technique.registry import Registry
-    from tests.helpers.techniques import Offers, technique
 
     def version(factor):
         weight = frozenset({Operand.FPROP_WEIGHT})

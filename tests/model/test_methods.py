@@ -1,10 +1,12 @@
-"""``apply(..., methods=[...])``: methods of a model that are compiled like its call."""
+"""``apply(..., methods=[...])``: methods of a model that are compiled like its call.
+
+``test_uncompiled.py`` compares training by a method with training by the call.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import io
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.model.runtime import runtime_of
-from tests.helpers.training import assert_equal, gradients
+from tests.helpers import training
+from tests.helpers.training import saved_whole
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +48,6 @@ class Clip(nn.Module):
     def encode_text(self, text):
         return self.text(text) @ self.projection
 
-    def encode_both(self, x):
-        return self(x, x)
-
     def forward(self, image, text):
         return self.encode_image(image) @ self.encode_text(text).mT
 
@@ -60,46 +60,21 @@ EVERY_LINEAR = fp4graph.load_policy("tetrajet").to_data() | {"name": "all", "rul
 
 def applied(policy="tetrajet", methods=METHODS, **settings):
     torch.manual_seed(0)
-    return fp4graph.apply(Clip(), policy, methods=methods, **{"backend": "eager", **settings})
+    return training.applied(Clip(), policy, methods=methods, **settings)
 
 
-def test_the_body_of_a_method_is_quantized_as_in_the_models_call():
-    model, reference = applied(EVERY_LINEAR), applied(EVERY_LINEAR, methods=())
-    with torch.no_grad():
-        images, texts = model.encode_image(X), model.encode_text(TEXT)
-        assert [s.module for s in runtime_of(model).sites if s.quantized].count("") == 1
-        assert torch.equal(images @ texts.mT, reference(X, TEXT))
-    assert runtime_of(model).capture.graphs == 1
-
-
-def test_methods_and_calls_count_together():
-    model = applied()
-    for count, call in enumerate([model.encode_image, model.encode_text, model.encode_image, model.encode_text]):
-        call(X)
-        model(X, TEXT)
-        assert runtime_of(model).count == 2 * count + 2
-
-
-@pytest.mark.parametrize("first", [(), METHODS], ids=["call first", "methods first"])
-def test_coverage_counts_the_sites_of_methods_as_the_models_own(first):
+@pytest.mark.parametrize("first", ["the call", "the methods"])
+def test_methods_and_the_call_have_the_same_sites_and_values(first):
     # 8 linears and the projection are quantized, the similarity is kept.
     model = applied({**EVERY_LINEAR, "expect": {"quantized": 9, "kept": 1}})
-    for name in first:
-        getattr(model, name)(X)
-    model(X, TEXT)
-    for name in METHODS:
-        getattr(model, name)(X)
+    reference = applied(EVERY_LINEAR, methods=())
+    with torch.no_grad():
+        calls = [lambda: model(X, TEXT), lambda: model.encode_image(X) @ model.encode_text(TEXT).mT]
+        for number, call in enumerate(calls if first == "the call" else reversed(calls)):
+            assert torch.equal(call(), reference(X, TEXT))
+            assert [s.module for s in runtime_of(model).sites if s.quantized].count("") == 1
+            assert number or runtime_of(model).capture.graphs == 1
     assert len(runtime_of(model).sites) == 10
-
-
-def test_a_method_that_calls_the_model_is_one_graph():
-    model, reference = applied(methods=["encode_both"]), applied()
-    y, expected = model.encode_both(X), reference(X, X)
-    for each in (y, expected):
-        each.square().mean().backward()
-    assert_equal([y, *gradients(model)], [expected, *gradients(reference)])
-    assert runtime_of(model).capture.graphs == 1
-    assert torch.equal(model(X, X).detach(), y.detach())  # fprop draws no noise
 
 
 def test_copies_phases_removal_and_bypass():
@@ -121,13 +96,11 @@ def test_copies_phases_removal_and_bypass():
 
 
 def test_what_is_saved_whole_has_its_methods_refuse_until_it_is_applied():
-    model, file = applied(), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    model = applied()
+    loaded = saved_whole(model)
     with pytest.raises(fp4graph.UncompiledError, match=r"was pickled \(by torch\.save"):
         loaded.encode_image(X)
-    fp4graph.apply(loaded, "tetrajet", backend="eager", methods=METHODS)
+    training.applied(loaded, "tetrajet", methods=METHODS)
     assert torch.equal(loaded.encode_image(X), model.encode_image(X))
 
 

@@ -42,60 +42,37 @@ def test_a_healthy_step_is_the_same_step():
     assert not watched.first.weight._backward_hooks  # nothing is left on parameters
 
 
-def weight(model):
-    model.second.weight[3, 5] = torch.nan
-    return lambda x: model(x)
-
-
-def overflow(model):
-    model.first.weight.fill_(3e38)
-    model.first.bias.fill_(3e38)
-    return lambda x: model(x)
-
-
-def with_input(model):
-    return lambda x: model(torch.where(x == x[2, 3], torch.inf, x))
-
-
-def logarithm(model):
-    model.middle = lambda h: torch.log(h - 1e6)
-    return lambda x: model(x)
-
-
-def root(model):
-    """sqrt at 0: finite forward, infinite gradient."""
-    model.middle = lambda h: torch.sqrt(torch.relu(h))
-    return lambda x: model(x).sum().backward()
-
-
-def product(model):
-    """dY is finite, dY·W is not."""
-    model.second.weight.mul_(1e10)
-    dy = torch.full((8, 32), 1e36) * torch.tensor([1.0, -1.0]).repeat(4)[:, None]
-    return lambda x: model(x).backward(dy)
-
-
-def loss(model):
-    return lambda x: (model(x).sum() * torch.inf).backward()
+#: By cause, what changes the model, the step that fails, and the error's words and place. sqrt at 0 has a finite
+#: forward and an infinite gradient; in the product dY is finite and dY·W is not.
+CAUSES = {
+    "weight": (
+        lambda m: m.second.weight[3, 5].fill_(torch.nan), Net.__call__, "before this forward", "second.weight, forward"
+    ),
+    "input": (None, lambda m, x: m(torch.where(x == x[2, 3], torch.inf, x)), "before this forward", "input "),
+    "overflow": (
+        lambda m: [p.fill_(3e38) for p in m.first.parameters()], Net.__call__, "of finite values", "first, forward"
+    ),
+    "logarithm": (
+        lambda m: setattr(m, "middle", lambda h: torch.log(h - 1e6)), Net.__call__, None, "(root) (log), forward"
+    ),
+    "root": (
+        lambda m: setattr(m, "middle", lambda h: torch.sqrt(torch.relu(h))), lambda m, x: m(x).sum().backward(),
+        "a gradient", "(root) (sqrt), backward",
+    ),
+    "product": (
+        lambda m: m.second.weight.mul_(1e10), lambda m, x: m(x).backward(1e36 * SIGNS), "a gradient", "second, backward"
+    ),
+    "loss": (None, lambda m, x: (m(x).sum() * torch.inf).backward(), "arose in the loss", ""),
+}  # fmt: skip
+SIGNS = torch.tensor([1.0, -1.0]).repeat(4)[:, None].expand(8, 32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cause", "text", "site"),
-    [
-        (weight, "before this forward", "second.weight, forward"),
-        (with_input, "before this forward", "input "),
-        (overflow, "of finite values", "first, forward"),
-        (logarithm, None, "(root) (log), forward"),
-        (root, "a gradient", "(root) (sqrt), backward"),
-        (product, "a gradient", "second, backward"),
-        (loss, "arose in the loss", ""),
-    ],
-)
-def test_the_place_is_named(cause, text, site):
-    model = applied(Net(), POLICY)
-    with torch.no_grad():
-        step = cause(model)
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_place_is_named(cause):
+    (change, step, text, site), model = CAUSES[cause], applied(Net(), POLICY)
+    if change:
+        torch.no_grad()(change)(model)
     with fp4graph.detect_nonfinite(model), pytest.raises(fp4graph.NonFiniteError, match=text) as caught:
-        step(X)
+        step(model, X)
     assert caught.value.site.startswith(site) if site.endswith(" ") else site in ("", caught.value.site)

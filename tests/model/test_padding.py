@@ -12,13 +12,9 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from tests.helpers.policies import one_rule
+from tests.helpers.training import applied
 
 KEEP_DGRAD = {"dgrad": "keep"}
-
-
-class Attention(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ x.mT @ x
 
 
 def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
@@ -26,7 +22,7 @@ def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
     found = []
     for run in (
         lambda: fp4graph.explain(model, chosen, (torch.randn(4, 6, 64),)),
-        lambda: fp4graph.apply(model, chosen, backend="eager")(torch.randn(4, 6, 64)),
+        lambda: applied(model, chosen)(torch.randn(4, 6, 64)),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -65,6 +61,10 @@ def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str
 
 @pytest.mark.slow
 def test_products_of_activations_are_not_judged() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x.mT @ x
+
     model = nn.Sequential(nn.Linear(64, 64), Attention())
     assert not warned(model, one_rule(quantize={"block": 33}, match={"op": ["linear", "matmul"]}))
 

@@ -15,6 +15,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.helpers import training
 from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.steps import same
 from tests.helpers.training import assert_equal, prepared, train
 
 KEEP_BACKWARD = {"backward": "keep"}
@@ -42,10 +43,6 @@ def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
     return training.gradients(model)
 
 
-def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, some, others))
-
-
 @pytest.mark.slow
 def test_each_phase_is_its_policy_and_is_captured_once() -> None:
     """Weights stay as they are here, so that each forward can be held against the policy of its phase."""
@@ -58,8 +55,8 @@ def test_each_phase_is_its_policy_and_is_captured_once() -> None:
         assert runtime_of(model).phase == phase
         assert runtime_of(model).capture.graphs == 1  # one graph for each phase, at its first step
     first, second, third = (gradients(applied(data), 4) for data in alone)
-    assert not equal(first, second)
-    assert not equal(second, third)
+    assert not same(first, second)
+    assert not same(second, third)
 
 
 @pytest.mark.slow
@@ -68,11 +65,11 @@ def test_noise_goes_on_counting() -> None:
     data = policy(techniques=[{"stochastic_rounding": {"operands": ["forward", "backward"]}}])
     model = applied(data)
     phased = applied(data | {"phases": [{"at": 2, "techniques": ["stochastic_scale_rounding"]}]})
-    same = applied(data | {"phases": [{"at": 2, "rules": data["rules"]}]})
+    unchanged = applied(data | {"phases": [{"at": 2, "rules": data["rules"]}]})
     for step in range(4):
         expected = gradients(model, step)
-        assert_equal(gradients(same, step), expected)
-        assert equal(gradients(phased, step), expected) == (step < 2)
+        assert_equal(gradients(unchanged, step), expected)
+        assert same(gradients(phased, step), expected) == (step < 2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``apply(..., example_inputs=...)`` finds at once what the first step would."""
+"""``apply(..., example_inputs=...)`` finds at once what the first step would; models without data are explained too."""
 
 from __future__ import annotations
 
@@ -63,3 +63,40 @@ def test_the_backward_is_tried(monkeypatch):
     monkeypatch.setattr(ElementSlope, "element_surrogate", element_surrogate)
     with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
         applied(nn.Sequential(nn.Linear(32, 32)), "wang-dge", example_inputs=X)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.register_buffer("positions", torch.arange(32))
+        self.plain = torch.ones(32)  # neither a parameter nor a buffer
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x + self.positions)) * self.plain
+
+
+def net():
+    model = nn.Sequential(Block(), Block())
+    model[1].fc1.weight = model[0].fc1.weight
+    return model
+
+
+def sites(model, x=X):
+    with torch.autocast("cpu", torch.bfloat16):
+        explanation = fp4graph.explain(model, "tetrajet", (x,))
+    assert explanation.problem is None
+    return [(site.module, site.shapes, site.rule, site.operands) for site in explanation.sites]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x", [X, X.to("meta")], ids=["inputs with data", "inputs without"])
+def test_a_model_without_data_is_explained_as_with_data_and_rehearsed(x):
+    with torch.device("meta"):
+        model = net()
+    assert sites(model, x) == sites(net())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model[0].plain.is_meta
+    applied(model, "tetrajet-qema", example_inputs=X)
+    assert sites(model, x) == sites(net())
+    fp4graph.remove(model)

@@ -30,20 +30,12 @@ def trained(technique: dict | None, moved: str = "second") -> nn.Module:
     return model
 
 
-MOVED = pytest.mark.parametrize(("moved", "still"), [("second", "first"), ("first", "second")])
-
-
 @pytest.mark.slow
-@MOVED
-def test_dampen_acts_where_the_graph_says(moved: str, still: str) -> None:
+@pytest.mark.parametrize(("moved", "still"), [("second", "first"), ("first", "second")])
+def test_techniques_act_where_the_graph_says(moved: str, still: str) -> None:
     damped, plain = trained({"dampen": {"strength": 10.0}}, moved), trained(None)
     assert not torch.equal(damped.get_parameter(f"{moved}.weight"), plain.get_parameter(f"{moved}.weight"))
     assert torch.equal(damped.get_parameter(f"{still}.weight"), plain.get_parameter(f"{still}.weight"))
-
-
-@pytest.mark.slow
-@MOVED
-def test_q_ema_averages_where_the_graph_says(moved: str, still: str) -> None:
     model = trained({"q_ema": {"beta": 0.5}}, moved)
     before, after = (dict(each.named_parameters()) for each in (start(), model))
     average = {name: model.get_submodule(name)._fp4graph_q_ema_weight for name in (moved, still)}

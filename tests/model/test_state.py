@@ -1,21 +1,24 @@
-"""State in an applied model: the tree of modules stays the plain model's, and former layouts are read."""
+"""State in an applied model, its copies and its averages: the tree of modules stays the plain model's."""
 
 from __future__ import annotations
 
 import copy
-import io
+import pickle
+from functools import partial
 
 import pytest
+import timm
 import torch
 import torchinfo
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
 from tests.helpers.policies import one_rule
-from tests.helpers.training import applied, assert_equal, gradients, prepared
+from tests.helpers.training import applied, assert_equal, gradients, prepared, saved_whole
 
 TOKENS = torch.arange(32).reshape(2, 16)
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
@@ -117,12 +120,10 @@ def test_conversions_leave_state_as_it_is(dtype) -> None:
 
 
 def test_a_pickled_model_carries_its_state() -> None:
-    model, file = averaged(), io.BytesIO()
+    model = averaged()
     with torch.no_grad():
         model[0]._fp4graph_q_ema_weight.fill_(2.0)
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = saved_whole(model)
     assert_equal(loaded.state_dict().values(), model.state_dict().values())
     assert loaded.to(torch.bfloat16)[0]._fp4graph_q_ema_weight.dtype is torch.float32
     assert model[0]._fp4graph.module is model[0]
@@ -189,3 +190,61 @@ def test_weights_assigned_to_a_model_on_meta_train_as_anywhere(policy: str, move
         trained(X).square().sum().backward()
         results.append(gradients(trained))
     assert_equal(*results)
+
+
+AVERAGES = {
+    "all buffers": partial(AveragedModel, avg_fn=lambda average, value, _: (average + value) / 2, use_buffers=True),
+    "state dict": partial(timm.utils.ModelEmaV3, decay=0.5),
+    "parameters": AveragedModel,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "policy"),  # without averaged buffers the count stays, and the noise with it
+    [*((name, "tetrajet-qema") for name in AVERAGES), ("all buffers", "mxfp4-rl"), ("state dict", "mxfp4-rl")],
+)
+def test_an_average_evaluates_as_its_model(name: str, policy: str) -> None:
+    """With weights that stay, an average is its model: averaged buffers, noise in evaluation and all."""
+    model = applied(sequence(), policy)
+    average = AVERAGES[name](model)
+    for _ in range(3 if policy == "mxfp4-rl" else 1):
+        model(X).mean().backward()
+        (average.update if hasattr(average, "update") else average.update_parameters)(model)
+    with torch.no_grad():
+        expected = model.eval()(X)
+        compiled = torch.compile(average.eval(), backend="aot_eager")
+        assert_equal([each(X) for each in (average, average.module.eval(), compiled)], [expected] * 3)
+        assert not torch.equal(expected, sequence()(X))
+
+
+def test_a_copy_follows_the_phases_of_its_model_until_it_trains() -> None:
+    model = applied(sequence(), one_rule(phases=[{"at": 2, "rules": [], "default": "keep"}]))
+    twin, exact = copy.deepcopy(model), sequence()(X)
+    with torch.no_grad():
+        quantized = twin(X)
+    for _ in range(3):
+        model(X)
+    with torch.no_grad():
+        assert_equal([twin(X)], [exact])
+        assert not torch.equal(quantized, exact)
+    other = copy.deepcopy(twin)
+    twin(X)
+    model(X)
+    assert (runtime_of(model).count, runtime_of(twin).count) == (4, 1)
+    with torch.no_grad():
+        late = copy.deepcopy(model)
+        late(X)
+        del model, other
+        assert_equal([late(X)], [exact])
+    assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
+
+
+def test_a_copy_knows_a_length_that_its_model_is_told_later() -> None:
+    model = applied(sequence(), one_rule(phases=[{"at": 0.5, "rules": [], "default": "keep"}]))
+    twin = copy.deepcopy(model)
+    fp4graph.set_total_forwards(model, 4)
+    for _ in range(2):
+        model(X)
+    with torch.no_grad():
+        assert_equal([twin(X)], [sequence()(X)])

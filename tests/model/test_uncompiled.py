@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from tests.helpers.breaks import Breaks, Disables, Logs
 from tests.helpers.experts import Mixture
 from tests.helpers.models import Mlp
 from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule, without_experts
-from tests.helpers.training import applied, assert_equal, prepared, train, uncompiled
+from tests.helpers.training import applied, assert_equal, prepared, saved_whole, train, uncompiled
 
 pytestmark = pytest.mark.slow
 
@@ -247,6 +246,9 @@ class Whole(nn.Module):
     def encode(self, *args):
         return self.forward(*args)
 
+    def calls_itself(self, *args):
+        return self(*args)
+
 
 @torch.compiler.disable
 def disabled(net, *args):
@@ -287,10 +289,7 @@ def resumed(model, optimizer, policy, case):
 
 def pickled(model, optimizer, policy, case):
     """Go on with a model that was saved whole."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return carried(again(torch.load(file, weights_only=False), policy), optimizer)
+    return carried(again(saved_whole(model), policy), optimizer)
 
 
 def evaluated(model, optimizer, policy, case):
@@ -327,6 +326,10 @@ class Mode:
     before: str | None = None
 
 
+def by_turns(model, x):
+    return (model.encode if runtime_of(model).count % 2 else model)(x)
+
+
 def by_user(model, x):
     return torch.compile(model, backend="aot_eager")(x)
 
@@ -339,6 +342,10 @@ MODES = {
     "aot_eager": Mode(options={"backend": "aot_eager"}),
     "forward": Mode(run=lambda model, *args: model.forward(*args)),
     "method": Mode(run=lambda model, *args: model.encode(*args), options={"methods": ["encode"]}),
+    "method that calls the model": Mode(
+        run=lambda model, *args: model.calls_itself(*args), options={"methods": ["calls_itself"]}
+    ),
+    "method and call by turns": Mode(run=by_turns, options={"methods": ["encode"]}),
     "method, uncompiled": Mode(run=lambda model, *args: model.encode(*args)),
     "part": Mode(run=lambda model, *args: model.net(*args)),
     "methods of a part": Mode(run=lambda model, x: model.net.forward_head(model.net.forward_features(x))),
@@ -374,8 +381,8 @@ OF_PARTS = (
 )
 
 
-def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], set[Any], int]:
-    """Return outputs, gradients, states and an evaluation, the quantized sites, and the count of forwards."""
+def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], set[Any], int, int]:
+    """Return outputs, gradients, states and an evaluation, the quantized sites, and counts of forwards and graphs."""
     torch.manual_seed(0)
     model = Whole(case.make(), mode.way)
     if mode.before:
@@ -398,7 +405,7 @@ def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], se
     runtime = runtime_of(model)
     # One graph may serve blocks at similar places.
     sites = {(pattern_of(site.module), site.op) for site in runtime.sites if site.quantized}
-    return seen, sites, runtime.count
+    return seen, sites, runtime.count, runtime.capture.graphs
 
 
 @cache
@@ -456,9 +463,10 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
 @pytest.mark.parametrize(("case", "policy", "mode"), ROWS)
 def test_a_mode_computes_what_the_call_computes(case, policy, mode):
-    expected, sites, count = reference(CASES[case].reference or case, policy, CASES[case].mode)
-    seen, found, number = results(CASES[case], POLICIES.get(policy, policy), MODES[mode])
+    expected, sites, count, graphs = reference(CASES[case].reference or case, policy, CASES[case].mode)
+    seen, found, number, own = results(CASES[case], POLICIES.get(policy, policy), MODES[mode])
     assert_equal(seen, expected)
     assert found == (set() if mode in OF_PARTS else sites)
     assert number == count == (None if policy == "bf16" else CASES[case].steps)
     assert sites or policy == "bf16"
+    assert own == graphs or not mode.startswith("method") or mode in (*OF_PARTS, "method and call by turns")

@@ -3,9 +3,8 @@ where a compiler or a folder is not the one that torch expects."""
 
 from __future__ import annotations
 
+import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch._inductor.exc import CppCompileError
 import fp4graph
 from fp4graph.kernels import operators
 from fp4graph.kernels.inductor import compiler_errors
-from tests.helpers.processes import run
+from tests.helpers.processes import python, run
 from tests.kernels.models import Net
 
 REMEDY = r"nonexistent.*g\+\+.*CXX.*backend='eager'"
@@ -33,22 +32,18 @@ def no_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_or_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     model = Net()
     with pytest.raises(fp4graph.Error, match=REMEDY):
         fp4graph.apply(model, "mxfp4")
     assert not model._forward_pre_hooks
     fp4graph.apply(model, "mxfp4", backend="aot_eager")(torch.ones(2, 64))
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as accelerator:
         accelerator.setattr(torch.accelerator, "is_available", lambda: True)
-        model: nn.Module = fp4graph.apply(Net(), "mxfp4")
+        beside: nn.Module = fp4graph.apply(Net(), "mxfp4")
     with pytest.raises(fp4graph.Error, match=REMEDY):
-        model(torch.ones(2, 64))
+        beside(torch.ones(2, 64))
 
 
 def test_a_compiler_that_fails() -> None:
@@ -75,14 +70,14 @@ def test_a_c_compiler(tmp_path: Path) -> None:
         "model = fp4graph.apply(Net(), 'mxfp4')",
         "model(torch.ones(2, 64)).sum().backward()",
     )
-    run([sys.executable, "-c", "\n".join(lines)], env={"CXX": "gcc", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    run(python("-c", "\n".join(lines)), env={"CXX": "gcc", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
 
 
 @pytest.mark.process
-def test_a_cache_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_a_file(tmp_path: Path) -> None:
     """torch cannot import Dynamo then."""
     cache = tmp_path / "cache"
     cache.touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    done = subprocess.run([sys.executable, "-c", "import fp4graph"], capture_output=True, text=True)
-    assert f"fp4graph.errors.Error: torch cannot compile: its folder of compiled code, {cache}" in done.stderr
+    said = f"fp4graph.errors.Error: torch cannot compile: its folder of compiled code, {re.escape(str(cache))}"
+    with pytest.raises(AssertionError, match=said):
+        run(python("-c", "import fp4graph"), env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})

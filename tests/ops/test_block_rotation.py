@@ -12,12 +12,13 @@ from torch import Tensor
 import fp4graph
 from fp4graph.errors import PluginError
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import noise
 from fp4graph.technique import Part, Technique
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.sites import program_of
 from tests.helpers.techniques import Offers
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -51,23 +52,11 @@ class Flipped(Hadamard):
 
 def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
     """Y, dX and dW of three experts, the second without tokens, under the technique ``cls`` with blocks of 16."""
+    registry = None if cls is Hadamard else Registry([(f"{cls.name}-plugin", Offers(cls))])
     policy = fp4graph.load_policy(
-        {
-            "version": 1,
-            "name": "rotated",
-            "rules": [
-                {
-                    "name": "experts",
-                    "match": {"op": "grouped"},
-                    "quantize": {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}},
-                    "techniques": [{cls.name: {"block": 16}}],
-                }
-            ],
-        },
-        None if cls is Hadamard else Registry([(f"{cls.name}-plugin", Offers(cls))]),
+        one_rule({cls.name: {"block": 16}}, op="grouped", quantize=quantizer(block)), registry
     )
-    program = plan_site(SiteView("m", "grouped", K, N, N * K), policy.rules[-1]).program
-    assert program is not None
+    program = program_of(policy, "grouped", K, N)
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((40, K), (3, K, N), (40, N)))
     x, w = x.requires_grad_(), w.requires_grad_()

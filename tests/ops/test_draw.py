@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from fp4graph.errors import PluginError
 from fp4graph.technique import Gemm, OptimizerHook, PairTransform, Part, Rounding, Technique, parts_of
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.processes import python, run
 from tests.helpers.techniques import FPROP, Offers, technique
 
 #: Techniques that draw, each at stages of its own.
@@ -104,18 +102,6 @@ def test_two_parts_of_one_kind_that_would_draw_the_same_bits_are_refused() -> No
 @pytest.mark.process
 def test_a_program_has_one_text_in_every_process() -> None:
     """Functions of compiled graphs are named after it, and torch's caches find them by name."""
-    code = (
-        "import fp4graph\n"
-        "from fp4graph.graph.plan import plan_site\n"
-        "from fp4graph.technique.site import SiteView\n"
-        "rule = next(rule for rule in fp4graph.load_policy('quartet-ii').rules if rule.quantizes)\n"
-        "print(plan_site(SiteView('m', 'linear', 512, 256, 512 * 256), rule).program)\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    texts = {
-        subprocess.run(
-            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
+    code = "from tests.helpers.sites import program_of\nprint(program_of('quartet-ii', inputs=512, outputs=256))\n"
+    texts = {run(python("-W", "ignore", "-c", code), env={"PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")}
     assert len(texts) == 1

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import fp4graph
-from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
@@ -18,6 +17,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import NVFP4, one_rule, quantizer
 from tests.helpers.sites import program_of
+from tests.helpers.training import assert_equal
 
 CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
 FLOOR = fp4graph.ScaleSpec("e8m0", "floor")
@@ -47,10 +47,8 @@ def test_microscaling_is_its_equations(data):
     x, w, bias, dy = data
     quantize = partial(fp4graph.fake_quantize, spec=fp4graph.QuantSpec(scale=FLOOR))
     y, dx, dw, db = run("microscaling", *data)
-    torch.testing.assert_close(y, torch.addmm(bias, quantize(x, dim=1), quantize(w, dim=1).T), rtol=0, atol=0)
-    torch.testing.assert_close(dx, quantize(dy, dim=1) @ quantize(w, dim=0), rtol=0, atol=0)
-    torch.testing.assert_close(dw, quantize(dy, dim=0).T @ quantize(x, dim=0), rtol=0, atol=0)
-    torch.testing.assert_close(db, dy.sum(0), rtol=0, atol=0)
+    expected = [torch.addmm(bias, quantize(x, dim=1), quantize(w, dim=1).T), quantize(dy, dim=1) @ quantize(w, dim=0)]
+    assert_equal([y, dx, dw, db], [*expected, quantize(dy, dim=0).T @ quantize(x, dim=0), dy.sum(0)])
 
 
 def test_tetrajet_is_its_equations(data):
@@ -64,11 +62,9 @@ def test_tetrajet_is_its_equations(data):
 
     y, dx, dw, _ = run("tetrajet", x, w, bias, dy)
     q1, q2 = fp4graph.fake_quantize(x, nearest, 1), fp4graph.fake_quantize(w, nearest, 1)
-    torch.testing.assert_close(y, torch.addmm(bias, q1, q2.T), rtol=0, atol=0)
     q3, q4 = sr(dy, Operand.DGRAD_GRAD_OUTPUT), sr(q2.T, Operand.DGRAD_WEIGHT).T
-    torch.testing.assert_close(dx, q3 @ q4, rtol=0, atol=0)
     q5, q6 = sr(dy.T, Operand.WGRAD_GRAD_OUTPUT), sr(q1.T, Operand.WGRAD_INPUT).T
-    torch.testing.assert_close(dw, q5 @ q6, rtol=0, atol=0)
+    assert_equal([y, dx, dw], [torch.addmm(bias, q1, q2.T), q3 @ q4, q5 @ q6])
 
 
 @pytest.mark.slow
@@ -110,15 +106,6 @@ def test_unquantized_operands_leave_their_gemm_exact(data):
     assert torch.equal(dw, dy.T @ x)
 
 
-def test_needs_no_gradient_it_is_not_asked_for(data):
-    x, w, bias, _ = data
-    frozen = w.clone()
-    y = linear("tetrajet")(x.requires_grad_(), frozen, bias, KEY, STEP, 0)
-    y.sum().backward()
-    assert x.grad is not None
-    assert frozen.grad is None
-
-
 @pytest.mark.slow
 def test_autocast_runs_the_gemms_in_its_dtype(data):
     x, w, bias, dy = data
@@ -144,12 +131,6 @@ def test_from_master_quantizes_before_the_cast(data):
     spec = fp4graph.QuantSpec(scale=CEIL)
     expected = fp4graph.fake_quantize(x, spec).bfloat16() @ fp4graph.fake_quantize(w, spec).bfloat16().T
     assert torch.equal(y, expected)
-
-
-def test_mixed_dtypes_are_refused_with_the_remedy(data):
-    x, w, _, _ = data
-    with pytest.raises(CaptureError, match=r"multiplies torch.float32 with torch.bfloat16.*x\.to\(torch.bfloat16\)"):
-        linear("tetrajet")(x, w.bfloat16(), None, KEY, STEP, 0)
 
 
 @pytest.mark.parametrize("form", ["linear", "matmul", "grouped", "parted"])

@@ -24,6 +24,7 @@ from fp4graph.technique.operands import Operand
 from tests.helpers.operators import check_declaration
 from tests.helpers.policies import NVFP4, loaded
 from tests.helpers.sites import program_of
+from tests.helpers.training import assert_equal
 
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
@@ -98,8 +99,7 @@ def test_the_relative_error_is_that_of_one_rounding():
 @pytest.mark.parametrize("addend", [False, True])
 def test_terms_are_summed_before_the_rounding(techniques, addend):
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
-    f = function(policy(after=techniques))
-    found = run(f, x, w, bias if addend else None, dy)
+    found = run(function(policy(after=techniques)), x, w, bias if addend else None, dy)
     assert_rounded_once(*found[Operand.FPROP_INPUT], addend=bias.double() if addend else 0.0)
 
 
@@ -109,8 +109,7 @@ def test_terms_are_summed_before_the_rounding(techniques, addend):
 def test_tensors_of_any_magnitude(quantize, scale):
     """γ_a·γ_b of the smallest would be subnormal in fp32."""
     x, w, dy = data((64, 128), (96, 128), (64, 96), scale=scale)
-    f = function(policy(quantize=quantize))
-    for parts in run(f, x, w, None, dy).values():
+    for parts in run(function(policy(quantize=quantize)), x, w, None, dy).values():
         assert_rounded_once(*parts)
 
 
@@ -158,16 +157,14 @@ def test_addmm_and_baddbmm(shape, alpha, beta):
 def test_an_addend_that_is_not_read_may_hold_anything():
     a, b, addend, dy = data((6, 48, 64), (6, 64, 40), (48, 40), (6, 48, 40))
     f = function(policy(op="matmul"), "matmul", 1.0, 0.0)
-    y, left, right = run(f, a, b, addend * torch.nan, dy)[Operand.FPROP_INPUT]
-    assert_rounded_once(y, left, right)
+    assert_rounded_once(*run(f, a, b, addend * torch.nan, dy)[Operand.FPROP_INPUT])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_poison_passes(poison):
     x, w = data((32, 64), (48, 64))
     x[3, 5] = poison
-    f = function(policy())
-    assert f(x, w, None, KEY, STEP, 0)[3].isnan().all()
+    assert function(policy())(x, w, None, KEY, STEP, 0)[3].isnan().all()
 
 
 class Net(nn.Module):
@@ -184,21 +181,19 @@ class Net(nn.Module):
 @pytest.mark.long
 @pytest.mark.inductor
 def test_backends_agree_and_sizes_may_be_symbolic():
-    results = []
-    for backend in ("eager", "aot_eager", "inductor"):
+    def results(backend):
         torch._dynamo.reset()
         model = fp4graph.apply(Net().bfloat16(), policy(op=["linear", "matmul"]), backend=backend, dynamic=True)
-        rows = []
         for tokens in (16, 24, 40):
             (x,) = data((2, tokens, 64))
             y = model(x)
             y.backward(torch.ones_like(y))
             # The gradient of a bias is a sum of dY, whose order is the compiler's.
-            rows += [y.detach(), model.first.weight.grad.clone(), model.second.weight.grad.clone()]
-        results.append(rows)
-    for other in results[1:]:
-        for mine, theirs in zip(other, results[0], strict=True):
-            assert torch.equal(mine, theirs)
+            yield from (y.detach(), model.first.weight.grad.clone(), model.second.weight.grad.clone())
+
+    expected = list(results("eager"))
+    for backend in ("aot_eager", "inductor"):
+        assert_equal(results(backend), expected)
 
 
 def test_a_product_without_tensor_scales_is_torchs_own():

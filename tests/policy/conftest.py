@@ -19,6 +19,13 @@ from fp4graph.technique.site import SiteView
 class Toy(Technique):
     """A technique that every quantized operand is handed to, so that the loader does not call it idle."""
 
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    weight: ClassVar[float] = 1.0
+
+    @property
+    def complexity(self) -> float:
+        return self.weight
+
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         return (OptimizerHook(options=self, operands=frozenset(Operand)),)
 
@@ -27,7 +34,6 @@ class Dither(Toy):
     """Implied by stochastic rounding; its weight depends on an option."""
 
     name: ClassVar[str] = "dither"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
     scope: Literal["backward", "all"] | tuple[str, ...] = "backward"
     bits: int = Field(24, ge=1, le=24)
@@ -43,48 +49,30 @@ class Dither(Toy):
 
 class Average(Toy):
     name: ClassVar[str] = "average"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    weight: ClassVar[float] = 1.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"ramp"})
 
     beta: float = Field(0.998, gt=0, lt=1)
 
-    @property
-    def complexity(self) -> float:
-        return 1.5
-
 
 class Ramp(Toy):
     name: ClassVar[str] = "ramp"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    weight: ClassVar[float] = 3.0
 
     steps_: int = Field(alias="steps")
-
-    @property
-    def complexity(self) -> float:
-        return 3.0
 
 
 class Echo(Toy):
     name: ClassVar[str] = "echo"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     requires: ClassVar[frozenset[str]] = frozenset({"dither"})
-
-    @property
-    def complexity(self) -> float:
-        return 1.0
 
 
 class Mutable(Toy):
     """Breaks the contract: options that cannot be hashed."""
 
     name: ClassVar[str] = "mutable"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
     items: list[int] = Field(default_factory=list)
-
-    @property
-    def complexity(self) -> float:
-        return 0.0
 
 
 class Toys:

@@ -1,14 +1,18 @@
-"""Ω: each technique once, however the policy spells it."""
+"""Ω: each technique once, however the policy spells it; by the rule of "Elucidating the design space of FP4 training",
+Table 9, against what its Tables 3 to 8 print."""
 
 from __future__ import annotations
 
+import csv
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp4graph.policy import load_policy
 from fp4graph.technique.registry import Registry
+from tests.helpers.policies import one_rule
 
 STOCHASTIC = {"rounding": "stochastic"}
 
@@ -49,3 +53,70 @@ def test_names_in_use(registry: Registry) -> None:
     rule = {"match": {}, "quantize": STOCHASTIC, "techniques": ["echo"]}
     policy = load_policy({"version": 1, "rules": [rule], "techniques": ["average"]}, registry)
     assert {technique.name for technique in policy.used} == {"dither", "echo", "average"}
+
+
+with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
+    QUANTIZED = [row for row in csv.DictReader(file) if row["kind"] == "quantized"]
+
+#: One technique of a policy's list: its name and options.
+Entry = dict[str, dict[str, str]]
+
+
+def kinds(technique: str, **cells: str) -> dict[str, Entry]:
+    return {cell: {technique: {"kind": kind}} for cell, kind in cells.items()}
+
+
+SR = {operands: {"stochastic_rounding": {"operands": operands}} for operands in ("backward", "all_activation")}
+#: Column by column, the entry that each printed cell stands for. Values that only Table 10 has are included.
+ENTRIES: dict[str, dict[str, Entry]] = {
+    "max_grad": kinds("smooth_max", absmax="absmax", softsoftmax="softmax", hardsoftmax="hybrid"),
+    "quant_grad": kinds("step_gradient", baseline="dge", spline="spline"),
+    "scale_grad": kinds("scale_gradient", baseline="dge", spline="spline"),
+    "hadamard": {
+        "all_exact": {"hadamard": {"scope": "all"}},
+        **{cell: {"hadamard": {"scope": "backward"}} for cell in ("backward.exact", "backward_exact")},
+    },
+    "sr": {
+        **dict.fromkeys(("IntelFP4_exact", "IntelfP4.exact", "IntFP4.exact"), SR["backward"]),
+        **dict.fromkeys(("all_activation.exact", "all_activation_exact"), SR["all_activation"]),
+    },
+    "round_mode": {"Stochastic": {"stochastic_scale_rounding": {}}},
+    "tensor_scaling": {"True": {"tensor_scaling": {}}},
+    "tensor_grad": kinds("tensor_scaling_gradient", absmax="absmax", STE="ste"),
+    "loss_scaling": {"True": {"loss_scaling": {}}},
+    "optimiser": {cell: {"stable_spam": {}} for cell in ("StableSPAM", "StablesPAM")},
+}
+#: Cells that stand for no technique, where their column says nothing else.
+NOTHING = {"STE", "N/A", "None.exact", "None_exact", "TiesToEven", "TowardPositive", "False", "ignore", "Adam"}
+
+#: Rows whose columns contradict their complexity points: those printed, and those of the columns by Table 9.
+CONTRADICTORY = {
+    "Table 4: llama.1B, Pure FP4, E8M0": (0.0, 1.0),
+    "Table 4: llama.350M, Best Score (Neg), E8M0": (1.5, 2.0),
+    "Table 4: llama.60M, Best loss NVFP4, E4M3": (1.5, 2.0),
+    "Table 5: CIFAR10, Best Score (Pos), E4M3": (1.0, 1.5),
+    "Table 5: CIFAR10, Pure FP4, E4M3": (0.0, 0.5),
+    "Table 5: MNIST, Best Score (Neg), E4M3": (1.0, 1.5),
+    "Table 5: llama.9M, Best loss NVFP4, E4M3": (2.0, 1.5),
+}
+
+
+def name(row: dict[str, str]) -> str:
+    return f"Table {row['table']}: {row['dataset']}, {row['source']}, {row['scale']}"
+
+
+def entries(row: dict[str, str]) -> list[Entry]:
+    """The techniques that a row's columns say are in use."""
+    assert not [row[column] for column, cells in ENTRIES.items() if row[column] not in {*cells, *NOTHING}]
+    return [cells[row[column]] for column, cells in ENTRIES.items() if row[column] in cells]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.PolicyWarning")  # a gradient of a scale that has none
+def test_printed_complexity_follows_from_the_columns() -> None:
+    printed = {name(row): float(row["complexity_points"].replace(",", ".")) for row in QUANTIZED}
+    policies = {name(row): load_policy(one_rule(quantize={}, techniques=entries(row))) for row in QUANTIZED}
+    found = {row: (printed[row], policy.complexity) for row, policy in policies.items()}
+    assert len(found) == 118
+    contradictory = {row: pair for row, pair in found.items() if pair[0] != pair[1]}
+    assert contradictory == CONTRADICTORY
+    assert {name(row) for row in QUANTIZED if "complexity points" in row["misprint"]} == CONTRADICTORY.keys()

@@ -180,6 +180,12 @@ REFUSED = {
     at: 5↵    default: {}↵  - at: 9↵    operands:↵      weights: {element: e2m2} #! | unknown element format 'e2m2'
     """,
 }
+
+
+def repeated(line: str, times: int) -> str:
+    return "".join(line.format(n) for n in range(1, times + 1))
+
+
 #: Texts that no row can hold: (text, words of the message).
 ODD = {
     "a tab": ("version: 1\nrules:\n\t- x #!", "not valid YAML", "spaces, not tabs"),
@@ -193,19 +199,13 @@ ODD = {
     "nesting": ("version: 1\nrules: " + "[" * 200 + "]" * 200 + " #!\n", "at most 32 levels"),
     "rules without end": ("version: 1\nrules: #!\n" + "- {match: {}, keep: a}\n" * 501, "501 items", "at most 500"),
     "phases without end": (
-        "version: 1\ndefault: {}\nphases: #!\n" + "".join(f"- {{at: {n}, rules: []}}\n" for n in range(1, 102)),
-        "at most 100",
+        "version: 1\ndefault: {}\nphases: #!\n" + repeated("- {{at: {}, rules: []}}\n", 101), "at most 100"
     ),
     "rules times phases": (
-        RULE
-        + "    quantize: {}\n"
-        + "".join(f"  - {{name: r{n}, match: {{}}, quantize: {{}}}}\n" for n in range(50))
-        + "phases: #!\n"
-        + "".join(f"  - {{at: {n}, techniques: [echo]}}\n" for n in range(1, 11)),
-        "561 rules",
-        "at most 500",
+        RULE + "    quantize: {}\n" + repeated("  - {{name: r{}, match: {{}}, quantize: {{}}}}\n", 50) + "phases: #!\n"
+        + repeated("  - {{at: {}, techniques: [echo]}}\n", 10), "561 rules", "at most 500",
     ),
-}
+}  # fmt: skip
 
 
 def refusals() -> Iterator[Any]:
@@ -336,12 +336,11 @@ def test_options_that_cannot_be_hashed_are_the_plugins_fault(registry: Registry)
 
 
 def test_a_technique_of_a_broken_plugin_names_its_failure() -> None:
-    broken = Registry(plugins=[("shiny", object.__new__(_Broken))], entry_point_group=None)
+    class Broken:
+        @hookimpl
+        def fp4graph_techniques(self) -> list[object]:
+            raise RuntimeError("out of order")
+
+    broken = Registry(plugins=[("shiny", Broken())], entry_point_group=None)
     with pytest.raises(PolicyError, match=r"unknown technique 'shiny' \(plugin 'shiny': .*out of order"):
         load_policy({"version": 1, "default": {}, "techniques": ["shiny"]}, broken)
-
-
-class _Broken:
-    @hookimpl
-    def fp4graph_techniques(self) -> list[object]:
-        raise RuntimeError("out of order")

@@ -48,32 +48,35 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_numel": ([192 * 576], [192 * 576 + 1]),
     "producer": (["layer_norm", ["gelu", "layer_norm"]], ["gelu"]),
 }
-CASES = [({name: value}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
-SEVERAL = [({}, 1), ({"first_blocks": 4, "last_blocks": 4}, 0), ({"op": "linear", "module": "head"}, 0)]
+CASES = [({name: value}, {}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
+#: What is unknown of a site satisfies no predicate; without a predicate it does not matter.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "in_features": {"in_features": {"min": 0}},
+    "out_features": {"out_features": {"max": 10**9}},
+    "numel": {"min_numel": 1},
+    "module": {"module": "*"},
+    "block": {"first_blocks": 100},
+    "producer": {"producer": "layer_norm"},
+}
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    *((predicates, {field: None}, 0) for field, predicates in UNKNOWN.items()),
+    *((predicates, {}, 1) for predicates in UNKNOWN.values()),
+    *(({}, {field: None}, 1) for field in UNKNOWN),
+    *(({"block": block}, {"block": None}, not block) for block in (True, False)),
+    ({"module": "*"}, {"module": ""}, 1),  # the root has a name
+    ({"module": "?*"}, {"module": ""}, 0),
+    ({}, {"op": "sdpa"}, 0),  # fused attention is taken apart only on request
+    ({"op": "sdpa"}, {"op": "sdpa"}, 1),
+    ({}, {}, 1),
+    ({"first_blocks": 4, "last_blocks": 4}, {}, 0),
+    ({"op": "linear", "module": "head"}, {}, 0),
+]
 
 
-@pytest.mark.parametrize(("predicates", "holds"), [*CASES, *SEVERAL], ids=str)
-def test_holds(predicates: dict[str, Any], holds: bool, registry: Registry) -> None:
-    assert matches(match(registry, **predicates), SITE) == holds
-
-
-@pytest.mark.parametrize(
-    ("field", "predicates"),
-    [
-        ("in_features", {"in_features": {"min": 0}}),
-        ("out_features", {"out_features": {"max": 10**9}}),
-        ("numel", {"min_numel": 1}),
-        ("module", {"module": "*"}),
-        ("block", {"block": True}),
-        ("block", {"first_blocks": 100}),
-        ("producer", {"producer": "layer_norm"}),
-    ],
-)
-def test_what_is_unknown_satisfies_no_predicate(field: str, predicates: dict[str, Any], registry: Registry) -> None:
-    unknown = replace(SITE, **{field: None})  # type: ignore[arg-type]
-    assert matches(match(registry, **predicates), SITE)
-    assert not matches(match(registry, **predicates), unknown)
-    assert matches(match(registry), unknown)
+@pytest.mark.parametrize(("predicates", "change", "holds"), [*CASES, *OTHERS], ids=str)
+def test_holds(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
+    """Of :data:`SITE` with a ``change``."""
+    assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
 @pytest.mark.parametrize(
@@ -86,26 +89,6 @@ def test_a_share_is_rounded_up_to_whole_blocks(share: float, total: int, blocks:
     last, first = match(registry, last_blocks=share), match(registry, first_blocks=share)
     assert [matches(last, place) for place in places] == [False] * (total - blocks) + [True] * blocks
     assert [matches(first, place) for place in places] == [True] * blocks + [False] * (total - blocks)
-
-
-@pytest.mark.parametrize(
-    ("predicates", "change", "holds"),
-    [
-        ({"block": False}, {"block": None}, True),
-        ({"module": "*"}, {"module": ""}, True),  # the root has a name
-        ({"module": "?*"}, {"module": ""}, False),
-        ({}, {"op": "sdpa"}, False),  # fused attention is taken apart only on request
-        ({"op": "sdpa"}, {"op": "sdpa"}, True),
-    ],
-)
-def test_of_other_sites(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
-    assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
-
-
-def test_the_default_keeps_fused_attention(registry: Registry) -> None:
-    keep = load_policy({"version": 1, "default": {}}, registry).decide(replace(SITE, op="sdpa")).rule.keep
-    assert keep is not None
-    assert "op: sdpa" in keep
 
 
 def test_places_look_at_modules_only(registry: Registry) -> None:
@@ -148,10 +131,12 @@ def test_first_match_wins(registry: Registry) -> None:
     assert found.decide(replace(SITE, module="blocks.3.mlp.fc1")).rule.name == "rest"
 
 
-def test_unmatched_sites_get_the_default(registry: Registry) -> None:
+def test_unmatched_sites_get_the_default_which_keeps_fused_attention(registry: Registry) -> None:
     rule = {"match": {"module": "head"}, "quantize": {}}
     assert policy(registry, rule).decide(SITE).rule.keep == "no rule matches"
-    assert policy(registry, rule, default={"block": 16}).decide(SITE).rule.quantizes
+    quantizing = policy(registry, rule, default={"block": 16})
+    assert quantizing.decide(SITE).rule.quantizes
+    assert "op: sdpa" in str(quantizing.decide(replace(SITE, op="sdpa")).rule.keep)
 
 
 def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry) -> None:
@@ -170,9 +155,8 @@ def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(r
         {"name": "down", "match": {"producer": "gelu"}, "quantize": {"block": 16}},
         {"name": "rest", "match": {"op": "linear"}, "quantize": {}},
     )
-    decided = {
-        site.producer: decision.rule.name for site, decision in found.decide_weight(replace(SITE, producer=None))
-    }
+    decisions = found.decide_weight(replace(SITE, producer=None))
+    decided = {site.producer: decision.rule.name for site, decision in decisions}
     assert decided == {"gelu": "down", "swiglu": "rest", None: "rest"}
 
 
@@ -192,18 +176,10 @@ def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry)
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"match": {"module": "head"}},
-        {"match": {"module": "*.qkv"}},
-        {"match": {"module": ["classifier", "head"]}},
-        {"match": {"module": "classifier"}, "required": False},
-    ],
-    ids=str,
-)
-def test_modules_that_exist_or_need_not(rule: dict[str, Any], registry: Registry) -> None:
-    check_modules(policy(registry, {**rule, "quantize": {}}), NAMES)
+@pytest.mark.parametrize("module", ["head", "*.qkv", ["classifier", "head"], "classifier"], ids=str)
+def test_modules_that_exist_or_need_not(module: Any, registry: Registry) -> None:
+    rule = {"match": {"module": module}, "quantize": {}, "required": module != "classifier"}
+    check_modules(policy(registry, rule), NAMES)
 
 
 def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fp4graph_plugins import hadamard, q_ema
 
-import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.policy import load_policy
-from fp4graph.technique import OptimizerHook, Overhead, Part, Technique
-from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.techniques import Offers, technique
 
 E4M3 = {"format": "e4m3", "rounding": "nearest_even"}
 CEIL = {"format": "e8m0", "rounding": "ceil"}
@@ -96,28 +95,9 @@ def test_what_acts_somewhere_is_not_warned_of(data: dict[str, Any]) -> None:
     [("stranger", "'q_ema' is already offered by plugin"), ("q_ema", "plugin 'q_ema': another plugin has this name")],
 )
 def test_a_technique_that_two_plugins_claim_is_refused_by_name(plugin: str, message: str, first: bool) -> None:
-    class Impostor(Technique):
-        name = "q_ema"
-        overhead = Overhead("O(n)", "O(1)", True)
-
-        @property
-        def complexity(self) -> float:
-            return 0.0
-
-        def parts(self, site: Any) -> tuple[Part, ...]:
-            return (OptimizerHook(options=self, operands=frozenset(Operand)),)
-
-    class Plugin:
-        @staticmethod
-        @fp4graph.hookimpl
-        def fp4graph_techniques() -> list[type[Technique]]:
-            return [Impostor]
-
-    import fp4graph_plugins.hadamard
-    import fp4graph_plugins.q_ema
-
-    ours = [("q_ema", fp4graph_plugins.q_ema), ("hadamard", fp4graph_plugins.hadamard)]
-    plugins = [(plugin, Plugin), *ours] if first else [*ours, (plugin, Plugin)]
+    ours: list[tuple[str, Any]] = [("q_ema", q_ema), ("hadamard", hadamard)]
+    impostor = (plugin, Offers(technique("q_ema")))
+    plugins = [impostor, *ours] if first else [*ours, impostor]
     registry = Registry(plugins, entry_point_group=None)
     with pytest.raises(PolicyError, match=f"{message}.*; uninstall or rename"):
         load_policy(policy("q_ema"), registry)
