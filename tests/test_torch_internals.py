@@ -110,7 +110,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", _functions(), ids=str)
 def test_every_function_has_a_test_and_says_where_it_was_checked(name):
-    assert f"test_{name}" in globals() or name in INSIDE
+    assert f"test_{name}" in globals() or name in {*INSIDE, *(function.__name__ for function, *_ in ANSWERS)}
     assert CHECKED.search(str(_functions()[name].__doc__))
 
 
@@ -146,6 +146,32 @@ INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "is_forward_mode_active": (torch.autograd.forward_ad.dual_level, False, True),
     "has_dispatch_mode": (lambda: FlopCounterMode(display=False), False, True),
 }
+
+
+aten = torch.ops.aten
+#: What other functions say of an argument.
+ANSWERS = (
+    *((internals.packet_of, target, aten.mm) for target in (aten.mm.default, aten.mm)),
+    *((internals.packet_of, target, target) for target in (torch.mm, "relu")),
+    *((internals.qualified_name, target, "aten::mm") for target in (aten.mm.default, aten.mm)),
+    *((internals.qualified_name, target, None) for target in (torch.mm, "relu")),
+    *(
+        (internals.operator_writes, target, True)
+        for target in (aten.add_.Tensor, aten.add_, torch.ops.higher_order.cond)
+    ),
+    *((internals.operator_writes, target, False) for target in (aten.mm.default, aten.view)),
+    (internals.operator_writes, torch.add, None),
+    (internals.is_internal_error, torch._dynamo.exc.InternalTorchDynamoError("a defect"), True),
+    (internals.is_internal_error, RuntimeError(), False),
+    (internals.is_full, object(), False),
+)
+
+
+@pytest.mark.parametrize(("function", "argument", "answer"), ANSWERS, ids=lambda x: str(x).partition(" at 0x")[0])
+def test_answers(function, argument, answer):
+    found = function(argument)
+    assert type(found) is type(answer)
+    assert found == answer
 
 
 @pytest.mark.parametrize("name", INSIDE)
@@ -278,7 +304,6 @@ def test_is_full():
             run(torch.ones(size))
         full.append(internals.is_full(add))
     assert full == [False, False, True]
-    assert not internals.is_full(object())
 
 
 def test_guard_failures():
@@ -288,11 +313,6 @@ def test_guard_failures():
     texts = internals.guard_failures()[add.__code__]
     assert len([text for text in texts if "n == " in text]) >= 2
     assert all(re.match(r"\d+/\d+: ", text) for text in texts), "frame/compilation: guard"
-
-
-def test_is_internal_error():
-    assert internals.is_internal_error(torch._dynamo.exc.InternalTorchDynamoError("a defect"))
-    assert not internals.is_internal_error(RuntimeError())
 
 
 def test_is_runtime_error():
@@ -498,42 +518,6 @@ def test_fake_tensors_silent():
 
 
 # Operators and tensors
-
-aten = torch.ops.aten
-
-
-@pytest.mark.parametrize(
-    ("target", "packet", "name"),
-    [
-        (aten.mm.default, aten.mm, "aten::mm"),
-        (aten.mm, aten.mm, "aten::mm"),
-        (torch.mm, torch.mm, None),
-        ("relu", "relu", None),
-    ],
-    ids=lambda x: str(x).partition(" at 0x")[0],
-)
-def test_packet_of(target, packet, name):
-    assert internals.packet_of(target) is packet
-    assert internals.qualified_name(target) == name
-
-
-test_qualified_name = test_packet_of
-
-
-@pytest.mark.parametrize(
-    ("target", "writes"),
-    [
-        (aten.add_.Tensor, True),
-        (aten.add_, True),
-        (aten.mm.default, False),
-        (aten.view, False),
-        (torch.ops.higher_order.cond, True),
-        (torch.add, None),
-    ],
-    ids=lambda x: str(x).partition(" at 0x")[0],
-)
-def test_operator_writes(target, writes):
-    assert internals.operator_writes(target) is writes
 
 
 def test_is_alias():

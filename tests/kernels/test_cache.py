@@ -83,18 +83,16 @@ class Process:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_what_another_process_compiled(tmp_path: Path) -> None:
+def test_what_another_process_compiled(tmp_path):
     """It is taken from the cache for an equal policy and equal code, and for no other."""
     process = Process(tmp_path)
     first = process.train("up", "louder")
     for case in first.values():
-        assert case["hits"] == 0
-        assert case["misses"] == 1
+        assert (case["hits"], case["misses"]) == (0, 1)
         assert case["off"] < 1e-4
     again = process.train("louder", "up", "even", 'louder {"by": 1.25}')
     for name in ("up", "louder"):
-        assert again[name]["hits"] == 1
-        assert again[name]["misses"] == 0
+        assert (again[name]["hits"], again[name]["misses"]) == (1, 0)
         assert again[name]["weights"] == first[name]["weights"]
     assert len({tuple(again[name]["weights"]) for name in again if name != "even"}) == 3  # ties are too rare to tell
     for name in ("even", 'louder {"by": 1.25}'):
@@ -130,7 +128,7 @@ def name_of(program: MatmulProgram, form: str = "linear", alpha: float = 1.0, be
 
 
 @pytest.mark.slow
-def test_names_tell_programs_apart() -> None:
+def test_names_tell_programs_apart():
     """One name for equal programs, another for any other."""
     by_program: dict[MatmulProgram, str] = {}
     for program in programs().values():
@@ -145,7 +143,7 @@ def test_names_tell_programs_apart() -> None:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_names_are_the_same_in_every_process() -> None:
+def test_names_are_the_same_in_every_process():
     code = (
         "import json\nfrom tests.kernels.test_cache import name_of, programs\n"
         "print(json.dumps({case: name_of(program) for case, program in programs().items()}))"

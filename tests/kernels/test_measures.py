@@ -10,7 +10,7 @@ from fp4graph.kernels import measures
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise, make_key
-from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec, Selector
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import any_floats, assert_same_bits
 from tests.helpers.operators import check_declaration
 from tests.kernels.quantizers import by_both
@@ -47,9 +47,7 @@ CASES = [
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("block", "measure", "convention", "shape"), CASES)
-def test_errors_of_blocks(
-    block: Block, measure: Selector, convention: str, shape: tuple[int, ...], transposed: bool
-) -> None:
+def test_errors_of_blocks(block, measure, convention, shape, transposed):
     if transposed and len(shape) < 2:
         pytest.skip("a vector has no other layout")
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
@@ -60,7 +58,7 @@ def test_errors_of_blocks(
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-def test_moments_of_blocks(transposed: bool) -> None:
+def test_moments_of_blocks(transposed):
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)
     assert values.is_contiguous() != transposed
@@ -78,9 +76,7 @@ def test_moments_of_blocks(transposed: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("rounding", [("nearest", "even", 24), ("stochastic", "away", 8)], ids=lambda r: r[0])
-def test_elements_that_blocks_choose(
-    elements: list[str], block: Block, selector: Selector, shape: tuple[int, ...], rounding: tuple[str, str, int]
-) -> None:
+def test_elements_that_blocks_choose(elements, block, selector, shape, rounding):
     how = dict(zip(("rounding", "ties", "random_bits"), rounding, strict=True))
     spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector, **how)
     blocking, values, _, scale = parts(shape, spec, transposed=len(shape) > 2)
@@ -110,6 +106,6 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_keep_their_promises(name: str) -> None:
+def test_operators_keep_their_promises(name):
     for arguments in OPERATORS[name]:
         check_declaration(name, arguments)

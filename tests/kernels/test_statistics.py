@@ -42,7 +42,7 @@ def specs() -> list[Any]:
 
 
 @pytest.mark.parametrize("spec", specs())
-def test_scales_of_any_statistic(spec: QuantSpec) -> None:
+def test_scales_of_any_statistic(spec):
     z, edges = any_floats((50_000,)).abs(), blocks_of_every_scale(1).abs().flatten()
     z[: len(edges)] = edges
     z[-1] = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32)  # a NaN with a sign
@@ -62,7 +62,7 @@ def awkward(count: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 33, 100_001])
-def test_order_statistics_are_those_of_a_sorted_copy(count: int, dtype: torch.dtype) -> None:
+def test_order_statistics_are_those_of_a_sorted_copy(count, dtype):
     x = awkward(count, dtype)
     ordered = np.sort(x.double().numpy())
     for place in {0, count // 100, count // 3, count - 1}:
@@ -72,7 +72,7 @@ def test_order_statistics_are_those_of_a_sorted_copy(count: int, dtype: torch.dt
         assert (low, high) == expected
 
 
-def test_no_elements_have_no_order() -> None:
+def test_no_elements_have_no_order():
     for found in by_both(lambda: statistics.order_statistics(torch.empty(0), 0)):
         assert found == (-math.inf, math.inf)
 
@@ -89,5 +89,5 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", OPERATORS)
-def test_operators_keep_their_promises(case: str) -> None:
+def test_operators_keep_their_promises(case):
     check_declaration(case.partition(",")[0], OPERATORS[case])
