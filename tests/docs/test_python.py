@@ -90,19 +90,11 @@ def _training(folder: Path) -> dict[str, Any]:
     """A LLaMA for the loop."""
     pytest.importorskip("transformers")
     model = fp4graph.apply(models.llama(), "tetrajet")
+    schedule = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # as checkpoints see one
     return {
-        "steps": 2, "scheduler": _Schedule(), "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
+        "steps": 2, "scheduler": schedule, "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
         "x": torch.arange(16)[None], "y": None, "criterion": lambda output, _: output.logits.square().mean(),
     }  # fmt: skip
-
-
-class _Schedule:
-    """A scheduler as checkpoints see one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 #: Pages whose blocks are alternatives: each begins with what the page takes for granted.

@@ -113,15 +113,15 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
 
 
 class _Recording:
-    """A recording of a quantized operand, as given and as multiplied, by site and in their order."""
+    """A recording of an operand of products with a quantized weight, as given and as multiplied, by site in order."""
 
     def __init__(self, operand: Operand) -> None:
         self.operand, self.found = operand, dict[str, tuple[torch.Tensor, torch.Tensor]]()
 
     def operands(self, site: str) -> Any:
-        def observe(*both: Any) -> None:
-            for each in both:
-                if each.operand is self.operand and each.program.spec is not None:
+        def observe(left: Any, right: Any) -> None:
+            for each in (left, right) if right.program.spec is not None else ():
+                if each.operand is self.operand:
                     self.found[site] = each.given, total(each.terms).float()
 
         return observe
@@ -131,7 +131,8 @@ class _Recording:
 
 @torch.no_grad()
 def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what an eval forward quantizes as ``operand``, as given and as multiplied, by site."""
+    """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site: as given, and as
+    multiplied."""
     seen = _Recording(operand)
     runtime_of(model).observe(seen, training=False)
     model(inputs(model))
