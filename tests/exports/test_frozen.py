@@ -260,7 +260,8 @@ UNSOUND = {
     "other scales": (late("floor", quantize=FLOOR, operands=FROM_FPROP), "floor", "its quantizer changes values"),
     "fprop is stochastic": (
         {"techniques": [{"stochastic_rounding": {"operands": ["fprop"]}}]},
-        *("the rule", "stochastically at every forward"),
+        "the rule",
+        "stochastically at every forward",
     ),
     "dgrad of the original": (late("late", quantize=MXFP4), "late", "dgrad quantizes it from the original"),
 }

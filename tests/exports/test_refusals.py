@@ -114,7 +114,8 @@ WEIGHTS = {
     "not finite": (not_finite, {}, r"inner\.weight.*holds NaN or Inf"),
     "tied": (
         lambda: called(Tied(), by_rule(MXFP4, match={"module": "head", "role": "head"}), torch.arange(5)),
-        *({}, r"embed\.weight is the same parameter.*[Kk]eep head"),
+        {},
+        r"embed\.weight is the same parameter.*[Kk]eep head",
     ),
     "weight norm": (partial(computed, parametrizations.weight_norm), {}, COMPUTED),
     "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
@@ -123,11 +124,13 @@ WEIGHTS = {
     "square conv1d": (lambda: trained(gpt2(), policy(match={"module": "*.attn.c_proj"}), 0), {}, CONV1D),
     "conv1d in modelopt": (lambda: trained(gpt2(), policy(NVFP4), 0), IN_MODELOPT, CONV1D),
     "attention in gpt-oss": (
-        *(partial(experts, MXFP4), IN_GPT_OSS),
+        partial(experts, MXFP4),
+        IN_GPT_OSS,
         r"self_attn.*holds only the experts of GPT-OSS.*op: grouped",
     ),
     "experts of gpt-oss elsewhere": (
-        *(partial(experts, MXFP4, **GROUPED), {}),
+        partial(experts, MXFP4, **GROUPED),
+        {},
         r"experts.*all experts in one tensor.*format='gpt-oss'",
     ),
     "NVFP4 in gpt-oss": (partial(experts, NVFP4, **GROUPED), IN_GPT_OSS, "this layout holds MXFP4"),
@@ -138,7 +141,8 @@ CALLS = {
     "unknown scales": (MX, {"sibling_scales": "shared"}, "unknown sibling_scales 'shared'; did you mean 'share'"),
     "not called": (
         lambda: fp4graph.apply(Net(), "tetrajet", backend="eager"),
-        *({}, r"has not been called since the policy was applied or.*call it once"),
+        {},
+        r"has not been called since the policy was applied or.*call it once",
     ),
     "not applied": (Net, {}, r"export\(\) takes a model that fp4graph\.apply has prepared"),
     "nothing quantized": (lambda: called(Net(), "bf16", X), {}, "'bf16' quantizes no weight in fprop"),

@@ -62,7 +62,8 @@ def policy_of(operands: dict[str, Any] = FROM_FPROP, techniques: tuple[Any, ...]
 
 
 INPUT_ALONE, WEIGHT_ALONE = ({key: FROM_FPROP[key]} for key in ("wgrad.input", "dgrad.weight"))
-#: What else a policy may ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
+BOTH = PACKED + BF16
+#: What policies ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
 #: a dequantized operand that no bytes stand for.
 OTHERS: dict[str, tuple[Any, float, float]] = {
     "packed operands": (policy_of(), PACKED, PACKED),
@@ -75,7 +76,7 @@ OTHERS: dict[str, tuple[Any, float, float]] = {
     "blocks of two axes": (policy_of(block=[32, 32]), BF16, BF16),
     "a technique on the weight": (policy_of(techniques=({"q_ema": {"beta": 0.9}},)), PACKED, BF16),
     "rotated in fprop": (policy_of(techniques=({"hadamard": {"kind": "deterministic", "block": 32}},)), BF16, BF16),
-    "a gradient of both": (policy_of(techniques=({"step_gradient": {"kind": "sigmoid"}},)), *[PACKED + BF16] * 2),
+    "a gradient of both": (policy_of(techniques=({"step_gradient": {"kind": "sigmoid"}},)), BOTH, BOTH),
 }
 
 
