@@ -21,6 +21,16 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
+def test_the_bytes_are_those_of_our_own_packer(tmp_path):
+    """``fp4graph.pack`` is another way to the same codes and scales."""
+    model, name = trained(llama(), policy()), "model.layers.1.mlp.up_proj"
+    fp4graph.export(model, tmp_path / "out")
+    spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"))
+    packed, found = fp4graph.pack(model.get_parameter(f"{name}.weight").detach(), spec), tensors(tmp_path / "out")
+    assert torch.equal(found[f"{name}.weight_packed"], packed.codes)
+    assert torch.equal(found[f"{name}.weight_scale"], packed.scales)
+
+
 #: Models of 4 blocks of width 256, each with the elements of the matrices of one block.
 WIDE = {
     "vit": (lambda: vit(embed_dim=256, depth=4), 12 * 256 * 256),
