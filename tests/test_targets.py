@@ -30,6 +30,10 @@ def verdict(policy, target, gemm="fprop", which="linear"):
     return kind, why
 
 
+def rotated(gemm, *techniques):
+    return one_rule({"hadamard": {"scope": [gemm], "block": 16, "kind": "random"}}, *techniques, quantize=NVFP4)
+
+
 def test_every_source_is_used_and_every_format_is_multiplied():
     data = targets.data()
     assert {source for target in TARGETS.values() for source in target.sources} == data.sources.keys()
@@ -83,6 +87,10 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-w4a16", "b200", "fprop", "simulated", "fprop.input: kept in high precision"),
         ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
         ("mxfp8", "vllm", "dgrad", "simulated", "it serves, and does not train"),
+        (rotated("fprop"), "vllm", "fprop", "simulated", "hadamard with kind deterministic or random_backward only"),
+        # torchao draws no signs anew.
+        (rotated("wgrad"), "torchao", "wgrad", "simulated", "hadamard with resample never only, not step"),
+        (rotated("wgrad"), "b200", "wgrad", "native", "NVFP4 x NVFP4"),
     ],
 )
 def test_verdicts(policy, target, gemm, kind, why):
@@ -97,24 +105,10 @@ def test_transformer_engine_has_a_scale_for_each_row_of_x():
     assert verdict("nvfp4-mxfp8-experts", "te", "dgrad", "grouped") == ("native", "MXFP8 x MXFP8")
 
 
-def test_vllm_has_no_random_signs():
-    policy = one_rule({"hadamard": {"scope": ["fprop"], "kind": "random"}}, quantize=NVFP4)
-    assert "hadamard with kind deterministic or random_backward only" in verdict(policy, "vllm", "fprop")[1]
-
-
 def test_techniques_that_a_library_has_but_not_together():
-    policy = one_rule(
-        {"hadamard": {"scope": ["wgrad"], "block": 16, "kind": "random"}}, "four_over_six",
-        {"tensor_scaling": {"target": 256}}, quantize=NVFP4,
-    )  # fmt: skip
+    policy = rotated("wgrad", "four_over_six", {"tensor_scaling": {"target": 256}})
     assert verdict(policy, "te") == ("simulated", "Transformer Engine has no hadamard together with four_over_six")
     assert verdict(policy, "b200")[0] == "native"
-
-
-def test_signs_that_a_library_does_not_draw_anew():
-    policy = one_rule({"hadamard": {"scope": ["wgrad"], "block": 16, "kind": "random"}}, quantize=NVFP4)
-    assert "hadamard with resample never only, not step" in verdict(policy, "torchao", "wgrad")[1]
-    assert verdict(policy, "b200", "wgrad")[0] == "native"
 
 
 def test_sizes_count():
@@ -140,15 +134,11 @@ def test_experts_have_products_of_their_own():
     assert targets.verdicts("mi355x", program, site)[Gemm.FPROP].why == "fprop.input and fprop.weight: E2M1 elements"
 
 
-HYBRID = {"element": "e5m2", "block": "tensor", "scale": {"format": "fp32"}}
-
-
 def test_gradients_in_e5m2_beside_e4m3():
-    tensor = HYBRID | {"element": "e4m3"}
+    tensor, row = ({"element": "e4m3", "block": block, "scale": {"format": "fp32"}} for block in ("tensor", "row"))
     policy = one_rule(quantize=tensor, operands={"gradients": {"element": "e5m2"}})
     assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")
-    assert verdict(one_rule(quantize=HYBRID), "h200")[0] == "simulated"  # two of E5M2
-    row = {"element": "e4m3", "block": "row", "scale": {"format": "fp32"}}
+    assert verdict(one_rule(quantize=tensor | {"element": "e5m2"}), "h200")[0] == "simulated"  # two of E5M2
     policy = one_rule(quantize=row, operands={"wgrad.input": {"element": "e5m2"}})
     found = [verdict(policy, target, "wgrad")[0] for target in ("h200", "b200", "mi355x")]
     assert found == ["native", "simulated", "simulated"]  # the CUTLASS kernel and ROCm take E4M3 on the right
@@ -169,16 +159,13 @@ def test_experts_and_phases_show():
     assert [(op, kind) for _, op, _, kind, _ in refused][:2] == [("conv", "refused"), ("linear", "native")]
 
 
-def test_unknown_targets_are_named():
+def test_the_command_says_it_and_names_unknown_targets():
     with pytest.raises(Error, match="unknown target 'b20'; did you mean 'b200'"):
         targets.target("b20")
     assert "did you mean" in run("check", "nvfp4-te", "--target", "b20").err
-
-
-def test_the_command_says_it():
-    result = run("check", "nvfp4-te", "--target", "H200")
-    assert result.code == 0
-    assert "E2M1 elements" in result.out
+    shown = run("check", "nvfp4-te", "--target", "H200")
+    assert shown.code == 0
+    assert "E2M1 elements" in shown.out
 
 
 def test_the_page_is_of_this_data():

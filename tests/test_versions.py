@@ -1,4 +1,4 @@
-"""Versions: `make oldest` installs the lowest that pyproject.toml allows; a newer torch is warned about."""
+"""Versions: `make oldest` installs the lowest that pyproject.toml allows; a newer torch is warned about. Packages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import fp4graph
 from fp4graph.model import versions
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 BOUND = re.compile(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)$")
 PIN = re.compile(r"([\w.-]+)===?([\d.]+)$")
 LINTERS = {"mypy", "ruff"}  # `make oldest` runs the tests alone
@@ -25,8 +26,8 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.sub(r"(\.0)+$", "", version).split(".")))
 
 
-def test_the_oldest_versions_are_the_lower_bounds() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+def test_the_oldest_versions_are_the_lower_bounds():
+    project = PROJECT["project"]
     extras = project["optional-dependencies"]
     required = [*project["dependencies"], *extras["vision"], *extras["test"], *extras["bench"], *extras["export"]]
     bounds = {match[1].lower(): numbers(match[2]) for each in required if (match := BOUND.match(each))}
@@ -37,22 +38,22 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "newer"),
+    ("newer", "version"),
     [
-        ("2.13.0", False),
-        ("2.15.3+cpu", False),
-        ("2.16.0.dev20270101+cu130", True),
-        ("2.16.0a0+git1", True),
-        ("3.0", True),
+        (False, "2.13.0"),
+        (False, "2.15.3+cpu"),
+        (True, "2.16.0.dev20270101+cu130"),
+        (True, "2.16.0a0+git1"),
+        (True, "3.0"),
     ],
 )
-def test_a_torch_newer_than_all_tested_ones_is_known(version: str, newer: bool) -> None:
+def test_a_torch_newer_than_all_tested_ones_is_known(version, newer):
     text = versions.untested(version)
     assert (text is not None) == newer
     assert not newer or (version in text and "2.15" in text)
 
 
-def test_apply_warns_once_about_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_warns_once_about_a_newer_torch(monkeypatch):
     major, minor = map(int, torch.__version__.split(".")[:2])
     monkeypatch.setattr(versions, "NEWEST", (major, minor - 1))
     versions.warn_once.cache_clear()
@@ -63,3 +64,13 @@ def test_apply_warns_once_about_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -
         fp4graph.apply(nn.Linear(4, 4), "bf16", backend="eager")
     monkeypatch.undo()
     versions.warn_once.cache_clear()
+
+
+def test_every_folder_of_the_package_is_listed():
+    """``pyproject.toml`` names every folder with files as a package; setuptools warns at length about others."""
+    settings = PROJECT["tool"]["setuptools"]
+    found = set()
+    for package, folder in settings["package-dir"].items():
+        files = [file.relative_to(ROOT / folder) for file in (ROOT / folder).rglob("*") if file.is_file()]
+        found |= {".".join((package, *file.parts[:-1])) for file in files if "__pycache__" not in file.parts}
+    assert set(settings["packages"]) == found

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fp4graph.__main__ import app
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, of_language, pages_with
+from tests.docs.blocks import PAGES, ROOT, blocks, commands, of_language, pages_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -53,7 +53,7 @@ def parse(command: Any, words: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory):
     """The folder of a sweep of digits, with as few results as every report of it needs."""
     folder = tmp_path_factory.mktemp("sweep") / "sweep-digits"
     run("sweep", "--task", "digits", "--trials", "4", "--output", str(folder), *SMALL)
@@ -61,7 +61,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty working directory that has the policies of README."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
@@ -148,7 +148,7 @@ PROGRAMS: dict[str, Callable[[list[str], Callable[[str], Any]], None]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", pages_with(*SHELL))
-def test_commands_of_a_page(page: str, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_commands_of_a_page(page, folder, request):
     """In their order, in one working directory: a report is of the run before it."""
     for block in blocks(page):
         for program, *words in commands(block) if block.language in SHELL else []:
@@ -160,18 +160,18 @@ def test_commands_of_a_page(page: str, folder: Path, request: pytest.FixtureRequ
                 raise
 
 
-def test_every_reason_is_of_some_command() -> None:
+def test_every_reason_is_of_some_command():
     written = [" ".join(words) for block in of_language(*SHELL) for words in commands(block)]
     idle = [pattern for pattern in PARSED if not any(re.match(pattern, line) for line in written)]
     assert not idle, f"no page has a command like {idle}"
 
 
 @pytest.mark.parametrize("block", of_language("toml"), ids=str)
-def test_toml(block: Block) -> None:
+def test_toml(block):
     tomllib.loads(block.text)
 
 
-def test_every_language_is_tested() -> None:
+def test_every_language_is_tested():
     """Blocks without a language are output, or sketches."""
     known = {"", "python", "yaml", "toml", "mermaid", "text", *SHELL}
     assert {block.language for page in PAGES for block in blocks(page)} <= known

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import nbclient
 import nbformat
 import pytest
@@ -21,7 +19,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_output_is_stored(path: Path) -> None:
+def test_no_output_is_stored(path):
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -33,7 +31,7 @@ def test_no_output_is_stored(path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_its_text_says(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_and_shows_what_its_text_says(path, tmp_path):
     notebook = nbformat.read(path, 4)
     nbclient.execute(notebook, tmp_path, extra_arguments=["--log-level=ERROR"])
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

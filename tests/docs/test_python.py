@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,19 +90,11 @@ def _training(folder: Path) -> dict[str, Any]:
     """A LLaMA for the loop."""
     pytest.importorskip("transformers")
     model = fp4graph.apply(models.llama(), "tetrajet")
+    schedule = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # as checkpoints see one
     return {
-        "steps": 2, "scheduler": _Schedule(), "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
+        "steps": 2, "scheduler": schedule, "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
         "x": torch.arange(16)[None], "y": None, "criterion": lambda output, _: output.logits.square().mean(),
     }  # fmt: skip
-
-
-class _Schedule:
-    """A scheduler as checkpoints see one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 #: Pages whose blocks are alternatives: each begins with what the page takes for granted.
@@ -122,7 +113,7 @@ GIVEN = {
 
 
 @pytest.fixture
-def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fp4graph, "apply", partial(fp4graph.apply, backend="eager"))  # nothing on a page is compiled
     yield tmp_path
@@ -137,7 +128,7 @@ def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-def test_python_of_a_page(page: str, working_directory: Path) -> None:
+def test_python_of_a_page(page, working_directory):
     """In order; a technique is a file of its own."""
     instead = dict(INSTEAD.get(page, {}))
     namespace = {"torch": torch, "nn": nn, "fp4graph": fp4graph}
@@ -171,7 +162,7 @@ def _module(block: Block) -> types.ModuleType:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/techniques.md"])
-def test_the_technique_of_a_page_changes_an_output(page: str) -> None:
+def test_the_technique_of_a_page_changes_an_output(page):
     plugin = next(block for block in blocks(page) if "@fp4graph.hookimpl" in block.text)
     registry, outputs = Registry([("plugin", _module(plugin))]), []
     for techniques in ([], ["headroom"]):
@@ -183,7 +174,7 @@ def test_the_technique_of_a_page_changes_an_output(page: str) -> None:
 
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
-def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
+def test_policies_and_spaces(block, tmp_path):
     """Policies load, with the techniques of the tutorial, or fail in the line and words of ``# error:``; search
     spaces load."""
     file = tmp_path / "block.yaml"

@@ -53,8 +53,7 @@ def llama(**options: Any) -> Any:
 
 def mixture(name: str, **options: Any) -> Any:
     """Make a mixture whose experts fit blocks of 32."""
-    sizes = {"moe_intermediate_size": 64} if name == "Qwen3-MoE" else {}
-    return mixtures.mixture(name, **sizes | options)
+    return mixtures.mixture(name, **({"moe_intermediate_size": 64} if name == "Qwen3-MoE" else {}) | options)
 
 
 def gpt2() -> Any:
@@ -68,18 +67,17 @@ def vit(**options: Any) -> Any:
     return models.vit(**{"img_size": 16, "patch_size": 4, "depth": 3, **options})
 
 
+def by_rule(quantize: Any, *techniques: Any, name: str = "the rule", **rule: Any) -> dict[str, Any]:
+    """Return a policy of one rule, which quantizes every linear layer, or what ``match`` says."""
+    only = {"name": name, "match": {"op": "linear"}, "quantize": quantize, **rule}
+    return {"version": 1, "name": "p", "rules": [only], "techniques": list(techniques)}
+
+
 def policy(quantize: Any = MXFP4, *techniques: Any, **rule: Any) -> dict[str, Any]:
     """Return a policy that quantizes the weights of all blocks, and not the activations that they multiply."""
     operands = {"fprop.input": "keep", **rule.pop("operands", {})}
     match = rule.pop("match", {"op": ["linear", "grouped"], "block": True})
-    only = {"name": "blocks", "match": match, "quantize": quantize, "operands": operands, **rule}
-    return {"version": 1, "name": "p", "rules": [only], "techniques": list(techniques)}
-
-
-def by_rule(quantize: Any, *techniques: Any, **rule: Any) -> dict[str, Any]:
-    """Return a policy of one rule, "the rule", which quantizes every linear layer, or what ``match`` says."""
-    only = {"name": "the rule", "match": {"op": "linear"}, "quantize": quantize, **rule}
-    return {"version": 1, "name": "p", "rules": [only], "techniques": list(techniques)}
+    return by_rule(quantize, *techniques, name="blocks", match=match, operands=operands, **rule)
 
 
 def keeping(name: str, *operands: str) -> dict[str, Any]:
@@ -114,35 +112,41 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
     return model
 
 
-class _Weights:
-    """A recording of the weights that fprop multiplies with, by site and in their order."""
+class _Recording:
+    """A recording of an operand of products with a quantized weight, as given and as multiplied, by site in order."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
+    def __init__(self, operand: Operand) -> None:
+        self.operand, self.found = operand, dict[str, tuple[torch.Tensor, torch.Tensor]]()
 
     def operands(self, site: str) -> Any:
         def observe(left: Any, right: Any) -> None:
-            if right.operand is Operand.FPROP_WEIGHT and right.program.spec is not None:
-                self.found[site] = total(right.terms).float()
+            for each in (left, right) if right.program.spec is not None else ():
+                if each.operand is self.operand:
+                    self.found[site] = each.given, total(each.terms).float()
 
         return observe
 
-    def output(self, site: str, y: torch.Tensor) -> None:
-        pass
+    def output(self, site: str, y: torch.Tensor) -> None: ...
 
 
 @torch.no_grad()
+def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site: as given, and as
+    multiplied."""
+    seen = _Recording(operand)
+    runtime_of(model).observe(seen, training=False)
+    model(inputs(model))
+    runtime_of(model).observe(None)
+    return seen.found
+
+
 def multiplied(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights ``[..., N, K]`` that an eval forward multiplies with, by the names of the parameters.
 
     A module's second site has #1 after its name; of experts, it is down_proj, and the first is gate_up_proj.
     """
-    seen = _Weights()
-    runtime_of(model).observe(seen, training=False)
-    model(inputs(model))
-    runtime_of(model).observe(None)
     named = {}
-    for site, weight in seen.found.items():
+    for site, (_, weight) in recorded(model, Operand.FPROP_WEIGHT).items():
         module, _, number = site.partition("#")
         expert = {"": "gate_up_proj", "1": "down_proj"}[number]
         named[f"{module}.{expert}" if module.endswith("experts") else f"{module}.weight"] = weight

@@ -29,15 +29,21 @@ SQUARE = {"weights": {"block": [16, 16]}}
 X = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
 
 
-TETRAJET = policy(MXFP4, operands=FROM_FPROP)
+def from_fprop(quantize=MXFP4, *techniques, operands=None, **rule):
+    return policy(quantize, *techniques, operands=FROM_FPROP | (operands or {}), **rule)
+
+
+def element(name, block, scale, **more):
+    return {"element": name, "block": block, "scale": {"format": scale, **more}}
+
+
+TETRAJET = from_fprop()
 #: Policies whose frozen weights can be packed.
 SOUND = {
     "tetrajet": TETRAJET,
-    "encode scales": policy(
-        {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "convention": "encode"}}, operands=FROM_FPROP
-    ),
-    "int4": policy({"element": "int4", "block": 32, "scale": {"format": "bf16"}}, operands=FROM_FPROP),
-    "e3m0": policy({"element": "e3m0", "block": 32, "scale": {"format": "ue5m3"}}, operands=FROM_FPROP),
+    "encode scales": from_fprop(element("e2m1", 16, "e4m3", convention="encode")),
+    "int4": from_fprop(element("int4", 32, "bf16")),
+    "e3m0": from_fprop(element("e3m0", 32, "ue5m3")),
     "square": policy(NVFP4, operands=SQUARE),
     "nvfp4-te": policy(
         NVFP4,
@@ -46,7 +52,7 @@ SOUND = {
         "tensor_scaling",
         operands=SQUARE,
     ),
-    "scaled and from fprop": policy(NVFP4, "tensor_scaling", operands=FROM_FPROP),
+    "scaled and from fprop": from_fprop(NVFP4, "tensor_scaling"),
 }
 
 
@@ -213,45 +219,67 @@ def test_packed_models_are_copied_adapted_removed_and_applied_again():
     assert torch.equal(evaluated(applied(net=net)), evaluated(plain))
 
 
+def late(name, **rule):
+    return {"rules": [{"name": name, "match": {"op": "linear"}, **rule}]}
+
+
+#: A phase that asks the same values.
+NEAREST = late("nearest", quantize=MXFP4, operands=FROM_FPROP | {"backward": {"rounding": "nearest"}})
+FLOOR = element("e2m1", 32, "e8m0", rounding="floor")
+
+
+def phases(*later):
+    """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
+    return TETRAJET | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
+
+
+CLAMPED = {"outlier_clamp": {"operands": ["fprop.weight"]}}
 #: Policies whose frozen weights cannot be packed, with the reason that is given.
 REFUSED = {
     "original": (policy(MXFP4), r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
     "kept": (policy(MXFP4, operands={"dgrad": "keep"}), r"dgrad reads the original.*source: fprop"),
     "stochastic dgrad": (policy(MXFP4, operands={"dgrad": {"rounding": "stochastic"}}), "original stochastically"),
     "stochastic fprop": (
-        policy(MXFP4, operands={**FROM_FPROP, "fprop": {"rounding": "stochastic"}}),
+        from_fprop(operands={"fprop": {"rounding": "stochastic"}}),
         r"stochastically at every forward.*[Rr]ound fprop\.weight to nearest",
     ),
-    "rotated": (policy(MXFP4, "hadamard", operands=FROM_FPROP), r"hadamard transforms it in fprop.*backward"),
-    "state": (policy(MXFP4, "q_ema", operands=FROM_FPROP), "q_ema changes the weight itself, or keeps state"),
-    "split": (
-        policy(MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}, operands=FROM_FPROP),
-        "outlier_clamp gives it values that are not FP4",
-    ),
-    "8 bits": (policy({**MXFP4, "element": "e4m3"}, operands=FROM_FPROP), "bytes of e4m3 in blocks of 32"),
-    "one block": (policy({**MXFP4, "block": "tensor"}, operands=FROM_FPROP), "in blocks of tensor"),
+    "rotated": (from_fprop(MXFP4, "hadamard"), r"hadamard transforms it in fprop.*backward"),
+    "state": (from_fprop(MXFP4, "q_ema"), "q_ema changes the weight itself, or keeps state"),
+    "split": (from_fprop(MXFP4, CLAMPED), "outlier_clamp gives it values that are not FP4"),
+    "8 bits": (from_fprop({**MXFP4, "element": "e4m3"}), "bytes of e4m3 in blocks of 32"),
+    "one block": (from_fprop({**MXFP4, "block": "tensor"}), "in blocks of tensor"),
     "two elements": (
-        policy({"element": ["e2m1", "int4"], "block": 16, "scale": {"format": "e4m3"}}, operands=FROM_FPROP),
+        from_fprop(element(["e2m1", "int4"], 16, "e4m3")),
         r"each of its blocks chooses one of the elements e2m1, int4.*with one element",
     ),
 }
+#: Phases under which packed weights would go wrong, with the rule and the reason.
+UNSOUND = {
+    "nothing quantized": ({"rules": [], "default": "keep"}, "default", "keeps it in high precision"),
+    "the rule keeps": (late("off", keep="exact") | {"default": "keep"}, "off", "keeps it in high precision"),
+    "other scales": (late("floor", quantize=FLOOR, operands=FROM_FPROP), "floor", "its quantizer changes values"),
+    "fprop is stochastic": (
+        {"techniques": [{"stochastic_rounding": {"operands": ["fprop"]}}]},
+        "the rule",
+        "stochastically at every forward",
+    ),
+    "dgrad of the original": (late("late", quantize=MXFP4), "late", "dgrad quantizes it from the original"),
+}
 
 
-def written(data, folder):
-    """Write a policy to a file, whose lines errors name."""
-    (folder / "p.yaml").write_text(fp4graph.load_policy(data).to_yaml())
-    return folder / "p.yaml"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in REFUSED), *UNSOUND])
 def test_what_cannot_be_packed_is_named_and_left(name, tmp_path):
-    data, message = REFUSED[name]
-    net = applied(written(data, tmp_path))
+    """By the line of its rule; every later phase is checked too."""
+    if name in REFUSED:
+        (data, message), rule = REFUSED[name], "the rule"
+    else:
+        later, rule, message = UNSOUND[name]
+        data, message = phases(NEAREST, later), f"in the phase that begins at 4, .*{message}"
+    (tmp_path / "p.yaml").write_text(fp4graph.load_policy(data).to_yaml())
+    net = applied(tmp_path / "p.yaml")
     before = copy.deepcopy(dict(net.state_dict()))
-    with pytest.raises(
-        PolicyError, match=rf"(?s)p\.yaml:\d+: rule 'the rule': 0\.base_layer\.weight cannot be .*{message}"
-    ):
+    expected = rf"(?s)p\.yaml:\d+: rule '{rule}': 0\.base_layer\.weight cannot be packed: .*{message}"
+    with pytest.raises(PolicyError, match=expected):
         fp4graph.pack_frozen(net)
     assert all(isinstance(net.get_submodule(name).weight, nn.Parameter) for name in LINEARS)
     assert not differences(dict(net.state_dict()), before)
@@ -270,7 +298,7 @@ def with_dora():
     return applied(net=net)
 
 
-OF_THE_HEAD = policy(MXFP4, operands=FROM_FPROP, match={"module": "head", "role": "head"})
+OF_THE_HEAD = from_fprop(match={"module": "head", "role": "head"})
 #: Models whose weights cannot be packed, with the reason that is given.
 NAMED = {
     "not finite": (not_finite, r"4\.weight cannot be packed: it holds NaN or Inf\. Load finite values"),
@@ -310,44 +338,6 @@ def test_what_trains_stays_as_it_is():
     assert torch.equal(kept, values_of(frozen))
 
 
-def late(name, **rule):
-    return {"rules": [{"name": name, "match": {"op": "linear"}, **rule}]}
-
-
-#: A phase that asks the same values.
-NEAREST = late("nearest", quantize=MXFP4, operands=FROM_FPROP | {"backward": {"rounding": "nearest"}})
-FLOOR = {**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}
-#: Phases under which packed weights would go wrong.
-UNSOUND = {
-    "nothing quantized": ({"rules": [], "default": "keep"}, r"rule 'default'.*keeps it in high precision"),
-    "the rule keeps": (late("off", keep="exact") | {"default": "keep"}, r"rule 'off'.*keeps it in high precision"),
-    "other scales": (
-        late("floor", quantize=FLOOR, operands=FROM_FPROP),
-        r"rule 'floor'.*its quantizer changes values",
-    ),
-    "fprop is stochastic": (
-        {"techniques": [{"stochastic_rounding": {"operands": ["fprop"]}}]},
-        r"rule 'the rule'.*stochastically at every forward",
-    ),
-    "dgrad of the original": (late("late", quantize=MXFP4), r"rule 'late'.*dgrad quantizes it from the original"),
-}
-
-
-def phases(*later):
-    """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
-    return TETRAJET | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
-
-
-@pytest.mark.parametrize("name", UNSOUND)
-def test_every_later_phase_is_checked(name, tmp_path):
-    later, message = UNSOUND[name]
-    net = applied(written(phases(NEAREST, later), tmp_path))
-    with pytest.raises(PolicyError, match=rf"(?s)p\.yaml:\d+: {message}") as caught:
-        fp4graph.pack_frozen(net)
-    assert "0.base_layer.weight cannot be packed: in the phase that begins at 4, " in str(caught.value)
-    assert all(isinstance(net.get_submodule(name).weight, nn.Parameter) for name in LINEARS)
-
-
 @pytest.mark.slow
 def test_weights_stay_packed_through_phases_that_ask_the_same_values():
     plain, net = applied(phases(NEAREST)), packed(phases(NEAREST))
@@ -357,20 +347,13 @@ def test_weights_stay_packed_through_phases_that_ask_the_same_values():
     assert at_rest(net) == size
 
 
-#: Changes of the rule of ``tetrajet`` after which packed bytes are wrong for layer 4.
-CHANGED = {
-    "kept": {"match": {"module": "0"}},
-    "other scales": {"quantize": FLOOR},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(name):
+@pytest.mark.parametrize("changed", [{"match": {"module": "0"}}, {"quantize": FLOOR}], ids=["kept", "other scales"])
+def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(changed):
+    """Layer 4 is kept under the changed rule, or has other scales."""
     net = packed()
     train(net, 1)
-    rule = TETRAJET["rules"][0] | CHANGED[name]
-    runtime_of(net).policy = fp4graph.load_policy(TETRAJET | {"rules": [rule]})
+    runtime_of(net).policy = fp4graph.load_policy(TETRAJET | {"rules": [TETRAJET["rules"][0] | changed]})
     net[4] = Lora(net[4])  # the next call plans the model anew
     for _ in range(3):
         with pytest.raises(PolicyError, match=r"\w+ was packed.*gone.*load the original weights and apply"):

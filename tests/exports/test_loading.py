@@ -77,26 +77,18 @@ def test_numbers_that_another_dtype_changes_are_said(dtype, factor, message, sma
         load(small / MODELOPT, Tied().to(dtype))
 
 
+OF_OTHERS = ".*dequantized.*and apply"  # formats that are not ours, with the way out
+METHODS = "not one of 'compressed-tensors', 'modelopt', 'mxfp4'"
 CONFIGURATIONS = [
     (OURS, {"config_groups": ["a"]}, r"config_groups must be an object; got \['a'\]"),
     (OURS, {"config_groups": {"group_0": 3}}, "config_groups of group_0 must be an object; got 3"),
     (OURS, {"format": ["a"]}, r"format is \"\['a'\]\""),
     (OURS, {"transform_config": "x"}, "transform_config must be an object; got 'x'"),
     (MODELOPT, {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}, "quantized_layers must be an object"),
-]
-#: Formats of others, with the way out.
-CONFIGURATIONS += [
-    (layout, values, f"{message}.*dequantized.*and apply")
-    for layout, values, message in (
-        (
-            MODELOPT,
-            {"quant_method": "awq"},
-            "quant_method is 'awq', not one of 'compressed-tensors', 'modelopt', 'mxfp4'",
-        ),
-        (MODELOPT, {"quant_algo": "FP8"}, "quant_algo is 'FP8', not NVFP4 or W4A16_NVFP4"),
-        (OURS, {"format": "pack-quantized"}, "format is 'pack-quantized', not mxfp4-pack-quantized"),
-        (OURS, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config changes the weights"),
-    )
+    (MODELOPT, {"quant_method": "awq"}, f"quant_method is 'awq', {METHODS}{OF_OTHERS}"),
+    (MODELOPT, {"quant_algo": "FP8"}, f"quant_algo is 'FP8', not NVFP4 or W4A16_NVFP4{OF_OTHERS}"),
+    (OURS, {"format": "pack-quantized"}, f"format is 'pack-quantized', not mxfp4-pack-quantized{OF_OTHERS}"),
+    (OURS, {"transform_config": {"config_groups": {"u": {}}}}, f"transform_config changes the weights{OF_OTHERS}"),
 ]
 
 

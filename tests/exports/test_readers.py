@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ from safetensors.torch import load_file
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
-from fp4graph.model.runtime import runtime_of
-from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
-from tests.exports.models import MXFP4, NVFP4, TOKENS, _of, llama, mixture, multiplied, policy, trained
+from tests.exports.models import MXFP4, NVFP4, TOKENS, _of, llama, mixture, multiplied, policy, recorded, trained
 from tests.helpers.mixtures import SIZES
 
 pytest.importorskip("compressed_tensors")
@@ -74,34 +72,13 @@ CASES = [
 ]
 
 
-class Inputs:
-    """A recording of each site's activations: as given, and as multiplied."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-
-    def operands(self, site: str) -> Any:
-        def observe(left: Any, right: Any) -> None:
-            if left.operand is Operand.FPROP_INPUT and right.program.spec is not None:
-                self.found[site] = left.given.numpy(), total(left.terms).float().numpy()
-
-        return observe
-
-    def output(self, site: str, y: torch.Tensor) -> None:
-        pass
-
-
 class Trained:
     """A trained model, and what its eval forward multiplies with."""
 
     def __init__(self, case: Case) -> None:
-        self.model, seen = trained(case.make(), case.under, 1), Inputs()
+        self.model = trained(case.make(), case.under, 1)
         self.weights = {name: w.numpy() for name, w in multiplied(self.model).items()}
-        runtime_of(self.model).observe(seen, training=False)
-        with torch.no_grad():
-            self.model(TOKENS)
-        runtime_of(self.model).observe(None)
-        self.inputs = seen.found
+        self.inputs = recorded(self.model, Operand.FPROP_INPUT)
 
 
 class Exported:
@@ -121,27 +98,22 @@ class Exported:
     def input(self, layer: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the activations of a server's layer, as given and as multiplied in our eval forward."""
         owner, _, last = layer.name.rpartition(".")
-        return self.inputs[{"w13": owner, "w2": f"{owner}#1"}.get(last, layer.modules[0])]
+        given, multiplied_with = self.inputs[{"w13": owner, "w2": f"{owner}#1"}.get(last, layer.modules[0])]
+        return given.numpy(), multiplied_with.numpy()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return the export of a case; cases of one model and policy share the model."""
-    models: list[tuple[Case, Trained]] = []
+    source = cache(lambda index: Trained(CASES[index]))
 
-    def model(case):
-        found = [model for other, model in models if (other.make, other.under) == (case.make, case.under)]
-        models.append((case, found[0] if found else Trained(case)))
-        return models[-1][1]
+    @cache
+    def export(index):
+        case = CASES[index]
+        alike = next(i for i, each in enumerate(CASES) if (each.make, each.under) == (case.make, case.under))
+        return Exported(case, tmp_path_factory.mktemp("made") / "out", source(alike))
 
-    exports: dict[int, Exported] = {}
-
-    def export(case):
-        if id(case) not in exports:
-            exports[id(case)] = Exported(case, tmp_path_factory.mktemp("made") / "out", model(case))
-        return exports[id(case)]
-
-    return export
+    return lambda case: export(CASES.index(case))
 
 
 def case_of(name: str) -> Any:
@@ -223,20 +195,6 @@ def test_without_sharing_only_one_sibling_is_right(name, server, key, made):
         assert np.allclose(rows, expected, rtol=2**-21, atol=0) == (own == largest)
 
 
-@pytest.mark.slow
-def test_a_scale_shared_by_the_export_costs_what_it_says(made):
-    export = made(case_of("Llama, NVFP4, `share`"))
-    records = json.loads((export.folder / "sibling_scales.json").read_text())
-    assert {record["module"] for record in records} == {"model.layers.0.self_attn", "model.layers.0.mlp"}
-    layers = read(export.folder)
-    for record in records:
-        name = "qkv_proj" if record["module"].endswith("attn") else "gate_up_proj"
-        layer = layers[f"{record['module']}.{name}"]
-        w = export.weight(layer).astype(np.float64)
-        error = np.linalg.norm(layer.dequantized() - w) / np.linalg.norm(w)
-        assert error == pytest.approx(record["error"], rel=1e-4)
-
-
 # ---------------------------------------------------------------------- numbers and rules, without a model
 
 
@@ -259,12 +217,9 @@ def test_activations_by_their_definition():
     """Random values and all midpoints, in blocks from subnormal scales to the largest, by another library's formats."""
     rng = np.random.default_rng(0)
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6]
-    x = np.concatenate([[ties], rng.standard_normal((64, 16))]) * 2.0 ** np.arange(-12, 9).repeat(65)[
-        :, None, None
-    ].reshape(21, 65, 1)
-    x = x.reshape(-1, 16).astype(np.float32)
-    gamma = np.float32(0.5)
-    amax = np.abs(x).max(-1, keepdims=True)
+    blocks = np.concatenate([[ties], rng.standard_normal((64, 16))])
+    x = (blocks * 2.0 ** np.arange(-12, 9)[:, None, None]).reshape(-1, 16).astype(np.float32)
+    gamma, amax = np.float32(0.5), np.abs(x).max(-1, keepdims=True)
     scales = np.minimum(2 * (amax * np.float32(1 / 6)), 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         elements = np.where(scales > 0, np.clip(x * (1 / (scales * gamma)), -6, 6), 0)
@@ -297,10 +252,8 @@ def checkpoint(layout: str, scales: Any, names: Any = ("q_proj",), inputs: Any =
             tensors[f"{name}.{scale}"] = np.array([scales[i]], np.float32)
         if inputs is not None:
             tensors[f"{name}.{constant}"] = np.array([inputs[i]], np.float32)
-    args = {"num_bits": 4, "type": "float", "symmetric": True}
-    args |= (
-        {"strategy": "tensor_group", "group_size": 16} if kind == "nvfp4" else {"strategy": "group", "group_size": 32}
-    )
+    strategy, size = ("tensor_group", 16) if kind == "nvfp4" else ("group", 32)
+    args = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
     group = {"targets": ["Linear"], "weights": args, "input_activations": None if inputs is None else args}
     settings: dict[str, Any] = {"quant_method": CT, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     if layout == MODELOPT:
@@ -403,8 +356,10 @@ REFUSED = {
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_checkpoints_that_are_refused(wrong):
     layout, change, message = REFUSED[wrong]
+    tensors, config = checkpoint(layout, [1, 1, 1], LINEAR)
+    change(tensors, config["quantization_config"])
     with pytest.raises(ServerError, match=message):
-        fuse(*edited(layout, change))
+        fuse(tensors, config)
 
 
 def test_a_server_that_is_unknown():

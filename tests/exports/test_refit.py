@@ -40,7 +40,7 @@ def names(model: Any, **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     "under", [W4A16, "nvfp4-qad-lsq", policy(MXFP4), policy(NVFP4)], ids=["shared", "learned", "mxfp4", "without γ"]
 )
-def test_a_llama_as_its_forward_multiplies(under: Any) -> None:
+def test_a_llama_as_its_forward_multiplies(under):
     model = trained(llama(), under)
     weights = multiplied(model)
     packed = list(fp4graph.packed_weights(model))
@@ -50,7 +50,7 @@ def test_a_llama_as_its_forward_multiplies(under: Any) -> None:
 
 
 @pytest.mark.slow
-def test_each_expert_has_a_name() -> None:
+def test_each_expert_has_a_name():
     model = trained(mixture("Qwen3-MoE"), W4A16)
     weights = multiplied(model)
     packed = {matrix.name: decoded(matrix) for matrix in fp4graph.packed_weights(model)}
@@ -63,7 +63,7 @@ def test_each_expert_has_a_name() -> None:
             np.testing.assert_array_equal(packed[f"{stack}.{expert}.{name}"], expected)
 
 
-def test_only_what_changed() -> None:
+def test_only_what_changed():
     model, sent = trained(llama(), W4A16), dict[str, bytes]()
     everything = names(model, sent=sent)
     assert names(model, sent=sent) == []
@@ -80,7 +80,7 @@ def test_only_what_changed() -> None:
     assert sent.keys() == {*everything}
 
 
-def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent() -> None:
+def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
     model = trained(llama(), policy(NVFP4, "tensor_scaling"))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
@@ -95,7 +95,7 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent() ->
     assert len(names(model, sibling_scales="own")) == 21
 
 
-def test_under_autocast_siblings_share_the_maximum_of_its_dtype() -> None:
+def test_under_autocast_siblings_share_the_maximum_of_its_dtype():
     """Of many weights, some of which bf16 rounds up and some down; the export agrees."""
     model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -109,7 +109,7 @@ def test_under_autocast_siblings_share_the_maximum_of_its_dtype() -> None:
 
 
 @pytest.mark.slow
-def test_experts_of_gpt_oss_stay_together() -> None:
+def test_experts_of_gpt_oss_stay_together():
     model = trained(mixture("GPT-OSS"), "mxfp4-w4a16-experts")
     weights = multiplied(model)
     for matrix in fp4graph.packed_weights(model):
@@ -118,13 +118,13 @@ def test_experts_of_gpt_oss_stay_together() -> None:
             np.testing.assert_array_equal(decoded(of_expert), values.numpy())
 
 
-def test_weights_without_a_product_are_named_and_adapters_refused() -> None:
+def test_weights_without_a_product_are_named_and_adapters_refused():
     class Towers(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.text, self.vision = nn.Linear(32, 32), nn.Linear(32, 32)
 
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x):
             return self.text(x)
 
     model = fp4graph.apply(Towers(), by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
@@ -138,7 +138,7 @@ def test_weights_without_a_product_are_named_and_adapters_refused() -> None:
         names(adapted)
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     with pytest.raises(fp4graph.Error, match="did you mean 'refuse'"):
         fp4graph.packed_weights(llama(), sibling_scales="refuses")
     with pytest.raises(fp4graph.Error, match="apply"):

@@ -60,53 +60,57 @@ def experts(quantize, **rule):
     return trained(mixture("GPT-OSS"), policy(quantize, **rule), 0)
 
 
-WRONG = {
-    "element": ((MXFP4 | {"element": "int4"},), {}, "int4, block 32.*neither MXFP4"),
-    "elements": ((NVFP4 | {"element": ["e2m1", "int4"]},), {}, r"e2m1\|int4, block 16.*neither MXFP4"),
-    "block": ((MXFP4 | {"block": 16},), {}, "block 16, decode scale e8m0.*neither"),
-    "scale": ((NVFP4 | {"scale": {"format": "ue5m3"}},), {}, "ue5m3"),
-    "convention": ((NVFP4 | {"scale": {"format": "e4m3", "convention": "encode"}},), {}, "encode scale"),
-    "rotated": ((MXFP4, {"hadamard": {"kind": "deterministic"}}), {}, "hadamard transforms both operands.*scope"),
+ACTIVATIONS = partial(under, MXFP4, operands={"fprop.input": {"element": "e4m3"}})
+#: Nets whose inner layer is quantized in a way that its format cannot say, with what is said.
+INEXPRESSIBLE = {
+    "element": (partial(under, MXFP4 | {"element": "int4"}), "int4, block 32.*neither MXFP4"),
+    "elements": (partial(under, NVFP4 | {"element": ["e2m1", "int4"]}), r"e2m1\|int4, block 16.*neither MXFP4"),
+    "block": (partial(under, MXFP4 | {"block": 16}), "block 16, decode scale e8m0.*neither"),
+    "scale": (partial(under, NVFP4 | {"scale": {"format": "ue5m3"}}), "ue5m3"),
+    "convention": (partial(under, NVFP4 | {"scale": {"format": "e4m3", "convention": "encode"}}), "encode scale"),
+    "rotated": (
+        partial(under, MXFP4, {"hadamard": {"kind": "deterministic"}}),
+        "hadamard transforms both operands.*scope",
+    ),
     "rows": (
-        (NVFP4, {"tensor_scaling": {"granularity": "row", "operands": ["fprop.weight"]}}),
-        {},
+        partial(under, NVFP4, {"tensor_scaling": {"granularity": "row", "operands": ["fprop.weight"]}}),
         "one for the matrix.*granularity: tensor",
     ),
     "tensor scale": (
-        (MXFP4, {"tensor_scaling": {"operands": ["fprop.weight"]}}),
-        {},
+        partial(under, MXFP4, {"tensor_scaling": {"operands": ["fprop.weight"]}}),
         "tensor scale, which MXFP4 does not have.*operands of tensor_scaling",
     ),
-    "padding": ((MXFP4,), {"features": 40}, "40 columns are not a multiple of the block of 32"),
-    "split": ((MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}), {}, "outlier_clamp splits.*without it"),
-    "activations": ((MXFP4,), {"operands": {"fprop.input": {"element": "e4m3"}}}, "activations.*--weights-only"),
+    "padding": (partial(under, MXFP4, features=40), "40 columns are not a multiple of the block of 32"),
+    "split": (
+        partial(under, MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}),
+        "outlier_clamp splits.*without it",
+    ),
+    "activations": (ACTIVATIONS, "activations.*--weights-only"),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+def assert_refused(make, folder, message, error=ExportError, **options):
+    """Export what ``make()`` returns: an error, and no file."""
+    model = make()
+    with pytest.raises(error, match=message):
+        fp4graph.export(model, folder / "out", **options)
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("wrong", INEXPRESSIBLE)
 def test_what_the_format_cannot_say(wrong, tmp_path):
-    given, more, message = WRONG[wrong]
-    model = under(*given, **more)
-    with pytest.raises(ExportError, match=rf"(?s)inner\.weight, which rule 'the rule' quantizes: .*{message}"):
-        fp4graph.export(model, tmp_path / "out")
-    assert os.listdir(tmp_path) == []
+    make, message = INEXPRESSIBLE[wrong]
+    assert_refused(make, tmp_path, rf"(?s)inner\.weight, which rule 'the rule' quantizes: .*{message}")
 
 
 GROUPED = {"match": {"op": "grouped"}}
 CONV1D = r"h\.0\.attn\.c_\w+\.weight, .*\[in, out\].*Conv1D.*[kK]eep such layers in high precision"
 COMPUTED = r"^cannot export inner, .*computed in the forward.*remove_parametrizations"
+MX, IN_MODELOPT, IN_GPT_OSS = partial(under, MXFP4), {"format": "modelopt"}, {"format": "gpt-oss"}
 #: Models, options of the export, and what is said of a weight.
 WEIGHTS = {
-    "MXFP4 in modelopt": (
-        partial(under, MXFP4),
-        {"format": "modelopt"},
-        r"rule 'the rule' .*do not support MXFP4.*compressed-tensors",
-    ),
-    "linear in gpt-oss": (
-        partial(under, MXFP4),
-        {"format": "gpt-oss"},
-        r"rule 'the rule' .*only the experts of GPT-OSS.*compressed-tensors",
-    ),
+    "MXFP4 in modelopt": (MX, IN_MODELOPT, r"rule 'the rule' .*do not support MXFP4.*compressed-tensors"),
+    "linear in gpt-oss": (MX, IN_GPT_OSS, r"rule 'the rule' .*only the experts of GPT-OSS.*compressed-tensors"),
     "not finite": (not_finite, {}, r"inner\.weight.*holds NaN or Inf"),
     "tied": (
         lambda: called(Tied(), by_rule(MXFP4, match={"module": "head", "role": "head"}), torch.arange(5)),
@@ -118,10 +122,10 @@ WEIGHTS = {
     "conv1d": (lambda: trained(gpt2(), policy(match={"block": True}), 0), {}, CONV1D),
     # [64, 64] fits either way round.
     "square conv1d": (lambda: trained(gpt2(), policy(match={"module": "*.attn.c_proj"}), 0), {}, CONV1D),
-    "conv1d in modelopt": (lambda: trained(gpt2(), policy(NVFP4), 0), {"format": "modelopt"}, CONV1D),
+    "conv1d in modelopt": (lambda: trained(gpt2(), policy(NVFP4), 0), IN_MODELOPT, CONV1D),
     "attention in gpt-oss": (
         partial(experts, MXFP4),
-        {"format": "gpt-oss"},
+        IN_GPT_OSS,
         r"self_attn.*holds only the experts of GPT-OSS.*op: grouped",
     ),
     "experts of gpt-oss elsewhere": (
@@ -129,28 +133,12 @@ WEIGHTS = {
         {},
         r"experts.*all experts in one tensor.*format='gpt-oss'",
     ),
-    "NVFP4 in gpt-oss": (partial(experts, NVFP4, **GROUPED), {"format": "gpt-oss"}, "this layout holds MXFP4"),
+    "NVFP4 in gpt-oss": (partial(experts, NVFP4, **GROUPED), IN_GPT_OSS, "this layout holds MXFP4"),
 }
-SLOW = {"conv1d": pytest.mark.slow, "square conv1d": pytest.mark.slow, "conv1d in modelopt": pytest.mark.long}
-SLOW |= dict.fromkeys(("attention in gpt-oss", "experts of gpt-oss elsewhere", "NVFP4 in gpt-oss"), pytest.mark.long)
-
-
-@pytest.mark.parametrize("wrong", [pytest.param(name, marks=SLOW.get(name, ())) for name in WEIGHTS])
-def test_weights_that_cannot_be_exported(wrong, tmp_path):
-    make, options, message = WEIGHTS[wrong]
-    model = make()
-    with pytest.raises(ExportError, match=message):
-        fp4graph.export(model, tmp_path / "out", **options)
-    assert os.listdir(tmp_path) == []
-
-
+#: Calls that are wrong whatever the weights are.
 CALLS = {
-    "unknown format": (partial(under, MXFP4), {"format": "modelop"}, r"unknown export format 'modelop'.*modelopt"),
-    "unknown scales": (
-        partial(under, MXFP4),
-        {"sibling_scales": "shared"},
-        "unknown sibling_scales 'shared'; did you mean 'share'",
-    ),
+    "unknown format": (MX, {"format": "modelop"}, r"unknown export format 'modelop'.*modelopt"),
+    "unknown scales": (MX, {"sibling_scales": "shared"}, "unknown sibling_scales 'shared'; did you mean 'share'"),
     "not called": (
         lambda: fp4graph.apply(Net(), "tetrajet", backend="eager"),
         {},
@@ -160,21 +148,19 @@ CALLS = {
     "nothing quantized": (lambda: called(Net(), "bf16", X), {}, "'bf16' quantizes no weight in fprop"),
     "no batches": (partial(under, NVFP4, "tensor_scaling"), {"calibration": []}, "calibration= is empty"),
 }
+SLOW = {"conv1d": pytest.mark.slow, "square conv1d": pytest.mark.slow, "conv1d in modelopt": pytest.mark.long}
+SLOW |= dict.fromkeys(("attention in gpt-oss", "experts of gpt-oss elsewhere", "NVFP4 in gpt-oss"), pytest.mark.long)
 
 
-@pytest.mark.parametrize("wrong", CALLS)
-def test_calls_that_are_wrong(wrong, tmp_path):
-    make, options, message = CALLS[wrong]
-    model = make()
-    with pytest.raises(Error, match=message):
-        fp4graph.export(model, tmp_path / "out", **options)
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("wrong", [pytest.param(name, marks=SLOW.get(name, ())) for name in (*WEIGHTS, *CALLS)])
+def test_weights_and_calls_that_are_wrong(wrong, tmp_path):
+    make, options, message = (WEIGHTS | CALLS)[wrong]
+    assert_refused(make, tmp_path, message, Error if wrong in CALLS else ExportError, **options)
 
 
 def test_what_is_no_hindrance(tmp_path):
     """Activations that nobody knows are left out on request; rotations in the backward do not matter."""
-    given, more, _ = WRONG["activations"]
-    fp4graph.export(under(*given, **more), tmp_path / "out", activations=False)
+    fp4graph.export(ACTIVATIONS(), tmp_path / "out", activations=False)
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     fp4graph.export(under(MXFP4, {"hadamard": {"scope": "backward"}}), tmp_path / "other")
 
@@ -186,25 +172,20 @@ def test_a_folder_that_exists_stays_as_it_is(tmp_path):
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_an_interruption_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interruption_or_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_):
         assert len(list(tmp_path.glob(".out.*.tmp/model.safetensors"))) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fp4graph.exports.api.copy_tokenizer", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        fp4graph.export(under(MXFP4), tmp_path / "out")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_is_full_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fp4graph.exports.api.write_tensors", full)
-    with pytest.raises(Error, match=r"No space left on device.*No files are left"):
-        fp4graph.export(under(MXFP4), tmp_path / "out")
-    assert os.listdir(tmp_path) == []
+    for function, fails, error, message in (
+        ("copy_tokenizer", interrupt, KeyboardInterrupt, "^$"),
+        ("write_tensors", full, Error, r"No space left on device.*No files are left"),
+    ):
+        monkeypatch.setattr(f"fp4graph.exports.api.{function}", fails)
+        assert_refused(MX, tmp_path, message, error)
 
 
 def test_a_phase_that_no_forward_has_shown(tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
@@ -25,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def card(monkeypatch):
     """A machine that says it has a card of compute capability 9.0, and has not been asked for kernels yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -45,13 +43,13 @@ def trial(kernel: str) -> str | None:
     own = triton_quantize.quantize_and_pack_columns
 
     def wrong(*arguments: object) -> tuple[torch.Tensor, ...]:
-        y, *packed = own(*arguments)  # type: ignore[arg-type]
+        y, *packed = own(*arguments)
         return (torch.where(y == y.max(), 0, y), *packed)
 
     product = triton_product.scaled_product
 
     def wrong_product(*arguments: object) -> torch.Tensor:
-        return product(*arguments).neg()  # type: ignore[arg-type]
+        return product(*arguments).neg()
 
     changed = {
         "refused": (triton_quantize, "quantize_kernel", Refusing()),
@@ -78,11 +76,11 @@ def trial(kernel: str) -> str | None:
         ("refused product", "Triton cannot compile or run them: RuntimeError: PTXASError: no target sm_120"),
     ],
 )
-def test_the_trial(kernel: str, expected: str | None, interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(trial, kernel).result() == expected
+def test_the_trial(kernel, expected, interpreter):
+    assert interpreter(trial, kernel) == expected
 
 
-def test_a_triton_that_cannot_compile_the_kernel(card: pytest.MonkeyPatch) -> None:
+def test_a_triton_that_cannot_compile_the_kernel(card):
     """Here Triton has no driver to run anything with; asked for again, nothing is said."""
     assert torch.version.cuda is None or not torch._C._cuda_getDeviceCount()
     cuda = torch.device("cuda")
@@ -95,11 +93,11 @@ def test_a_triton_that_cannot_compile_the_kernel(card: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_tensor_code_takes_over(card: pytest.MonkeyPatch) -> None:
+def test_tensor_code_takes_over(card):
     """The program for a GPU calls an operator where the trial succeeds, and none where it fails."""
 
-    def called(reason: str | None) -> set[str]:
-        def train(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def called(reason):
+        def train(x, w):
             x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
             torch.autograd.grad(linear(x, w).sum(), (x, w))
             return linear(x, w)
@@ -119,7 +117,7 @@ def test_tensor_code_takes_over(card: pytest.MonkeyPatch) -> None:
     assert program is not None
     function = site_function(program, "linear", 1.0, 1.0)
 
-    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def linear(x, w):
         y: torch.Tensor = function(x, w, None, None, None, 0)
         return y
 
@@ -128,16 +126,16 @@ def test_tensor_code_takes_over(card: pytest.MonkeyPatch) -> None:
         assert called("no target sm_120") == set()
 
 
-def test_a_trial_while_a_compiler_traces_is_no_part_of_the_trace(card: pytest.MonkeyPatch) -> None:
+def test_a_trial_while_a_compiler_traces_is_no_part_of_the_trace(card):
     seen: list[torch.Tensor] = []
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x):
         triton_trial.failure(CPU)
         return x + 1
 
     from fp4graph.kernels import triton_trial
 
-    def numbers(device: torch.device) -> torch.Tensor:
+    def numbers(device):
         seen.append(torch.ones(3))
         return seen[-1]
 

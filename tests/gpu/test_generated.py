@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 
 import pytest
@@ -84,10 +83,30 @@ def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exac
         assert not exact or not INEXACT.findall(binary.ptx)
 
 
+@pytest.fixture
+def computed(compiler, interpreter):
+    """What the code that Inductor writes computes."""
+
+    def run(function, args, options=EXACT):
+        return interpreter(run_generated, compiler(absent.generate, absent.H200, function, args, options), args)
+
+    return run
+
+
+@pytest.fixture
+def binaries_of(compiler):
+    """The machine code of what Inductor writes."""
+
+    def run(gpu, function, args, options=EXACT, **every):
+        return compiler(absent.compile_generated, gpu, compiler(absent.generate, gpu, function, args, options), **every)
+
+    return run
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
-def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_values(name, dtype, compiler, interpreter):
     """Of every quantizer of every shipped policy and technique; in fp32 on operands whose blocks do not fit."""
     quantizer = quantizers()[name]
     assert quantizer.program.spec is not None
@@ -95,9 +114,9 @@ def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, in
     for kind, values in operands(UNEVEN if dtype is torch.float32 else EVEN, quantizer.program.spec):
         args = arguments(memory(values, quantizer, dtype), quantizer)
         if generated is None:
-            generated = compiler.submit(absent.generate, absent.H200, quantizer, args, EXACT).result()
+            generated = compiler(absent.generate, absent.H200, quantizer, args, EXACT)
         expected = in_eager_mode(quantizer, args)
-        assert_all_same(interpreter.submit(run_generated, generated, args).result(), expected)
+        assert_all_same(interpreter(run_generated, generated, args), expected)
         if kind != "subnormal":
             assert_all_same(expected, quantizer(*args))
 
@@ -105,23 +124,21 @@ def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, in
 @pytest.mark.long
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in quantizers()])
-def test_machine_code(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code(name, gpu, binaries_of):
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer, torch.bfloat16), quantizer)
-    generated = compiler.submit(absent.generate, gpu, quantizer, args, EXACT).result()
-    binaries = compiler.submit(absent.compile_generated, gpu, generated).result()
-    assert_machine_code(binaries, gpu, exact=not name.startswith(INEXACT_BY_NAME))
+    assert_machine_code(binaries_of(gpu, quantizer, args), gpu, exact=not name.startswith(INEXACT_BY_NAME))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FEW)
-def test_machine_code_of_every_configuration(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code_of_every_configuration(name, gpu, compiler):
     """At the size of a ViT-Base layer: those that are measured against each other on the card."""
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(768, 3072), quantizer, torch.bfloat16), quantizer)
-    generated = compiler.submit(absent.generate, gpu, quantizer, args, EXACT).result()
-    binaries = compiler.submit(absent.compile_generated, gpu, generated, every=True).result()
+    generated = compiler(absent.generate, gpu, quantizer, args, EXACT)
+    binaries = compiler(absent.compile_generated, gpu, generated, every=True)
     assert len(binaries) > generated.source.count("async_compile.triton(")
     assert_machine_code(binaries, gpu)
 
@@ -129,28 +146,24 @@ def test_machine_code_of_every_configuration(name: str, gpu: absent.Gpu, compile
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [name for name, one in quantizers().items() if one.program.has_gradient_factor])
-def test_machine_code_of_gradient_factors(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code_of_gradient_factors(name, gpu, binaries_of):
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer), quantizer)
-    generated = compiler.submit(absent.generate, gpu, GradientFactor(quantizer), args, EXACT).result()
-    assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu, exact=False)
+    assert_machine_code(binaries_of(gpu, GradientFactor(quantizer), args), gpu, exact=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", rotations())
-def test_rotations(name: str, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_rotations(name, computed, binaries_of):
     """Signs and padding; the matrix product with H is the same library's on both sides of the comparison."""
-    generator = torch.Generator().manual_seed(0)
+    generator, rotation = torch.Generator().manual_seed(0), rotations()[name]
     args = (torch.randn(UNEVEN, generator=generator), torch.randn(40, UNEVEN[1], generator=generator), KEY, STEP)
-    generated = compiler.submit(absent.generate, absent.H200, rotations()[name], args, EXACT).result()
-    result = interpreter.submit(run_generated, generated, args).result()
-    assert_all_same(result, in_eager_mode(rotations()[name], args))
+    assert_all_same(computed(rotation, args), in_eager_mode(rotation, args))
     for gpu in (absent.H200, absent.B200):
-        generated = compiler.submit(absent.generate, gpu, rotations()[name], args, EXACT).result()
-        assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu)
+        assert_machine_code(binaries_of(gpu, rotation, args), gpu)
 
 
-def test_no_technique_is_left_out() -> None:
+def test_no_technique_is_left_out():
     """Every shipped technique that acts on tensors is part of a quantizer or a rotation above."""
     shipped = {t for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
     in_graphs = {t.name for t in shipped if {*stages_of(t)} & {*QUANTIZER_STAGES, *GRADIENT_STAGES}}
@@ -167,51 +180,41 @@ def twice(x: Tensor) -> tuple[Tensor]:
 
 
 @pytest.mark.long
-def test_what_is_quantized_again_was_rounded(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_what_is_quantized_again_was_rounded(computed):
     """Without the options Inductor drops the cast to bf16 between the two, and the result is another."""
     args = (torch.randn(EVEN, generator=torch.Generator().manual_seed(4)).bfloat16(),)
-
-    def run(options: dict[str, bool]) -> Tensor:
-        generated = compiler.submit(absent.generate, absent.H200, twice, args, options).result()
-        (result,) = interpreter.submit(run_generated, generated, args).result()
-        return result
-
     (expected,) = twice(*args)
-    assert_same_bits(run(EXACT), expected)
-    assert not torch.equal(run({}), expected)
+    assert_same_bits(computed(twice, args)[0], expected)
+    assert not torch.equal(computed(twice, args, {})[0], expected)
 
 
 @pytest.mark.gpu
-def test_each_option_is_needed(compiler: ProcessPoolExecutor) -> None:
+def test_each_option_is_needed(binaries_of):
     """What each of them keeps out of the code of a stochastic quantizer."""
     quantizer = quantizers()["tetrajet:dgrad.grad_output"]
-    args = arguments(torch.zeros(EVEN), quantizer)
 
-    def inexact(options: dict[str, bool]) -> set[str]:
-        generated = compiler.submit(absent.generate, absent.H200, quantizer, args, options).result()
-        binaries = compiler.submit(absent.compile_generated, absent.H200, generated).result()
+    def without(*options):
+        kept = {name: value for name, value in EXACT.items() if name not in options}
+        binaries = binaries_of(absent.H200, quantizer, arguments(torch.zeros(EVEN), quantizer), kept)
         return {found for binary in binaries for found in INEXACT.findall(binary.ptx)}
 
-    def without(option: str) -> set[str]:
-        return inexact({name: value for name, value in EXACT.items() if name != option})
-
-    assert not inexact(EXACT)
+    assert not without()
     assert without("eager_numerics.division_rounding") == {"div.full.f32"}
     assert without("eager_numerics.disable_ftz") == {"cvt.rmi.ftz.f32.f32", "cvt.rpi.ftz.f32.f32"}
     assert "fma.rn.f32" in without("emulate_precision_casts")
 
 
 @pytest.mark.long
-def test_symbolic_sizes(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_symbolic_sizes(compiler, interpreter):
     """Code for any number of rows and columns, run on three."""
     quantizer = quantizers()["tetrajet:fprop.input"]
     assert quantizer.program.spec is not None
     example = arguments(torch.zeros(UNEVEN), quantizer)
-    generated = compiler.submit(absent.generate, absent.H200, quantizer, example, EXACT, dynamic=True).result()
+    generated = compiler(absent.generate, absent.H200, quantizer, example, EXACT, dynamic=True)
     for shape in (UNEVEN, EVEN, (33, 257)):
         for _, values in operands(shape, quantizer.program.spec):
             args = arguments(values, quantizer)
-            assert_all_same(interpreter.submit(run_generated, generated, args).result(), in_eager_mode(quantizer, args))
+            assert_all_same(interpreter(run_generated, generated, args), in_eager_mode(quantizer, args))
 
 
 def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
@@ -221,13 +224,11 @@ def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.long
-def test_keys(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_keys(computed, binaries_of):
     """Key arithmetic wraps around at 32 bits, whatever the compiler makes of numbers that it knows."""
-    generated = compiler.submit(absent.generate, absent.H200, keys, (KEY, STEP), EXACT).result()
-    assert_all_same(interpreter.submit(run_generated, generated, (KEY, STEP)).result(), keys(KEY, STEP))
+    assert_all_same(computed(keys, (KEY, STEP)), keys(KEY, STEP))
     for gpu in (absent.H200, absent.B200):
-        generated = compiler.submit(absent.generate, gpu, keys, (KEY, STEP), EXACT).result()
-        assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu)
+        assert_machine_code(binaries_of(gpu, keys, (KEY, STEP)), gpu)
 
 
 def divided(z: Tensor) -> tuple[Tensor, ...]:
@@ -239,15 +240,10 @@ def divided_by_what_is_known(z: Tensor) -> tuple[Tensor, ...]:
     return (z / torch.full_like(z, 6.0), z / torch.full((), 2688.0, device=z.device))
 
 
-def test_quotients_by_constants(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+def test_quotients_by_constants(computed):
     """Inductor would multiply by the reciprocals, which gives a third of all numbers another last bit."""
     z = 1 + torch.arange(64 * 96).reshape(64, 96) * 2.0**-13
     expected = tuple((z.double() / number).float() for number in (6, 2688))  # innocuous: 53 bits are twice 24 and more
-
-    def run(function: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-        generated = compiler.submit(absent.generate, absent.H200, function, (z,), EXACT).result()
-        return list(interpreter.submit(run_generated, generated, (z,)).result())
-
-    assert_all_same(run(divided), expected)
+    assert_all_same(computed(divided, (z,)), expected)
     assert_all_same(divided_by_what_is_known(z), expected)
-    assert not any(map(torch.equal, run(divided_by_what_is_known), expected))
+    assert not any(map(torch.equal, computed(divided_by_what_is_known, (z,)), expected))

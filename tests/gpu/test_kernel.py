@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,6 @@ from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
-from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
@@ -43,7 +40,7 @@ from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.quantizers import hostile
-from tests.kernels.test_cpu import GIVEN, PARTS, expected_with
+from tests.kernels.test_cpu import GIVEN, PARTS, expected_with, given_for
 
 pytestmark = pytest.mark.process
 
@@ -106,23 +103,21 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 
 FEW = ("tetrajet:input",)
 PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
-ROW_SALTS, COLUMN_SALTS = [3], [5]
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 
 
 def key_of(operand: Operand) -> Tensor:
-    return operand_draw(Draw(KEY, STEP), operand).varying  # type: ignore[union-attr]
+    return operand_draw(Draw(KEY, STEP), operand).varying
 
 
 ROW_KEY, COLUMN_KEY = key_of(Operand.DGRAD_GRAD_OUTPUT), key_of(Operand.WGRAD_GRAD_OUTPUT)
 
 
-def rowwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
-    return Direction(spec, Draw(KEY, STEP, tuple(ROW_SALTS)), given)
+def directed(salt: int) -> Callable[..., Direction]:
+    return lambda spec, *given: Direction(spec, Draw(KEY, STEP, (salt,)), *given)
 
 
-def columnwise(spec: QuantSpec, given: Blocks = Blocks()) -> Direction:  # noqa: B008  # a constant
-    return Direction(spec, Draw(KEY, STEP, tuple(COLUMN_SALTS)), given)
+rowwise, columnwise = directed(3), directed(5)
 
 
 def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -151,67 +146,56 @@ def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
-def test_values_and_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
+def test_values_and_bytes(name, interpreter):
     """Along rows, along columns, and along both in one read; bytes of rows beside their values, and of columns beside
     the rows' values, the values that bytes stand for, and columns of what was packed along rows."""
     rows, columns = pairs()[name]
     down, along = columnwise(columns), rowwise(rows)
 
-    def run(function: Callable[..., Any], *arguments: Any) -> Any:
-        return interpreter.submit(function, *arguments).result()
-
     for x in cases(rows, columns):
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-        first, second, _ = run(triton_quantize.quantize_both, x, along, down, False)
-        values, codes, scales = run(triton_quantize.quantize_and_pack, x, along)
-        beside, other_codes, other_scales = run(triton_quantize.quantize_and_pack_columns, x, along, down)
-        for mine in (first, values, beside, run(triton_quantize.quantize, x, along)):
+        first, second, _ = interpreter(triton_quantize.quantize_both, x, along, down, False)
+        values, codes, scales = interpreter(triton_quantize.quantize_and_pack, x, along)
+        beside, other_codes, other_scales = interpreter(triton_quantize.quantize_and_pack_columns, x, along, down)
+        for mine in (first, values, beside, interpreter(triton_quantize.quantize, x, along)):
             assert_same_bits(mine, in_rows)
-        for mine in (second, run(triton_quantize.quantize, x.mT, down).mT):
+        for mine in (second, interpreter(triton_quantize.quantize, x.mT, down).mT):
             assert_same_bits(mine, in_columns)
         packed = pack(x, rows, key=ROW_KEY)
         assert_same_bytes(codes, scales, packed, in_rows)
         assert_same_bytes(other_codes, other_scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns.mT)
         stored = Bytes(packed.codes, packed.scales, rows, x.shape[1], x.dtype)
-        assert_same_bits(run(triton_quantize.unpack, stored), in_rows)
-        assert_same_bits(run(triton_quantize.requantize, stored, down).mT, along_columns(in_rows, columns))
+        assert_same_bits(interpreter(triton_quantize.unpack, stored), in_rows)
+        assert_same_bits(interpreter(triton_quantize.requantize, stored, down).mT, along_columns(in_rows, columns))
         stored = Bytes(other_codes, other_scales, columns, x.shape[0], x.dtype)
-        assert_same_bits(run(triton_quantize.unpack, stored), in_columns.mT)
+        assert_same_bits(interpreter(triton_quantize.unpack, stored), in_columns.mT)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 70, 33), (1, 1), (200, 64), (3, 0), (64, 130)], ids=str)
-def test_shapes(shape: tuple[int, ...], interpreter: ProcessPoolExecutor) -> None:
+def test_shapes(shape, interpreter):
     """Batches, single elements, several tiles, nothing, columns of a transpose, what is neither rows nor columns."""
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
     in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
     how = rowwise(rows), columnwise(columns), True
-    first, second, sums = interpreter.submit(triton_quantize.quantize_both, x, *how).result()
+    first, second, sums = interpreter(triton_quantize.quantize_both, x, *how)
     assert_same_bits(first, in_rows)
     assert_same_bits(second, in_columns)
     # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
     scattered = x.repeat_interleave(2, -1)[..., ::2]
     for given in (x, scattered):
-        alone = interpreter.submit(triton_quantize.quantize, given, rowwise(rows)).result()
+        alone = interpreter(triton_quantize.quantize, given, rowwise(rows))
         assert_same_bits(alone, in_rows)
-    packed = interpreter.submit(triton_quantize.quantize_and_pack, x, rowwise(rows)).result()
+    packed = interpreter(triton_quantize.quantize_and_pack, x, rowwise(rows))
     if x.numel():
         assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
 
 
-def test_a_line(interpreter: ProcessPoolExecutor) -> None:
+def test_a_line(interpreter):
     x, (spec, _) = torch.randn(90, generator=torch.Generator().manual_seed(1)), pairs()["tetrajet:grad_output"]
-    alone = interpreter.submit(triton_quantize.quantize, x, rowwise(spec)).result()
+    alone = interpreter(triton_quantize.quantize, x, rowwise(spec))
     assert_same_bits(alone, along_rows(x, spec))
-
-
-def given_for(
-    x: Tensor, spec: QuantSpec, names: tuple[str, ...], one: bool, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """What techniques give for the blocks of ``x``, or one for all of them."""
-    grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
-    return {name: torch.randn(grid, generator=generator).exp() for name in names}
 
 
 BY_NAMES = pytest.mark.parametrize("names", GIVEN_ON_GPU, ids="-".join)
@@ -220,44 +204,40 @@ BY_BLOCK = pytest.mark.parametrize("one", [False, True], ids=["one a block", "on
 
 @BY_BLOCK
 @BY_NAMES
-def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
+def test_given_blocks(names, one, interpreter):
     """As the kernels of a CPU are held to the definition (tests/kernels/test_cpu.py), along rows and along columns."""
     encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(3)
-    special = torch.tensor([torch.nan, torch.inf, 0.0, 1e-40])
     for spec, dtype in ((STOCHASTIC, torch.float32), (encode, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
         given = given_for(x, spec, names, one, generator)
-        for part in given.values() if not one else ():
-            part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = special
         for layout in (x, x.mT.contiguous().mT):
-            mine = interpreter.submit(triton_quantize.quantize, layout, rowwise(spec, Blocks(**given))).result()
+            mine = interpreter(triton_quantize.quantize, layout, rowwise(spec, Blocks(**given)))
             assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
 
 
 @pytest.mark.long
 @BY_BLOCK
 @BY_NAMES
-def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
+def test_given_blocks_of_both_directions(names, one, interpreter):
     """To each direction its own, in one read; and what is packed, with one factor for all that it is unpacked with."""
     encode = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(4)
     for rows, columns, dtype in ((STOCHASTIC, encode, torch.float32), (encode, STOCHASTIC, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
         of_rows, of_columns = (
-            given_for(way, spec, names, one, generator) for way, spec in ((x, rows), (x.mT, columns))
+            given_for(way, spec, names, one, generator, odd=False) for way, spec in ((x, rows), (x.mT, columns))
         )
         due = expected_with(x, rows, of_rows, ROW_KEY), expected_with(x.mT, columns, of_columns, COLUMN_KEY)
         arguments = rowwise(rows, Blocks(**of_rows)), columnwise(columns, Blocks(**of_columns))
-        first, second, _ = interpreter.submit(triton_quantize.quantize_both, x, *arguments, False).result()
+        first, second, _ = interpreter(triton_quantize.quantize_both, x, *arguments, False)
         assert_same_bits(first, due[0])
         assert_same_bits(second.mT, due[1])
         if one and names in (("divisor",), ("factor",)):  # a block's own statistic tells of its NaN
-            run = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, *arguments)
-            first, codes, scales = run.result()
+            first, codes, scales = interpreter(triton_quantize.quantize_and_pack_columns, x, *arguments)
             assert_same_bits(first, due[0])
             stored = Bytes(codes, scales, columns, x.shape[-2], x.dtype)
-            values = interpreter.submit(triton_quantize.unpack, stored, Blocks(**of_columns).factor).result()
+            values = interpreter(triton_quantize.unpack, stored, Blocks(**of_columns).factor)
             assert_same_bits(values, due[1])
 
 
@@ -286,10 +266,10 @@ EACH = {"EACH_R": "rows", "EACH_C": "columns"}
 @pytest.mark.parametrize("operator", USES)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in pairs()])
-def test_machine_code(name: str, gpu: absent.Gpu, operator: str, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code(name, gpu, operator, compiler):
     """Without spilled registers, with IEEE arithmetic only."""
     rows, columns = pairs()[name]
-    binary = compiler.submit(compiled, gpu, rows, columns, operator).result()
+    binary = compiler(compiled, gpu, rows, columns, operator)
     assert_machine_code([binary], gpu)
     assert binary.registers <= 255
 
@@ -297,11 +277,11 @@ def test_machine_code(name: str, gpu: absent.Gpu, operator: str, compiler: Proce
 def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> absent.Binary:
     """The kernel as an operator launches it on or for a bf16 tensor."""
     used = USES[operator]
-    specs = {"P": rows if "codes" in used else None, "R": None, "C": None}
-    if any(name.startswith("row_") for name in used) and "codes" not in used:
-        specs["R"] = rows
-    if any(name.startswith("column_") for name in used):
-        specs["C"] = columns
+    specs = {
+        "P": rows if "codes" in used else None,
+        "R": rows if any(name.startswith("row_") for name in used) and "codes" not in used else None,
+        "C": columns if any(name.startswith("column_") for name in used) else None,
+    }
 
     def scales_of(spec: QuantSpec) -> str:
         return {torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[scale_storage(spec.scale.format)]
@@ -320,13 +300,8 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     each = {name: tuple(part in used and not one for part in GIVEN_FOR[side]) for name, side in EACH.items()}
     sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32"}
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
-    constant = {
-        **absent_ones,
-        **formats,
-        **each,
-        "THROUGH": triton_quantize.THROUGH[torch.bfloat16],
-        "TILE": TILE,
-    }
+    tiles = {"THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
+    constant = {**absent_ones, **formats, **each, **tiles}
     return absent.compile_written(
         gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K"], **triton_quantize.OPTIONS
     )
@@ -337,13 +312,13 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in sorted(GPU.dtypes, key=str)],
     ids=str,
 )
-def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) -> None:
+def test_in_a_compiled_graph(dtype, compiler):
     """An operator between what Inductor fuses before and after it, whatever the layout that it reads."""
     x = torch.zeros(EVEN, dtype=dtype)
-    generated = compiler.submit(absent.generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT).result()
+    generated = compiler(absent.generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT)
     for operator in ("quantize_both", "quantize_and_pack", "requantize"):
         assert generated.source.count(f"torch.ops.fp4graph.{operator}.default(") == 1
-    assert len(compiler.submit(absent.compile_generated, absent.H200, generated).result()) == 2
+    assert len(compiler(absent.compile_generated, absent.H200, generated)) == 2
 
 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
@@ -356,7 +331,7 @@ def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     return values, packed.requantized(columns, draw.salted(2))
 
 
-def test_what_the_kernels_serve() -> None:
+def test_what_the_kernels_serve():
     assert GPU.unknown(QuantSpec()) is None
     for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
         assert GPU.unknown(spec)
@@ -366,9 +341,7 @@ def test_what_the_kernels_serve() -> None:
     ("capability", "triton", "reason"),
     [((7, 5), True, "compute capability 7.5 is below 8.0"), ((9, 0), False, "Triton is not installed")],
 )
-def test_a_warning_says_why_there_are_no_kernels(
-    capability: tuple[int, int], triton: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_says_why_there_are_no_kernels(capability, triton, reason, monkeypatch):
     """Quantizers run as tensor code there, and nowhere is the reason told twice."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     find = importlib.util.find_spec
@@ -385,7 +358,7 @@ def test_a_warning_says_why_there_are_no_kernels(
         kernels.available.cache_clear()
 
 
-def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code() -> None:
+def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     kernels.available.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
-from benchmarks.gpu.plan import RATES, Rates, compared, figures
-from benchmarks.gpu.program import _variants
+from benchmarks.gpu.absent import GPUS
+from benchmarks.gpu.plan import BLOCKS, RATES, Rates, compared, figures
+from benchmarks.gpu.program import Kernel, _variants, program
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -24,14 +24,12 @@ TOKENS, WIDTH = 64, 64
 LINEARS = [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
 
 
-def counted(
-    compiler: ProcessPoolExecutor, policy: str, block: str = "trial-vit", linears: bool = False
-) -> dict[str, Any]:
-    return compiler.submit(figures, block, policy, "H200", "bfloat16", linears).result()
+def counted(compiler: Any, policy: str, block: str = "trial-vit", linears: bool = False) -> dict[str, Any]:
+    return compiler(figures, block, policy, "H200", "bfloat16", linears)
 
 
 @pytest.mark.long
-def test_a_block(compiler: ProcessPoolExecutor) -> None:
+def test_a_block(compiler):
     """Its products are three for each linear, each of which reads its factors and writes its result in bf16."""
     found = counted(compiler, "unquantized")
     assert found["gemms"] == 3 * len(LINEARS)
@@ -46,7 +44,7 @@ def test_a_block(compiler: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.long
-def test_a_policy_reads_and_writes_more(compiler: ProcessPoolExecutor) -> None:
+def test_a_policy_reads_and_writes_more(compiler):
     own, baseline = counted(compiler, "mxfp4-fprop"), counted(compiler, "unquantized")
     assert own["gemms"] == baseline["gemms"]
     assert own["gemm_flops"] == baseline["gemm_flops"]
@@ -57,7 +55,7 @@ def test_a_policy_reads_and_writes_more(compiler: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.long
-def test_kernels(compiler: ProcessPoolExecutor) -> None:
+def test_kernels(compiler):
     """Operands are quantized by one launch each, dY by one for both directions; no launch is for a key."""
     own, baseline = counted(compiler, "tetrajet"), counted(compiler, "unquantized")
     assert own["key_launches"] == 0
@@ -83,7 +81,7 @@ FIGURES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", FIGURES)
-def test_the_default_case(policy: str, compiler: ProcessPoolExecutor) -> None:
+def test_the_default_case(policy, compiler):
     baseline = counted(compiler, "unquantized", "vit-b", linears=True)
     assert baseline["bytes"] == pytest.approx(1411e6, rel=0.01)  # Inductor's versions differ in what they fuse
     assert baseline["gemms"] == 12
@@ -99,7 +97,7 @@ def test_the_default_case(policy: str, compiler: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.gpu
-def test_a_tensor_scale(compiler: ProcessPoolExecutor) -> None:
+def test_a_tensor_scale(compiler):
     """Largest magnitudes are found where tensors are made, and no GEMM but those of the weights' gradients writes its
     accumulator: the policy moves little more than the same one without the scale."""
     plain, scaled = counted(compiler, "nvfp4", "vit-b"), counted(compiler, "nvfp4-best", "vit-b")
@@ -114,7 +112,7 @@ DEEP = {"tetrajet": 1.5, "microscaling": 1.5, "nvfp4": 1.5}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", ["trial-vit-3", pytest.param("deit-tiny-12", marks=pytest.mark.long)])
-def test_kernels_to_compile(block: str, compiler: ProcessPoolExecutor) -> None:
+def test_kernels_to_compile(block, compiler):
     """Whose number does not grow with the depth of a model, and is not much more than without quantizers."""
     baseline = counted(compiler, "unquantized", block)
     for policy, most in DEEP.items():
@@ -124,7 +122,30 @@ def test_kernels_to_compile(block: str, compiler: ProcessPoolExecutor) -> None:
         assert found["source_bytes"] <= most * baseline["source_bytes"]
 
 
-def test_calls_that_share_a_kernel() -> None:
+def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
+    """Return the FLOPs of the products in the program of an fp32 block by the dtype that they read, and the products.
+
+    For a worker process.
+    """
+    block = BLOCKS["trial-vit"]
+    made = program(block.module(), block.inputs(), policy, GPUS["H200"], torch.float32)
+    return dict(made.flops), [kernel for kernel in made.kernels if kernel.kind == "gemm"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("policy", "rotations"), [("tetrajet", 0), ("nvfp4-te", 2 * 4)])  # both operands of wgrad
+def test_an_fp32_block_multiplies_bf16_and_writes_fp32(policy, rotations, compiler):
+    """Four linears with three GEMMs each; the unquantized program has as many operations in fp32."""
+    flops, gemms = compiler(products, policy)
+    plain, _ = compiler(products, "unquantized")
+    assert flops["bfloat16"] == plain["float32"]
+    short = [gemm for gemm in gemms if all(read.startswith("bfloat16 ") for read in gemm.reads if "×" in read)]
+    assert len(short) == 3 * 4
+    assert all(written.startswith("float32 ") for gemm in short for written in gemm.writes)
+    assert len(gemms) - len(short) == rotations
+
+
+def test_calls_that_share_a_kernel():
     """Those that differ in tensors and salts alone."""
     call = "torch.ops.fp4graph.quantize_both.default"
     first = f"buf1 = {call}(buf0, '{{a}}', '{{b}}', primals_1, primals_2, [4], [6], [], [buf7, None], True)"
@@ -141,7 +162,7 @@ def test_calls_that_share_a_kernel() -> None:
     assert not set(_variants("extern_kernels.mm(buf0, buf1, out=buf2)"))
 
 
-def test_the_estimate() -> None:
+def test_the_estimate():
     """Products at their rate, the other bytes at the bandwidth."""
     baseline = {"bytes": 30, "gemm_bytes": 10, "gemm_flops": {"bfloat16": 8}, "distinct_kernels": 4}
     baseline |= {"saved_bytes": 6, "saved_parameter_bytes": 2, "linears_saved_bytes": 5}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -36,9 +34,7 @@ def factors(shape: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values(
-    shape: tuple[tuple[int, ...], int, int, int], transposed: tuple[bool, bool], interpreter: ProcessPoolExecutor
-) -> None:
+def test_values(shape, transposed, interpreter):
     """The exact sum, times a scalar that rounds, plus an addend, each in fp32, and rounded once more at the end."""
     left, right, addend = factors(shape, torch.bfloat16)
     if transposed[0]:
@@ -49,24 +45,24 @@ def test_values(
     exact = (left.double() @ right.double().mT).float() * scale
     for added, beta in ((None, 1.0), (addend, 1.0), (addend, 0.3)):
         due = exact if added is None else exact + beta * added.float()
-        run = interpreter.submit(triton_product.scaled_product, left, right, scale, added, beta)
-        assert_same_bits(run.result(), due.to(torch.bfloat16))
+        found = interpreter(triton_product.scaled_product, left, right, scale, added, beta)
+        assert_same_bits(found, due.to(torch.bfloat16))
 
 
-def test_what_is_not_a_number(interpreter: ProcessPoolExecutor) -> None:
+def test_what_is_not_a_number(interpreter):
     """It spreads over its row, and not to what the edge's programs read beyond it."""
     left, right, _ = factors(((), 130, 140, 70), torch.float16)
     left[129, 3], right[5, 69] = torch.nan, torch.inf
-    run = interpreter.submit(triton_product.scaled_product, left, right, torch.tensor(0.7), None, 1.0)
+    found = interpreter(triton_product.scaled_product, left, right, torch.tensor(0.7), None, 1.0)
     due = (left.float() @ right.float().mT * torch.tensor(0.7)).to(torch.float16)
-    assert_same_bits(run.result(), due)
+    assert_same_bits(found, due)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_machine_code(layout: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code(layout, gpu, compiler):
     """As fprop and dgrad launch it, and with operands that are contiguous along the other axis."""
-    binary = compiler.submit(compiled, gpu, layout).result()
+    binary = compiler(compiled, gpu, layout)
     assert_machine_code([binary], gpu)
     assert ("wgmma.mma_async" if gpu.capability == 90 else "tcgen05.mma") in binary.ptx  # tensor cores
 
@@ -84,7 +80,7 @@ def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
     )
 
 
-def test_which_products_it_takes() -> None:
+def test_which_products_it_takes():
     """Short ones of 16 bits, with nothing or a whole vector to add."""
     left, right = (torch.empty(rows, switches.current().products, dtype=torch.bfloat16) for rows in (2, 8))
     vector = torch.empty(8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -58,7 +57,7 @@ def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool])
 
     ran: list[str] = []
 
-    def counted(name: str):  # type: ignore[no-untyped-def]
+    def counted(name: str):
         kernel = of_flat(name, getattr(triton_product if name == "scaled_product" else triton_quantize, name))
 
         def run(*arguments: object) -> object:
@@ -114,10 +113,10 @@ USED["wang-dge"] = []  # lines as blocks are tensor code, which reads them once
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("policy", [*POLICIES, *WITH_TECHNIQUES])
-def test_a_site(policy: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor) -> None:
+def test_a_site(policy, dtype, interpreter):
     """To the bits of the CPU's kernels, or of tensor code where a CPU adds up otherwise: a GPU rotates by a product
     with H; and quotients by encode scales of NVFP4 have no exact sums in fp32."""
-    mine, ran = interpreter.submit(trained_by_triton, policy, dtype, (True, True)).result()
+    mine, ran = interpreter(trained_by_triton, policy, dtype, (True, True))
     quantizers = [name for name in ran if name != "scaled_product"]
     assert quantizers == USED[policy]
     assert len(ran) - len(quantizers) == (SCALED.get(policy, 0) if dtype is torch.bfloat16 else 0)
@@ -132,9 +131,9 @@ def test_a_site(policy: str, dtype: torch.dtype, interpreter: ProcessPoolExecuto
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["input", "weight"])
 @pytest.mark.parametrize("policy", ["tetrajet", "microscaling"])
-def test_one_gradient(policy: str, needs: tuple[bool, bool], interpreter: ProcessPoolExecutor) -> None:
+def test_one_gradient(policy, needs, interpreter):
     """What only the other gradient would read is neither packed nor quantized."""
-    mine, ran = interpreter.submit(trained_by_triton, policy, torch.bfloat16, needs).result()
+    mine, ran = interpreter(trained_by_triton, policy, torch.bfloat16, needs)
     assert len(ran) == 4  # two operands of the forward, two of the backward
     assert "quantize_both" not in ran
     for one, due in zip(mine, trained(policy, torch.bfloat16, needs), strict=True):
@@ -143,7 +142,7 @@ def test_one_gradient(policy: str, needs: tuple[bool, bool], interpreter: Proces
 
 @pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
 @pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
-def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
+def test_both_directions_on_a_cpu(name, given):
     """The CPU's implementation of the operators for two directions, which policies do not use there."""
     program = dict(programs())["tetrajet"]
     rows, columns = program.dgrad.left.spec, program.wgrad.left.spec

@@ -2,7 +2,7 @@
 
 It shares nothing with the vectorised code but the format definitions: rounding looks for neighbours in the list of a
 format's values, scale rules compare exact fractions. numpy's float32 serves for the single operations that are fp32 by
-definition: Z/Qmax, x/S, q·S.
+definition: Z/Qmax, x/S, q·S. Only :func:`quantized` splits tensors into blocks, and draws bits, as the engine does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ElementFormat
+from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 _NAN = float("nan")
@@ -200,3 +204,17 @@ def _divide(a: float, b: float) -> float:
 def _multiply(a: float, b: float) -> float:
     with np.errstate(all="ignore"):
         return float(np.float32(a) * np.float32(b))
+
+
+def quantized(x: Tensor, spec: QuantSpec, key: Tensor, dim: int = -1) -> Tensor:
+    """Return ``x [..., C]`` quantized along ``dim``, block by block, with the bits that its noise has under ``key``."""
+    blocking = Blocking(tuple(x.shape), spec.block, dim)
+    noise = Noise(key, blocking, x.device)
+    number = blocking.block_index(x.device).expand(blocking.layout).flatten()
+    order, lengths = number.argsort(stable=True), number.bincount().tolist()
+    values, bits = blocking.split(x.float()), noise.bits().expand(blocking.layout)
+    blocks = (part.flatten()[order].split(lengths) for part in (values, bits))
+    rows = zip(*blocks, noise.block_bits().flatten().tolist(), strict=True)
+    found = [q for row, b, s in rows for q in quantize_block(row.tolist(), spec, b.tolist(), s)]
+    result = torch.empty(number.shape).index_copy(0, order, torch.tensor(found))
+    return blocking.join(result.view(blocking.layout)).to(x.dtype)

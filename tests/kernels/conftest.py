@@ -8,7 +8,7 @@ from fp4graph.kernels import cpu, switches
 
 
 @pytest.fixture
-def kernels() -> None:
+def kernels():
     """Make sure of the kernels: a test without them would compare the tensor code with itself."""
     assert cpu.available()
     assert switches.current().quantizers

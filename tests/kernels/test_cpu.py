@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.kernels.quantizers import (
     SALTS,
     SOURCE,
     STEP,
-    Row,
     covering,
     hostile,
     name_of,
@@ -50,19 +48,6 @@ FEW = [row for index, row in enumerate(ROWS) if row["element"] == "e2m1" or inde
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
-
-
-def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
-    """``x [..., C]`` quantized block by block, value by value."""
-    blocking = Blocking(tuple(x.shape), spec.block)
-    noise = Noise(DERIVED, blocking, x.device)
-    values = blocking.split(x.float())
-    bits = noise.bits().expand(blocking.layout).flatten(0, -2)
-    block_bits = noise.block_bits().flatten()
-    blocks = values.flatten(0, -2)
-    rows = zip(blocks.tolist(), bits.tolist(), block_bits.tolist(), strict=True)
-    result = torch.tensor([oracle.quantize_block(row, spec, b, s) for row, b, s in rows])
-    return blocking.join(result.view(blocking.layout)).to(x.dtype)
 
 
 def across(x: Tensor) -> Tensor:
@@ -84,18 +69,22 @@ def check_packing(x: Tensor, spec: QuantSpec, expected: Tensor) -> Tensor:
     assert_same_bits(values, expected)
     by_tensor_code = pack(x, spec, -1, DERIVED)
     assert torch.equal(packed.codes, by_tensor_code.codes)
-    if by_tensor_code.scales.is_floating_point():
-        assert_same_bits(packed.scales, by_tensor_code.scales)
-    else:
-        assert torch.equal(packed.scales, by_tensor_code.scales)
+    same = assert_same_bits if by_tensor_code.scales.is_floating_point() else torch.testing.assert_close
+    same(packed.scales, by_tensor_code.scales)
     assert_same_bits(packed.unpack(), expected)
     return values
+
+
+def maxima(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The largest magnitude of each block, by tensor code."""
+    blocking = Blocking(tuple(x.shape), spec.block)
+    return scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
 
 
 # ------------------------------------------------------------------ values
 
 
-def test_the_rows_cover_what_there_is() -> None:
+def test_the_rows_cover_what_there_is():
     specs = [spec_of(row) for row in ROWS]
     for value in ("element", "scale", "rule", "rounding", "block", "zero", "dtype"):
         assert {row[value] for row in ROWS} == set(CHOICES[value])
@@ -109,11 +98,11 @@ def test_the_rows_cover_what_there_is() -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=name_of(row), marks=() if row in FEW else pytest.mark.long) for row in ROWS]
 )
-def test_values_and_bytes(row: Row) -> None:
+def test_values_and_bytes(row):
     """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
     spec, dtype, block = spec_of(row), row["dtype"], row["block"]
     for x in (ties(spec.element, block).to(dtype), hostile((8, 2 * block + 3), block, dtype, seed=1)):
-        check(x, spec, by_oracle(x, spec))
+        check(x, spec, oracle.quantized(x, spec, DERIVED))
     x = hostile((131, 2 * block + block // 2), block, dtype)
     expected = fake_quantize(x, spec, -1, DERIVED)
     check(x, spec, expected)
@@ -123,15 +112,13 @@ def test_values_and_bytes(row: Row) -> None:
 
 @pytest.mark.parametrize("spec", [MXFP4, STOCHASTIC, UNEVEN], ids=["mxfp4", "stochastic", "uneven"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, spec: QuantSpec) -> None:
-    x = LAYOUTS[layout](lambda shape: hostile(shape, int(spec.block)))  # type: ignore[arg-type]
+def test_layouts(layout, spec):
+    x = LAYOUTS[layout](lambda shape: hostile(shape, int(spec.block)))
     before, expected = x.clone(), fake_quantize(x, spec, -1, DERIVED)
     y = operators.quantize(x, spec, SOURCE)
     assert_same_bits(y, expected)
     assert y.stride() == torch.empty_like(x).stride()
-    blocking = Blocking(tuple(x.shape), spec.block)
-    largest = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
-    assert_same_bits(operators.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
+    assert_same_bits(operators.maxima(x, int(spec.block)), maxima(x, spec))
     if CPU.unpacked(spec) is None:
         assert check_packing(x, spec, expected).is_contiguous()
     assert_same_bits(x, before)
@@ -139,7 +126,7 @@ def test_layouts(layout: str, spec: QuantSpec) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [(16, 16), (3, 5), (128, 32), (100, 1000), (1024, 1)], ids=str)
-def test_maxima_of_two_axes(block: tuple[int, int], dtype: torch.dtype) -> None:
+def test_maxima_of_two_axes(block, dtype):
     """By max-pooling, which ends with the blocks that are cut off; a NaN is the largest of its block."""
     x = hostile((2, 200, 150), 16, dtype)
     rows, columns = block
@@ -152,7 +139,7 @@ def test_maxima_of_two_axes(block: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block", [(16, 16), (3, 8)], ids=str)
-def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
+def test_given_numbers_of_two_axes(block):
     """A number for each 2-D block is taken for each of its lines, where it lies, and broadcast numbers too."""
     spec, x = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even")), hostile((2, 70, 45), 16)
     blocking = Blocking(tuple(x.shape), spec.block)
@@ -169,46 +156,44 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
     check(x, runs, expected, Blocks(**given))
 
 
+ROUNDED_SCALES = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
+
+
 @pytest.mark.parametrize("scale", [1.0 + 2**-20, 0.3, 2.0**-130, 2.0**-12, 448.0, 3e38])
-def test_given_scales_of_no_format(scale: float) -> None:
+def test_given_scales_of_no_format(scale):
     """Elements times such a scale may need rounding to bf16, in whole blocks as in those that are cut off."""
-    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
-    x = hostile((70, 45), 16, torch.bfloat16)
-    given = torch.full((70, 3), scale)
-    expected = expected_with(x, spec, {"scale": given})
-    check(x, spec, expected, Blocks(scale=given, factor=torch.ones(1)), None)
-    check(x, spec, expected, Blocks(scale=given), None)
+    x, given = hostile((70, 45), 16, torch.bfloat16), torch.full((70, 3), scale)
+    expected = expected_with(x, ROUNDED_SCALES, {"scale": given})
+    for blocks in (Blocks(scale=given, factor=torch.ones(1)), Blocks(scale=given)):
+        check(x, ROUNDED_SCALES, expected, blocks, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
-def test_factors(factors: list[float], dtype: torch.dtype) -> None:
+def test_factors(factors, dtype):
     """Powers of two go into the scale, others multiply what was dequantized: the bits do not tell."""
-    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
-    x = hostile((70, 48), 16, dtype)
-    factor = torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
-    check(x, spec, expected_with(x, spec, {"factor": factor}), Blocks(factor=factor), None)
+    x, factor = hostile((70, 48), 16, dtype), torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
+    expected = expected_with(x, ROUNDED_SCALES, {"factor": factor})
+    check(x, ROUNDED_SCALES, expected, Blocks(factor=factor), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_other_dtypes(dtype):
     x = hostile((70, 75), 16).to(dtype)
     for source in (x, x[:, 3:].view(5, 14, 72)):
         check(source, STOCHASTIC, fake_quantize(source, STOCHASTIC, -1, DERIVED))
-    blocking = Blocking(tuple(x.shape), 16)
-    expected = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
-    assert_same_bits(operators.maxima(x, 16), expected)
+    assert_same_bits(operators.maxima(x, 16), maxima(x, STOCHASTIC))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_floats(dtype: torch.dtype) -> None:
+def test_any_floats(dtype):
     x = any_floats((200, 96)).to(dtype)
     check(x, MXFP4, fake_quantize(x, MXFP4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3, 65, 1024])
-def test_blocks_of_any_length(block: int) -> None:
+def test_blocks_of_any_length(block):
     spec = QuantSpec("e2m1", block, ScaleSpec("e8m0", "floor"), "stochastic")
     assert CPU.unknown(spec) is None
     assert CPU.unpacked(spec) is not None
@@ -216,9 +201,9 @@ def test_blocks_of_any_length(block: int) -> None:
         assert_same_bits(operators.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
 
 
-def test_what_kernels_do_not_know() -> None:
+def test_what_kernels_do_not_know():
     for block in (1025, (16, 16), "row", "tensor"):
-        assert CPU.unknown(QuantSpec("e2m1", block))  # type: ignore[arg-type]
+        assert CPU.unknown(QuantSpec("e2m1", block))
     wide = ElementFormat("e5m4", 5, 4, bias=15, max=2.0**15)
     assert CPU.unknown(QuantSpec(wide, 32))
     assert of_spec(MXFP4, torch.device("meta")) == TENSOR_CODE
@@ -245,12 +230,12 @@ STRANGERS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize(
     "stranger", [name if "scale of" in name else pytest.param(name, marks=pytest.mark.long) for name in STRANGERS]
 )
-def test_formats_of_strangers(stranger: str) -> None:
+def test_formats_of_strangers(stranger):
     element, scale, rounding = STRANGERS[stranger]
-    spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)  # type: ignore[arg-type]
+    spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)
     generator = torch.Generator().manual_seed(5)
     x = torch.cat([hostile((60, 40), 16), torch.randn(20, 40, generator=generator)])
-    expected = by_oracle(x, spec)
+    expected = oracle.quantized(x, spec, DERIVED)
     check(x, spec, expected)
     check_packing(x, spec, expected)
 
@@ -272,7 +257,7 @@ MIXED = mix(KEY, LATER[:2])
     ],
     ids=["key", "salt", "step", "step and salts"],
 )
-def test_sources_of_noise(source: Draw, key: Tensor) -> None:
+def test_sources_of_noise(source, key):
     x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
     expected = fake_quantize(x, STOCHASTIC, -1, key)
     check(x, STOCHASTIC, expected, draw=source)
@@ -280,14 +265,14 @@ def test_sources_of_noise(source: Draw, key: Tensor) -> None:
 
 
 @pytest.mark.parametrize("source", [SOURCE, SOURCE.fixed, Draw(KEY), Draw(KEY, None, (7,))])
-def test_variates_are_those_of_the_tensor_code(source: Draw) -> None:
-    """Which tests/numerics/test_gaussian.py holds against sums of words."""
+def test_variates_are_those_of_the_tensor_code(source):
+    """Which tests/numerics/test_noise.py holds against sums of words."""
     for count in (0, 1, 70, 1 << 15):
         index = torch.arange(count, dtype=torch.int32)
         assert_same_bits(operators.gaussian(source, count, index.device), gaussian(source.varying, index))
 
 
-def test_fixed_variates_stay_and_others_do_not() -> None:
+def test_fixed_variates_stay_and_others_do_not():
     later = Draw(KEY, make_step(0, 0, 4), SALTS)
     now, then, fixed, again = (
         operators.gaussian(draw, 70, KEY.device) for draw in (SOURCE, later, SOURCE.fixed, later.fixed)
@@ -301,7 +286,7 @@ def test_fixed_variates_stay_and_others_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_stand_for_the_values_in_another_dtype() -> None:
+def test_bytes_stand_for_the_values_in_another_dtype():
     """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
     x = hostile((9, 70), 16)
     spec = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even"))  # values that bf16 does not hold
@@ -327,15 +312,15 @@ AGAIN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(130, 133), (64, 64), (2, 3, 33, 70), (5, 200), (200, 5), (1, 40), (40, 1)], ids=str)
 @pytest.mark.parametrize("case", AGAIN)
-def test_quantizing_the_transpose_from_bytes(case: str, shape: tuple[int, ...]) -> None:
+def test_quantizing_the_transpose_from_bytes(case, shape):
     packs, spec, dtype = AGAIN[case]
-    x = hostile(shape, int(packs.block), dtype)  # type: ignore[arg-type]
+    x = hostile(shape, int(packs.block), dtype)
     values, packed = operators.quantize_and_pack(x, packs, SOURCE, dtype)
     assert_same_bits(packed.requantized(spec, SOURCE), fake_quantize(values.mT, spec, -1, DERIVED))
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40), (0, 3, 40)], ids=str)
-def test_nothing_from_no_bytes(shape: tuple[int, ...]) -> None:
+def test_nothing_from_no_bytes(shape):
     x = torch.empty(shape)
     values, packed = operators.quantize_and_pack(x, MXFP4, SOURCE, torch.bfloat16)
     assert values.shape == x.shape
@@ -350,6 +335,18 @@ PARTS = ("divisor", "statistic", "scale", "factor", "stored")
 SEVERAL = (("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), ("divisor", "scale", "stored"), PARTS)
 GIVEN: list[tuple[str, ...]] = [*((part,) for part in PARTS), *SEVERAL]
 ENCODE = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
+
+
+def given_for(
+    x: Tensor, spec: QuantSpec, names: tuple[str, ...], one: bool, generator: torch.Generator, odd: bool = True
+) -> dict[str, Tensor]:
+    """What techniques give for the blocks of ``x``, NaN and the like (``odd``) among it, or one number for all."""
+    grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
+    given = {name: torch.randn(grid, generator=generator).exp() for name in names}
+    for part in given.values() if odd and not one else ():
+        places = torch.randperm(part.numel(), generator=generator)[:4]
+        part.view(-1)[places] = torch.tensor([torch.nan, torch.inf, 0.0, 1e-40])
+    return given
 
 
 def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Tensor = DERIVED) -> Tensor:
@@ -370,14 +367,9 @@ def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Ten
 @pytest.mark.parametrize("spec", [STOCHASTIC, UNEVEN, ENCODE], ids=["stochastic", "uneven", "encode"])
 @pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
 @pytest.mark.parametrize("names", GIVEN, ids="-".join)
-def test_given_blocks(names: tuple[str, ...], one: bool, spec: QuantSpec) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = hostile((2, 70, 45), int(spec.block), torch.bfloat16 if spec is ENCODE else torch.float32)  # type: ignore[arg-type]
-    grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
-    given = {name: torch.randn(grid, generator=generator).exp() for name in names}
-    odd = torch.tensor([torch.nan, torch.inf, 0.0, 1e-40])
-    for part in () if one else given.values():
-        part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = odd
+def test_given_blocks(names, one, spec):
+    x = hostile((2, 70, 45), int(spec.block), torch.bfloat16 if spec is ENCODE else torch.float32)
+    given = given_for(x, spec, names, one, torch.Generator().manual_seed(3))
     check(x, spec, expected_with(x, spec, given), Blocks(**given))
 
 
@@ -385,18 +377,18 @@ def test_given_blocks(names: tuple[str, ...], one: bool, spec: QuantSpec) -> Non
 
 
 @pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
+def threads():
     former = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(former)
 
 
 @pytest.mark.slow
-def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
+def test_threads_change_nothing(threads):
     wide, tall = hostile((3, 90, 170), 16), hostile((170, 270), 16)
     assert min(wide.numel(), tall.numel()) > 1 << 15  # enough to be shared out
 
-    def everything() -> list[Tensor]:
+    def everything():
         results = []
         for x in (wide, tall, across(wide), across(tall)):
             values, packed = operators.quantize_and_pack(x, STOCHASTIC, SOURCE, x.dtype)
@@ -416,7 +408,7 @@ def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
 # ------------------------------------------------------------------ statistics
 
 
-def test_groups_of_statistics_are_those_of_a_loop() -> None:
+def test_groups_of_statistics_are_those_of_a_loop():
     z = any_floats((4, 13)).abs()
     z[1, 5], z[2, 0], z[3, 12] = torch.inf, torch.nan, torch.nan
     blocking = Blocking((4, 13 * 16 - 3), 16)
@@ -429,7 +421,7 @@ def test_groups_of_statistics_are_those_of_a_loop() -> None:
                 assert_same_bits(g[row, column], group.amax())
 
 
-def test_mantissas_are_those_of_fractions() -> None:
+def test_mantissas_are_those_of_fractions():
     """Rounded up in rational numbers."""
     z = any_floats((50, 8)).abs()
     z[0, :5] = torch.tensor([0.0, 1e-42, torch.inf, torch.nan, 3.4e38])
@@ -444,7 +436,7 @@ def test_mantissas_are_those_of_fractions() -> None:
             assert y == expected
 
 
-def test_the_largest_are_the_first_of_equals() -> None:
+def test_the_largest_are_the_first_of_equals():
     score = torch.tensor([[3.0, 1.0, 3.0], [torch.nan, 3.0, 0.0]])
     order = [3, 0, 2, 4, 1, 5]  # of the flat indices, by hand
     for count in range(7):
@@ -493,5 +485,5 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", OPERATORS)
-def test_operators_keep_their_promises(case: str) -> None:
+def test_operators_keep_their_promises(case):
     check_declaration(case.partition(",")[0], OPERATORS[case])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -28,11 +29,8 @@ SPECS = {
 DTYPES = [torch.float32, torch.bfloat16]
 N, K = 70, 96  # a block that is not full along N
 #: Tokens before, between and behind experts that belong to none; experts without tokens.
-STARTS, SIZES, TOKENS = (
-    torch.tensor([2, 2, 9, 9], dtype=torch.int32),
-    torch.tensor([0, 5, 0, 33], dtype=torch.int32),
-    45,
-)
+STARTS, SIZES = torch.tensor([[2, 2, 9, 9], [0, 5, 0, 33]], dtype=torch.int32)
+TOKENS = 45
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,7 +54,7 @@ def laid_out(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
-def test_quantize_at(name: str, dtype: torch.dtype) -> None:
+def test_quantize_at(name, dtype):
     """Also from the columns of a wider tensor, from bytes, and of one channel."""
     how = Direction(SPECS[name], SOURCE)
     for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
@@ -68,24 +66,19 @@ def test_quantize_at(name: str, dtype: torch.dtype) -> None:
         assert_same_bits(y, fake_quantize(laid_out(kept.unpack()).mT, SPECS[name], -1, DERIVED))
 
 
-def test_quantize_at_casts_from_fp32() -> None:
+def test_quantize_at_casts_from_fp32():
     spec = SPECS["encoding scales"]  # whose quotients bf16 rounds
     x = normal(TOKENS, N)
     y = experts.quantize_at(x, places(), Direction(spec, SOURCE), torch.bfloat16)
     assert_same_bits(y, fake_quantize(laid_out(x).mT, spec, -1, DERIVED).bfloat16())
 
 
-def hadamard(g: int) -> Tensor:
-    """The Sylvester-Hadamard matrix by its definition, ±1/√g."""
-    ones = [[bin(i & j).count("1") for j in range(g)] for i in range(g)]
-    return (-1.0) ** torch.tensor(ones) / g**0.5
-
-
 def turned(x: Tensor, turn: BlockRotation) -> Tensor:
     """x·S·H on zero-padded blocks of the last axis, by products with H in fp64, rounded once."""
     pad = torch.nn.functional.pad(x.double(), (0, turn.padded(x.shape[-1]) - x.shape[-1]))
     signs = torch.ones(turn.block) if turn.signs is None else turn.signs
-    return (pad.unflatten(-1, (-1, turn.block)) * signs @ hadamard(turn.block).double()).flatten(-2)
+    h = torch.from_numpy(scipy.linalg.hadamard(turn.block)).double() / turn.block**0.5
+    return (pad.unflatten(-1, (-1, turn.block)) * signs @ h).flatten(-2)
 
 
 def whole(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -100,7 +93,7 @@ def turns(g: int) -> list[BlockRotation]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("g", "block"), [(4, 16), (16, 16), (16, 32), (64, 64)])
-def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
+def test_what_is_rotated_first(g, block, dtype):
     """Tokens at their places, and weights whose lines no block divides, of both layouts."""
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), "stochastic")
     x, order = whole(TOKENS, N, dtype=dtype), places()
@@ -123,22 +116,25 @@ def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
 GROUPS = Groups(STARTS, SIZES)
 
 
+GAMMA = torch.tensor([1.1, 1.3, 1.7, 1.9])
+
+
 def by_hand(left: Tensor, right: Tensor, gamma: Tensor | None = None) -> Tensor:
     """Multiply each expert's tokens with its matrix of ``right [E, N, K]``; other tokens give zeros."""
     y = left.new_zeros(left.shape[0], right.shape[1])
     for expert, (start, size, own) in enumerate(zip(STARTS.tolist(), SIZES.tolist(), right, strict=True)):
+        tokens, found = left[start : start + size], y[start : start + size]
         if size and gamma is None:
-            y[start : start + size] = left[start : start + size] @ own.mT
-        elif size and gamma is not None:
-            tokens, number = left[start : start + size], gamma[expert].item()
-            y[start : start + size] = torch.addmm(left.new_zeros(()), tokens, own.mT, beta=0, alpha=number)
+            found.copy_(tokens @ own.mT)
+        elif size:
+            found.copy_(torch.addmm(left.new_zeros(()), tokens, own.mT, beta=0, alpha=gamma[expert].item()))
     return y
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
-def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> None:
+def test_quantized_product(name, dtype, transposed):
     """The noise of every expert's weight is that of its place among all experts. Bytes are those of the quantizer."""
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
@@ -155,21 +151,20 @@ def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> N
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-def test_quantized_product_given_numbers_of_blocks(dtype: torch.dtype, transposed: bool) -> None:
+def test_quantized_product_given_numbers_of_blocks(dtype, transposed):
     """Divided by a number, with another statistic, multiplied by a power of two; and a number for each accumulator."""
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS["stochastic"]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     each = torch.tensor([1.7, 0.3, 5.0, 0.9]).reshape(4, 1, 1).expand(4, N, K // 32)
     z = normal(4, N, K // 32, dtype=torch.float32).abs() + 1
     given = Blocks(divisor=each.contiguous(), statistic=z, factor=torch.full_like(each, 0.5).contiguous())
-    gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
     quantized = operators.quantize(w, spec, SOURCE, given)
     assert not torch.equal(quantized, fake_quantize(w, spec, -1, DERIVED))
-    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE, given))
-    assert_same_bits(y, by_hand(x, quantized, gamma))
+    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, GAMMA), Direction(spec, SOURCE, given))
+    assert_same_bits(y, by_hand(x, quantized, GAMMA))
 
 
-def test_weights_of_one_channel_are_packed() -> None:
+def test_weights_of_one_channel_are_packed():
     """Contiguous by torch's rule, whatever the stride along K."""
     x, w = normal(TOKENS, 1), normal(4, 1, N).mT
     y, kept = experts.quantized_product(x, w, GROUPS, Direction(MXFP4), packs=True)
@@ -180,7 +175,7 @@ def test_weights_of_one_channel_are_packed() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
-def test_quantized_product_of_wider_weights(transposed: bool) -> None:
+def test_quantized_product_of_wider_weights(transposed):
     """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""
     x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # whose quotients bf16 rounds
     w = normal(4, K, N).mT if transposed else normal(4, N, K)
@@ -190,14 +185,13 @@ def test_quantized_product_of_wider_weights(transposed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
-def test_requantized_product(name: str, dtype: torch.dtype) -> None:
+def test_requantized_product(name, dtype):
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
     quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
     y = experts.requantized_product(dy, kept, GROUPS, Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(dy, quantized))
-    gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
-    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE))
-    assert_same_bits(y, by_hand(dy, quantized, gamma))
+    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, GAMMA), Direction(spec, SOURCE))
+    assert_same_bits(y, by_hand(dy, quantized, GAMMA))
 
 
 _w = packed(normal(4, N, K))
@@ -218,12 +212,12 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_keep_their_promises(name: str) -> None:
+def test_operators_keep_their_promises(name):
     check_declaration(name, OPERATORS[name])
 
 
 @pytest.mark.parametrize(("start", "size"), [(-1, 3), (0, -1), (40, 6)])
-def test_tokens_beyond_the_operand_are_refused(start: int, size: int) -> None:
-    wrong = torch.tensor([start], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
+def test_tokens_beyond_the_operand_are_refused(start, size):
+    wrong = torch.tensor([[start], [size]], dtype=torch.int32)
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
         experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Direction(MXFP4))

@@ -37,11 +37,11 @@ def operations(policy: str) -> Counter[str]:
     return Counter({name: count for name, count in names.items() if name not in VIEWS})
 
 
-def test_a_plain_policy_leaves_its_products() -> None:
+def test_a_plain_policy_leaves_its_products():
     assert operations("mxfp4-full") == {"mm": 3}
 
 
-def test_the_techniques_for_reinforcement_learning_leave_sums() -> None:
+def test_the_techniques_for_reinforcement_learning_leave_sums():
     """No statistic, scale, hash or rank: only what is done with whole operands, x - Q(x) and the sum of both passes for
     X and W, and the noise on W."""
     found = operations("mxfp4-rl")
@@ -51,7 +51,7 @@ def test_the_techniques_for_reinforcement_learning_leave_sums() -> None:
     assert not found.keys() & {"amax", "max", "sort", "scatter", "bitwise_and", "bitwise_xor", "__rshift__", "div"}
 
 
-def test_signs_of_a_rotation_are_drawn_outside() -> None:
+def test_signs_of_a_rotation_are_drawn_outside():
     """An operator rotates each of the six operands; a hash of a sign would take shifts."""
     found = operations("mxfp4-full-rht")
     assert found["mm"] + found["bmm"] == 3

@@ -35,7 +35,7 @@ def signs_of(block: int, signed: bool) -> Tensor | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("signed", [False, True], ids=["no signs", "signs"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_is_tensor_code_bit_for_bit(block: int, signed: bool, dtype: torch.dtype) -> None:
+def test_is_tensor_code_bit_for_bit(block, signed, dtype):
     signs = signs_of(block, signed)
     for shape in ((3, 70), (2, 5, 33), (67, 130), (129,), (1, 1), (64, 1), (1, 96), (0, 32), (4, 0)):
         x = values(shape, dtype)
@@ -48,7 +48,7 @@ def test_is_tensor_code_bit_for_bit(block: int, signed: bool, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_sums_are_those_of_scipys_matrix(block: int) -> None:
+def test_the_sums_are_those_of_scipys_matrix(block):
     """In float64, up to log2(block) + 2 roundings of sums of magnitudes."""
     signs = signs_of(block, True)
     x = torch.randn(5, 2 * block, generator=torch.Generator().manual_seed(1))
@@ -61,13 +61,13 @@ def test_the_sums_are_those_of_scipys_matrix(block: int) -> None:
         np.testing.assert_allclose(rotation.unrotate(found, block, signs).numpy(), x.numpy(), rtol=0, atol=2 * bound)
 
 
-def test_a_nan_spoils_its_block_alone() -> None:
+def test_a_nan_spoils_its_block_alone():
     x = torch.ones(2, 64)
     x[1, 40] = torch.nan
     assert rotation.rotate(x, 32).isnan().tolist() == [[False] * 64, [False] * 32 + [True] * 32]
 
 
-def test_layouts_are_kept() -> None:
+def test_layouts_are_kept():
     x = torch.randn(3, 40, 24)
     assert rotation.rotate(x, 16).stride() == (40 * 32, 32, 1)
     assert rotation.rotate(x.mT, 16).stride() == (24 * 48, 1, 24)
@@ -82,18 +82,18 @@ def test_layouts_are_kept() -> None:
         (16, torch.ones(4), r"one for each element of a block, \[16\]; got \[4\]"),
     ],
 )
-def test_refused(block: int, signs: Tensor | None, message: str) -> None:
+def test_refused(block, signs, message):
     with pytest.raises(ValueError, match=message):
         rotation.rotate(torch.ones(16), block, signs)
 
 
-def test_signs_may_be_of_16_bits() -> None:
+def test_signs_may_be_of_16_bits():
     signs, x = signs_of(16, True), torch.randn(3, 32)
     assert signs is not None
     assert torch.equal(rotation.rotate(x, 16, signs.bfloat16()), rotation.rotate(x, 16, signs))
 
 
-def test_what_needs_a_gradient_has_one() -> None:
+def test_what_needs_a_gradient_has_one():
     """The transpose of an orthonormal matrix is its inverse; the derivative's sums have another order."""
     x, signs = torch.randn(3, 32, requires_grad=True), signs_of(16, True)
     y = rotation.rotate(x, 16, signs)

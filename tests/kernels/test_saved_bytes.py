@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import fp4graph
 from fp4graph.kernels import operators
 from fp4graph.kernels.direction import PackedOperand
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.models import Mlp
 from tests.helpers.policies import TIES_UP, one_rule
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
@@ -59,35 +61,12 @@ def policy_of(operands: dict[str, Any] = FROM_FPROP, techniques: tuple[Any, ...]
     return one_rule(quantize={**TIES_UP, **quantize}, operands=exceptions, techniques=list(techniques))
 
 
-def test_an_unquantized_linear_keeps_its_input_and_its_weight() -> None:
-    assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
-
-
-@pytest.mark.slow
-def test_packed_operands_take_little_more_than_a_quarter() -> None:
-    tensors = of_linear(policy_of())
-    assert size(tensors) == PACKED * (INPUT + WEIGHT) + KEYS
-    assert size(tensors) <= 0.29 * BF16 * (INPUT + WEIGHT)
-    assert {tensor.dtype for tensor in tensors} == {torch.uint8, torch.int32}
-    assert size(of_linear(policy_of(), dtype=torch.float32)) == size(tensors)
-
-
-@pytest.mark.parametrize("shape", [(M, 72), (3, 5, K), (1, 40)], ids=str)
-def test_blocks_are_kept_whole(shape: tuple[int, ...]) -> None:
-    """A last block that is not full takes as many bytes as one that is."""
-    tokens, length = torch.Size(shape[:-1]).numel(), -(-shape[-1] // 32) * 32
-    assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
-
-
-@pytest.mark.slow
-def test_what_no_gradient_reads_is_not_kept() -> None:
-    assert size(of_linear(policy_of(), needs_grad=False)) == PACKED * INPUT + KEYS
-
-
 INPUT_ALONE, WEIGHT_ALONE = ({key: FROM_FPROP[key]} for key in ("wgrad.input", "dgrad.weight"))
-#: What else a policy may ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
+BOTH = PACKED + BF16
+#: What policies ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
 #: a dequantized operand that no bytes stand for.
 OTHERS: dict[str, tuple[Any, float, float]] = {
+    "packed operands": (policy_of(), PACKED, PACKED),
     "originals requantized": (policy_of({}), BF16, BF16),
     "the original weight requantized": (policy_of(INPUT_ALONE), PACKED, BF16),
     "the original input requantized": (policy_of(WEIGHT_ALONE), BF16, PACKED),
@@ -97,27 +76,40 @@ OTHERS: dict[str, tuple[Any, float, float]] = {
     "blocks of two axes": (policy_of(block=[32, 32]), BF16, BF16),
     "a technique on the weight": (policy_of(techniques=({"q_ema": {"beta": 0.9}},)), PACKED, BF16),
     "rotated in fprop": (policy_of(techniques=({"hadamard": {"kind": "deterministic", "block": 32}},)), BF16, BF16),
-    "a gradient of both": (
-        policy_of(techniques=({"step_gradient": {"kind": "sigmoid"}},)),
-        PACKED + BF16,
-        PACKED + BF16,
-    ),
+    "a gradient of both": (policy_of(techniques=({"step_gradient": {"kind": "sigmoid"}},)), BOTH, BOTH),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
-def test_where_bytes_do_not_serve(case: str) -> None:
+def test_what_a_linear_keeps(case):
     policy, per_input, per_weight = OTHERS[case]
-    assert size(of_linear(policy)) == per_input * INPUT + per_weight * WEIGHT + KEYS
+    tensors = of_linear(policy)
+    assert size(tensors) == per_input * INPUT + per_weight * WEIGHT + KEYS
+    if case == "packed operands":  # little more than a quarter of bf16, and no more of an fp32 layer
+        assert size(tensors) <= 0.29 * BF16 * (INPUT + WEIGHT)
+        assert {tensor.dtype for tensor in tensors} == {torch.uint8, torch.int32}
+        assert size(of_linear(policy, dtype=torch.float32)) == size(tensors)
+        assert size(of_linear(policy, needs_grad=False)) == PACKED * INPUT + KEYS  # no gradient reads the weight
 
 
-def test_tensor_code_keeps_the_dequantized_operands() -> None:
+def test_an_unquantized_linear_keeps_its_input_and_its_weight():
+    assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
+
+
+@pytest.mark.parametrize("shape", [(M, 72), (3, 5, K), (1, 40)], ids=str)
+def test_blocks_are_kept_whole(shape):
+    """A last block that is not full takes as many bytes as one that is."""
+    tokens, length = torch.Size(shape[:-1]).numel(), -(-shape[-1] // 32) * 32
+    assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
+
+
+def test_tensor_code_keeps_the_dequantized_operands():
     with operators.tensor_code():
         assert size(of_linear(policy_of())) == BF16 * (INPUT + WEIGHT) + KEYS
 
 
-def test_bytes_are_lossless() -> None:
+def test_bytes_are_lossless():
     """Of the fp32 input and weight of a bf16 GEMM: what its backward rereads is what it read."""
     spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"), "nearest", "up")
     torch.manual_seed(0)
@@ -132,27 +124,16 @@ def test_bytes_are_lossless() -> None:
         assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
 
 
-class Blocks(nn.Module):
-    """Nothing but the linears of two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.slow
-def test_the_shipped_policy() -> None:
-    """Two linears a block, K to N and N to K, under autocast."""
-    unquantized, quantized = Blocks(), fp4graph.apply(Blocks(), "tetrajet", backend="eager")
-    x = torch.randn(M, K, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        before, after = size(kept(lambda: unquantized(x))), size(kept(lambda: quantized(x)))
-    assert before == BF16 * 2 * (M * K + M * N + 2 * K * N)
-    assert after == PACKED * 2 * (M * K + M * N + 2 * K * N) + (4 * 2 + 5) * 4
-    assert after <= 0.29 * before
+def test_the_shipped_policy():
+    """The linears of two blocks, K to N and N to K each, under autocast."""
+
+    def bytes_of(policy):
+        stack = nn.Sequential(OrderedDict(blocks=nn.Sequential(*(Mlp(K, N, K, nn.Identity()) for _ in range(2)))))
+        model = fp4graph.apply(stack, policy, backend="eager") if policy else stack
+        with torch.autocast("cpu", torch.bfloat16):
+            return size(kept(lambda: model(torch.randn(M, K, requires_grad=True))))
+
+    elements = 2 * (M * K + M * N + 2 * K * N)
+    assert bytes_of(None) == BF16 * elements
+    assert bytes_of("tetrajet") == PACKED * elements + (4 * 2 + 5) * 4 <= 0.29 * BF16 * elements

@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "fp4graph/kernels/cpp"
 
 
-def test_includes_are_replaced_by_their_files_each_once(tmp_path: Path) -> None:
+def test_includes_are_replaced_by_their_files_each_once(tmp_path):
     (tmp_path / "a.cpp").write_text('#include "b.h"\n#include "c.h"\nint a = b + c;\n')
     (tmp_path / "b.h").write_text('#pragma once\n#include <cmath>\n#include "c.h"\nint b = c;\n')
     (tmp_path / "c.h").write_text("#pragma once\nint c = 1;\n")
     assert build.amalgamated(tmp_path, "a.cpp") == "#include <cmath>\nint c = 1;\nint b = c;\nint a = b + c;\n"
 
 
-def test_every_file_is_part_of_the_text_of_a_library() -> None:
+def test_every_file_is_part_of_the_text_of_a_library():
     libraries = [build.amalgamated(FOLDER, name) for name in ("common.cpp", "quantizer.h", "measures.h")]
     assert not [text for text in libraries if '#include "' in text]
     for file in FOLDER.iterdir():
@@ -27,7 +27,7 @@ def test_every_file_is_part_of_the_text_of_a_library() -> None:
         assert max(text.count("\n".join(kept[-10:])) for text in libraries) == 1, file.name
 
 
-def test_the_wheel_takes_every_file() -> None:
+def test_the_wheel_takes_every_file():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     globs = settings["package-data"]["fp4graph.kernels.cpp"]
     files = [file.name for file in FOLDER.iterdir()]

@@ -33,29 +33,24 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("quantizers,products=8192,bf16-products", Switches(True, 8192, True)),
     ],
 )
-def test_what_a_value_means(value: str | None, expected: Switches) -> None:
+def test_what_a_value_means(value, expected):
     assert read({} if value is None else {"FP4GRAPH_KERNELS": value}) == expected
+
+
+WHOLLY = ("yes", "2", "quantisers", "products=", "products=abc", "products=-1", "products=4e3", "quantizers=1")
 
 
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        ("yes", "yes"),
-        ("2", "2"),
+        *((value, value) for value in (*WHOLLY, "bf16_products")),
         ("quantizers,1", "1"),
-        ("quantisers", "quantisers"),
         ("quantizers,", ""),
         ("quantizers,quantizers", "quantizers"),
         ("products=1,products=2", "products=2"),
-        ("products=", "products="),
-        ("products=abc", "products=abc"),
-        ("products=-1", "products=-1"),
-        ("products=4e3", "products=4e3"),
-        ("quantizers=1", "quantizers=1"),
-        ("bf16_products", "bf16_products"),
     ],
 )
-def test_another_value_is_refused_with_what_is_understood(value: str, wrong: str) -> None:
+def test_another_value_is_refused_with_what_is_understood(value, wrong):
     with pytest.raises(Error) as refused:
         read({"FP4GRAPH_KERNELS": value})
     said = str(refused.value)
@@ -78,7 +73,7 @@ def test_another_value_is_refused_with_what_is_understood(value: str, wrong: str
         ({"FP4GRAPH_PRODUCT_LENGTH": "64", "FP4GRAPH_BF16_PRODUCTS": "0"}, "quantizers,products=64"),
     ],
 )
-def test_a_former_variable_is_refused_with_what_to_write_now(environment: dict[str, str], now: str) -> None:
+def test_a_former_variable_is_refused_with_what_to_write_now(environment, now):
     with pytest.raises(Error) as refused:
         read(environment)
     assert all(name in str(refused.value) for name in environment if name != "FP4GRAPH_KERNELS")
@@ -88,7 +83,7 @@ def test_a_former_variable_is_refused_with_what_to_write_now(environment: dict[s
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
+def test_a_program_ends_at_a_variable_of_a_former_version():
     command = [sys.executable, "-c", "import fp4graph; fp4graph.apply"]
     environment = {**os.environ, **IMPORTS, "FP4GRAPH_PRODUCT_LENGTH": "0"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -97,7 +92,7 @@ def test_a_program_ends_at_a_variable_of_a_former_version() -> None:
 
 
 @pytest.mark.process
-def test_the_command_ends_at_a_misspelt_value_with_one_line() -> None:
+def test_the_command_ends_at_a_misspelt_value_with_one_line():
     command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "check", "tetrajet"]
     command += ["--target", "b200"]  # plans products, for which the switches are read
     environment = {**os.environ, **IMPORTS, "FP4GRAPH_KERNELS": "quantisers"}
@@ -108,7 +103,7 @@ def test_the_command_ends_at_a_misspelt_value_with_one_line() -> None:
 
 
 @pytest.mark.compiler
-def test_contexts_change_one_thing_each() -> None:
+def test_contexts_change_one_thing_each():
     assert switches.current() == Switches()
     assert Machine.of(CPU).lacks is None
     with operators.tensor_code():
@@ -120,7 +115,7 @@ def test_contexts_change_one_thing_each() -> None:
     assert switches.current() == Switches()
 
 
-def test_products_have_a_switch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_have_a_switch_of_their_own(monkeypatch):
     """On a GPU that takes the kernels, of operands that only say that they are there."""
     monkeypatch.setattr(machine, "available_on_gpu", lambda: True)
     monkeypatch.setattr(operators.target, "kind", lambda device: "cuda")

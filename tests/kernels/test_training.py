@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,12 +18,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch):
     """Which kernels are called."""
     made: list[str] = []
 
-    def spied(name: str, original: Any) -> Any:
-        def spy(*arguments: Any) -> None:
+    def spied(name, original):
+        def spy(*arguments):
             made.append(name)
             original(*arguments)
 
@@ -43,7 +41,7 @@ WITHOUT_KERNELS = ("bf16", "if4")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*smooth_swiglu.*no effect in this model:fp4graph.PolicyWarning")
 @pytest.mark.parametrize("policy", long_but_few(POLICIES))
-def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
+def test_every_policy_trains_to_the_same_bits(policy, calls):
     blocks = depth_of(policy, 1)  # a capture takes as long as a model is deep
     for dtype in DTYPES:
         by_kernels = train(policy, dtype, blocks=blocks)
@@ -56,14 +54,14 @@ def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> 
         assert_same_bits(by_kernels, by_tensor_code)
 
 
-def test_what_is_requantized_comes_from_bytes(calls: list[str]) -> None:
+def test_what_is_requantized_comes_from_bytes(calls):
     """In both backward GEMMs of two linears in each of three blocks, three times."""
     train("tetrajet")
     assert calls.count("requantize") == 2 * 2 * 3 * 3
 
 
 @pytest.mark.slow
-def test_under_aot_autograd_the_bits_are_those_of_eager(calls: list[str]) -> None:
+def test_under_aot_autograd_the_bits_are_those_of_eager(calls):
     compiled = train("tetrajet-qema", torch.bfloat16, "aot_eager", blocks=1)
     assert calls
     assert_same_bits(compiled, train("tetrajet-qema", torch.bfloat16, blocks=1))

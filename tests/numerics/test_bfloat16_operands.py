@@ -57,7 +57,7 @@ def row(policy: str) -> str:
 
 
 @pytest.mark.parametrize("policy", ["averis", "if4", "nvfp4-rl", "wang-dge"])
-def test_the_rows_of_the_page(policy: str) -> None:
+def test_the_rows_of_the_page(policy):
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{policy}`")]
     (cells,) = (cells for cells in (line.strip("| ").split(" | ") for line in lines) if len(cells) == 9)
     found = shares(policy)

@@ -22,9 +22,9 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("shape", "block", "dim"), cases())
-def test_split_join_and_indices(shape: tuple[int, ...], block: object, dim: int) -> None:
+def test_split_join_and_indices(shape, block, dim):
     x = torch.randn(shape)
-    blocking = Blocking(shape, block, dim)  # type: ignore[arg-type]
+    blocking = Blocking(shape, block, dim)
     values = blocking.split(x)
     assert list(values.shape) == blocking.layout
     assert torch.equal(blocking.join(values), x)
@@ -39,11 +39,11 @@ def test_split_join_and_indices(shape: tuple[int, ...], block: object, dim: int)
     assert torch.equal(blocks.flatten(), torch.arange(blocks.numel(), dtype=torch.int32))
 
 
-def test_a_block_is_what_its_description_says() -> None:
+def test_a_block_is_what_its_description_says():
     x = torch.arange(24.0).reshape(4, 6)
 
-    def first(block: object, dim: int) -> list[float]:
-        blocking = Blocking(x.shape, block, dim)  # type: ignore[arg-type]
+    def first(block, dim):
+        blocking = Blocking(x.shape, block, dim)
         inside = blocking.join(blocking.block_index("cpu").expand(blocking.layout)) == 0
         return x[inside].tolist()
 
@@ -56,7 +56,7 @@ def test_a_block_is_what_its_description_says() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_full_blocks_are_a_view(dim: int) -> None:
+def test_full_blocks_are_a_view(dim):
     x = torch.randn(64, 96)
     for view in (x, x.t(), x[:1].expand(64, 96)):
         blocking = Blocking(view.shape, 32, dim)
@@ -65,14 +65,14 @@ def test_full_blocks_are_a_view(dim: int) -> None:
         assert split.untyped_storage().nbytes() == x.untyped_storage().nbytes()
 
 
-def test_layout_needs_no_transposition() -> None:
+def test_layout_needs_no_transposition():
     blocking = Blocking((64, 96), 32, 0)
     assert (blocking.layout, blocking.axes, blocking.scale_shape) == ([2, 32, 96], (1,), [2, 1, 96])
     blocking = Blocking((5, 64, 96), (16, 32), 0)
     assert (blocking.layout, blocking.axes) == ([5, 4, 16, 3, 32], (2, 4))
 
 
-def test_indices_wrap_around_where_a_stride_exceeds_int32() -> None:
+def test_indices_wrap_around_where_a_stride_exceeds_int32():
     shape = (3, 2**20, 2**13)  # 2^33 elements to a step of the first axis
     blocking = Blocking(shape, "tensor")
     assert Blocking((3,), 1).index("cpu").flatten().tolist() == [0, 1, 2]

@@ -38,7 +38,7 @@ def data() -> torch.Tensor:
 @pytest.mark.parametrize(
     "case", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
-def test_compiled_is_eager_in_one_kernel(case: str) -> None:
+def test_compiled_is_eager_in_one_kernel(case):
     spec, dim = CASES[case]
     x = data() if spec.block != "tensor" else torch.randn(200, 64)
     key = make_key(11)
@@ -51,12 +51,12 @@ def test_compiled_is_eager_in_one_kernel(case: str) -> None:
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(0, torch.bfloat16), pytest.param(1, torch.float32, marks=pytest.mark.long)]
 )
-def test_compiled_is_eager_where_blocks_do_not_fit(dim: int, dtype: torch.dtype) -> None:
+def test_compiled_is_eager_where_blocks_do_not_fit(dim, dtype):
     """A fused slice of the blocks lost the last elements on the CPU; what reads the result must not bring that back."""
     spec, x = QuantSpec(rounding="stochastic"), torch.randn(90, 90).to(dtype)
     key = make_key(12)
 
-    def step(x: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(x, key):
         q = fake_quantize(x, QuantSpec(), dim)
         return fake_quantize(q, spec, 1 - dim, key), q * 2
 
@@ -64,10 +64,10 @@ def test_compiled_is_eager_where_blocks_do_not_fit(dim: int, dtype: torch.dtype)
         assert_same_bits(actual, expected)
 
 
-def test_a_dynamic_number_of_rows_does_not_recompile() -> None:
+def test_a_dynamic_number_of_rows_does_not_recompile():
     spec, key, compiles = QuantSpec(rounding="stochastic"), make_key(13), 0
 
-    def count(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> object:
+    def count(graph, example):
         nonlocal compiles
         compiles += 1
         return torch._inductor.compile(graph, example)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,7 +37,7 @@ def flops(x: torch.Size, slope: torch.Size, *rest: Any, **options: Any) -> int:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def library(monkeypatch):
     """Declarations that end with the test."""
     own = torch.library.Library("fp4graph", "FRAGMENT")
     monkeypatch.setattr(declare, "_library", own)
@@ -47,7 +46,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_structure_is_flat_parameters_and_one_object() -> None:
+def test_a_structure_is_flat_parameters_and_one_object():
     packet = operator(
         "a_line(Tensor x, Line line, int times=1) -> Tensor",
         fake,
@@ -72,7 +71,7 @@ def test_a_structure_is_flat_parameters_and_one_object() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_two_structures_of_one_type() -> None:
+def test_two_structures_of_one_type():
     packet = operator(
         "two_lines(Line first, Line second) -> Tensor",
         lambda first, second: torch.empty_like(first.a),

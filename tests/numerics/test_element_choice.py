@@ -25,7 +25,7 @@ MEASURES = {
     "mae": lambda errors: sum(abs(e) for e in errors),
     "amax": lambda errors: max(abs(e) for e in errors),
 }
-IF4 = QuantSpec(["e2m1", "int4"], 16, ScaleSpec("e4m3"))  # type: ignore[arg-type]
+IF4 = QuantSpec(["e2m1", "int4"], 16, ScaleSpec("e4m3"))
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -56,51 +56,45 @@ def expected(block: Sequence[float], spec: QuantSpec) -> tuple[list[Fraction], i
     return outcomes[place][1], place
 
 
+def places_of(x: Tensor, spec: QuantSpec, rows: int, columns: int) -> set[int]:
+    """Compare each block of so many rows and columns with exact arithmetic; return the places that were chosen."""
+    got, places = fp4graph.fake_quantize(x, spec).double(), set()
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
+        inside = slice(i, i + rows), slice(j, j + columns)
+        values, place = expected(x[inside].flatten().tolist(), spec)
+        whole = torch.tensor([float(v) for v in values], dtype=torch.float64)
+        torch.testing.assert_close(got[inside].flatten(), whole, rtol=2**-22, atol=0)
+        places.add(place)
+    return places
+
+
 @pytest.mark.parametrize("selector", MEASURES)
 @pytest.mark.parametrize("elements", [("e2m1", "int4"), ("int4", "e2m1"), ("e2m1", "int4", "e3m0")])
-def test_each_block_takes_the_element_that_errs_less(selector: str, elements: tuple[str, ...]) -> None:
-    spec = QuantSpec(elements, 16, ScaleSpec("e4m3"), selector=selector)  # type: ignore[arg-type]
+def test_each_block_takes_the_element_that_errs_less(selector, elements):
     x = gaussian(24, 48) * torch.logspace(-2, 2, 24)[:, None]
     x[0, :16] = torch.tensor([6 * 2.0**-k for k in range(8)] * 2)  # the values of E3M0
-    got = fp4graph.fake_quantize(x, spec)
-    chosen = set()
-    for line, quantized in zip(x, got, strict=True):
-        for start in range(0, 48, 16):
-            values, place = expected(line[start : start + 16].tolist(), spec)
-            chosen.add(place)
-            torch.testing.assert_close(
-                quantized[start : start + 16].double(),
-                torch.tensor([float(v) for v in values], dtype=torch.float64),
-                rtol=2**-22,
-                atol=0,
-            )
-    assert chosen == set(range(len(elements)))
+    spec = QuantSpec(elements, 16, ScaleSpec("e4m3"), selector=selector)
+    assert places_of(x, spec, 1, 16) == set(range(len(elements)))
 
 
-@pytest.mark.parametrize(("block", "shape"), [((4, 8), (10, 20)), ("row", (6, 40)), ("tensor", (5, 12))])
-def test_a_block_of_any_shape_chooses_once(block: object, shape: tuple[int, int]) -> None:
-    spec = replace(IF4, block=block)  # type: ignore[arg-type]
-    x = gaussian(*shape, seed=1)
-    got = fp4graph.fake_quantize(x, spec)
-    rows, columns = block if isinstance(block, tuple) else (1 if block == "row" else shape[0], shape[1])
-    for i, j in itertools.product(range(0, shape[0], rows), range(0, shape[1], columns)):
-        part = x[i : i + rows, j : j + columns]
-        values, _ = expected(part.flatten().tolist(), spec)
-        whole = torch.tensor([float(v) for v in values]).reshape(part.shape)
-        torch.testing.assert_close(got[i : i + rows, j : j + columns], whole, rtol=2**-22, atol=0)
+@pytest.mark.parametrize(
+    ("block", "size", "shape"),
+    [((4, 8), (4, 8), (10, 20)), ("row", (1, 40), (6, 40)), ("tensor", (5, 12), (5, 12))],
+)
+def test_a_block_of_any_shape_chooses_once(block, size, shape):
+    places_of(gaussian(*shape, seed=1), replace(IF4, block=block), *size)
 
 
-def test_of_equal_errors_the_first_element_is_chosen() -> None:
+def test_of_equal_errors_the_first_element_is_chosen():
     """u = 29/7 lies between E2M1's 4 = 28/7 and INT4's 5·6/7 = 30/7; the block's maximum is a value of both."""
     x = torch.zeros(16)
     x[0], x[1] = 42.0, 29.0
-    first = QuantSpec(("e2m1", "int4"), 16, ScaleSpec("fp32"))  # type: ignore[arg-type]
-    assert fp4graph.fake_quantize(x, first)[:2].tolist() == [42.0, 28.0]
-    second = QuantSpec(("int4", "e2m1"), 16, ScaleSpec("fp32"))  # type: ignore[arg-type]
-    assert fp4graph.fake_quantize(x, second)[:2].tolist() == [42.0, 30.0]
+    for elements, expected in ((("e2m1", "int4"), 28.0), (("int4", "e2m1"), 30.0)):
+        q = fp4graph.fake_quantize(x, QuantSpec(elements, 16, ScaleSpec("fp32")))
+        assert q[:2].tolist() == [42.0, expected]
 
 
-def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand() -> None:
+def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
     """By rounding to nearest: a choice of the better draw would have another mean."""
     x = gaussian(8, 16, seed=2)
     stochastic = replace(IF4, rounding="stochastic", scale=ScaleSpec("fp32"))
@@ -115,26 +109,22 @@ def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand() ->
     assert ((draws.mean(0) - x).abs() < 4 * widest / 2 / 600**0.5 + 1e-6).all()
 
 
-def test_a_poisoned_block_is_nan_and_its_neighbours_are_not() -> None:
+def test_a_poisoned_block_is_nan_and_its_neighbours_are_not():
     x = gaussian(3, 32, seed=3)
     x[0, 3], x[1, 20] = torch.nan, torch.inf
-    got = fp4graph.fake_quantize(x, IF4)
-    assert got[0, :16].isnan().all()
-    assert got[1, 16:].isnan().all()
-    assert got[0, 16:].isfinite().all()
-    assert got[1, :16].isfinite().all()
-    assert got[2].isfinite().all()
+    q, poisoned = fp4graph.fake_quantize(x, IF4).unflatten(1, (2, 16)), [[True, False], [False, True], [False, False]]
+    assert q.isnan().all(-1).tolist() == (~q.isfinite().all(-1)).tolist() == poisoned
     assert (fp4graph.fake_quantize(torch.zeros(2, 16), IF4) == 0).all()
 
 
-def test_a_set_is_plain_data() -> None:
+def test_a_set_is_plain_data():
     assert (IF4.element, IF4.others, IF4.elements, IF4.selector) == (E2M1, (INT4,), (E2M1, INT4), "mse")
     assert QuantSpec.from_text(IF4.to_text()) == IF4
     assert hash(replace(IF4, block=16)) == hash(IF4)
     three = replace(IF4, others=(INT4, E3M0), selector="amax")
     assert QuantSpec.from_text(three.to_text()) == three
     assert "others" not in QuantSpec("e2m1").to_text()
-    assert QuantSpec(["e2m1"]) == QuantSpec("e2m1")  # type: ignore[arg-type]
+    assert QuantSpec(["e2m1"]) == QuantSpec("e2m1")
 
 
 @pytest.mark.parametrize(
@@ -150,22 +140,22 @@ def test_a_set_is_plain_data() -> None:
         ({"element": "e2m1", "others": [INT4]}, "others must be a tuple"),
     ],
 )
-def test_what_is_refused(fields: dict[str, object], message: str) -> None:
+def test_what_is_refused(fields, message):
     with pytest.raises(fp4graph.SpecError, match=re.escape(message)):
-        QuantSpec(**fields)  # type: ignore[arg-type]
+        QuantSpec(**fields)
 
 
-def test_an_element_that_no_block_would_choose_is_refused() -> None:
+def test_an_element_that_no_block_would_choose_is_refused():
     coarse = replace(INT4, name="int4_3", max=3.0)  # 0, 2, 4 and 6 beside E2M1
     message = "no block would choose int4_3: each of its values, stretched to the maximum of e2m1, is a value of e2m1"
     with pytest.raises(fp4graph.SpecError, match=message):
-        QuantSpec(["e2m1", "int4", coarse])  # type: ignore[list-item, arg-type]
-    finer_later = QuantSpec([coarse, "e2m1"], 16, ScaleSpec("e4m3"))  # type: ignore[list-item, arg-type]
+        QuantSpec(["e2m1", "int4", coarse])
+    finer_later = QuantSpec([coarse, "e2m1"], 16, ScaleSpec("e4m3"))
     places = {expected(line.tolist(), finer_later)[1] for line in gaussian(20, 16)}
     assert 1 in places  # blocks choose the second, and so this list is allowed
 
 
-def test_what_cannot_hold_the_choice_says_so() -> None:
+def test_what_cannot_hold_the_choice_says_so():
     with pytest.raises(fp4graph.SpecError, match=r"e2m1\|int4\) cannot be packed.*name one element"):
         fp4graph.pack(gaussian(2, 16), IF4)
     assert CPU.unknown(IF4)

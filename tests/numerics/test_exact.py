@@ -13,7 +13,7 @@ from fp4graph.numerics.exact import root, total
 
 
 @pytest.mark.slow
-def test_the_root_of_every_significand_is_correctly_rounded() -> None:
+def test_the_root_of_every_significand_is_correctly_rounded():
     """All fp32 numbers of [1, 4): every root is one of these times a power of two.
 
     With x = X·2^-23 and its root R·2^-23, (2R - 1)² < 4·X·2^23 < (2R + 1)² in integers: R is nearer than its
@@ -29,7 +29,7 @@ def test_the_root_of_every_significand_is_correctly_rounded() -> None:
 
 
 @pytest.mark.parametrize("ulps", [-2, -1, 1, 2])
-def test_a_library_that_is_off_gives_the_same_root(ulps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_off_gives_the_same_root(ulps, monkeypatch):
     x = torch.randint(1, 255 << 23, (1 << 20,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     x = torch.cat([x.view(torch.float32), torch.arange(1.0, 5000.0).square()])
     expected = root(x)
@@ -39,7 +39,7 @@ def test_a_library_that_is_off_gives_the_same_root(ulps: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("exponent", [-149, -148, -140, -127, -126, -75, 0, 60, 127])
-def test_roots_at_all_exponents(exponent: int) -> None:
+def test_roots_at_all_exponents(exponent):
     """Against Python's integer root: floor(√(4·x·2^k)) is 2R or 2R + 1 where R·2^(-k/2) is the root rounded down."""
     for mantissa in (0, 1, 0x2AAAAA, 0x3504F3, 0x3504F4, 0x7FFFFF):
         x = torch.tensor(math.ldexp(1 + mantissa / 2**23, exponent))
@@ -53,7 +53,7 @@ def test_roots_at_all_exponents(exponent: int) -> None:
         assert root(x).item() == math.ldexp(rounded, bits - 99)
 
 
-def test_roots_of_what_has_none() -> None:
+def test_roots_of_what_has_none():
     assert root(torch.tensor([0.0, math.inf])).tolist() == [0.0, math.inf]
     assert root(torch.tensor([-1.0, math.nan])).isnan().all()
 
@@ -68,7 +68,7 @@ ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 1000])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_total_does_not_depend_on_the_order(order: str, length: int) -> None:
+def test_a_total_does_not_depend_on_the_order(order, length):
     generator = torch.Generator().manual_seed(length)
     x = torch.rand(200, length, generator=generator, dtype=torch.float64).pow(5)
     assert torch.equal(total(ORDERS[order](x), (-1,), length), total(x, (-1,), length))
@@ -77,7 +77,7 @@ def test_a_total_does_not_depend_on_the_order(order: str, length: int) -> None:
     torch.testing.assert_close(total(x, (-1,), length), x.sum(-1, keepdim=True), rtol=0, atol=length * 2.0**-42)
 
 
-def test_a_total_of_its_bounds() -> None:
+def test_a_total_of_its_bounds():
     ones = torch.ones(3, 5, 7, dtype=torch.float64)
     assert torch.equal(total(2 * ones, (0, 2), 21), torch.full((1, 5, 1), 21.0, dtype=torch.float64))
     assert total(ones * math.nan, (0, 1, 2), 105).isnan().all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import gfloat.formats as gfloat_formats
 import ml_dtypes
@@ -16,7 +15,7 @@ from fp4graph.numerics.formats import ELEMENTS, SCALES, ElementFormat, ScaleForm
 from tests.helpers import ml_formats
 
 
-def test_fp4_values_are_pinned() -> None:
+def test_fp4_values_are_pinned():
     assert public.E2M1.values() == (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
     assert public.E3M0.values() == (-16, -8, -4, -2, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 2, 4, 8, 16)
     assert public.INT4.values() == tuple(range(-7, 8))
@@ -24,7 +23,7 @@ def test_fp4_values_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("name", ml_formats.ELEMENTS)
-def test_element_codes_are_those_of_ml_dtypes(name: str) -> None:
+def test_element_codes_are_those_of_ml_dtypes(name):
     element = element_format(name)
     codes = np.arange(1 << (element.code_bits - 1), dtype=np.uint8)
     decoded = codes.view(ml_formats.ELEMENTS[name]).astype(np.float64)
@@ -33,7 +32,7 @@ def test_element_codes_are_those_of_ml_dtypes(name: str) -> None:
         assert math.isnan(decoded[element.nan_code])
 
 
-def test_int8_codes_are_those_of_gfloat() -> None:
+def test_int8_codes_are_those_of_gfloat():
     codes = (decode_float(gfloat_formats.format_info_ocp_int8, code).fval for code in range(128))
     assert tuple(codes) == element_format("int8").magnitudes()
 
@@ -49,7 +48,7 @@ def test_int8_codes_are_those_of_gfloat() -> None:
         ("bf16", float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), 2.0**-133, 255 * 128),
     ],
 )
-def test_scale_values_are_pinned(name: str, top: float, smallest: float, count: int) -> None:
+def test_scale_values_are_pinned(name, top, smallest, count):
     scale = scale_format(name)
     values = scale.values()
     assert values[-1] == scale.max == top
@@ -60,7 +59,7 @@ def test_scale_values_are_pinned(name: str, top: float, smallest: float, count: 
 
 
 @pytest.mark.parametrize(("name", "dtype"), ml_formats.SCALES.items())
-def test_scale_codes_are_those_of_ml_dtypes(name: str, dtype: type) -> None:
+def test_scale_codes_are_those_of_ml_dtypes(name, dtype):
     scale = scale_format(name)
     codes = np.arange(len(scale.values()), dtype=np.uint8)
     assert tuple(codes.view(dtype).astype(np.float64)) == scale.values()
@@ -68,12 +67,12 @@ def test_scale_codes_are_those_of_ml_dtypes(name: str, dtype: type) -> None:
     assert np.isnan(np.array([scale.nan_code], np.uint8).view(dtype).astype(np.float64))
 
 
-def test_emax_is_floor_log2_of_max() -> None:
+def test_emax_is_floor_log2_of_max():
     emax = {name: element.emax for name, element in ELEMENTS.items()}
     assert emax == {"e2m1": 2, "e3m0": 4, "int4": 2, "e2m3": 2, "e3m2": 4, "e4m3": 8, "e5m2": 15, "int8": 0}
 
 
-def test_formats_are_hashable_data() -> None:
+def test_formats_are_hashable_data():
     assert len({*ELEMENTS.values(), *SCALES.values()}) == len(ELEMENTS) + len(SCALES)
     assert public.E4M3 is SCALES["e4m3"]
     assert public.UE5M3.with_max(61440) == public.UE5M3_61440
@@ -92,6 +91,6 @@ def test_formats_are_hashable_data() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nonsense_is_refused(make: Callable[[], object], message: str) -> None:
+def test_nonsense_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -87,7 +87,7 @@ def listed() -> dict[str, Counter[str]]:
     return calls
 
 
-def test_every_inexact_operation_has_a_reason() -> None:
+def test_every_inexact_operation_has_a_reason():
     due, given = found(), listed()
     assert given, "docs/parity.md has lost its table"
     wrong = []
@@ -122,5 +122,5 @@ def test_every_inexact_operation_has_a_reason() -> None:
         ("x.amax(-1).round().floor()", []),
     ],
 )
-def test_the_scan_finds(source: str, operations: list[str]) -> None:
+def test_the_scan_finds(source, operations):
     assert [operation for operation, _ in inexact(source)] == operations

@@ -1,6 +1,8 @@
-"""The hash: uniform, without relations between streams, the same in every process."""
+"""The hash: uniform, without relations between streams, the same in every process; normal variates made of it."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking
-from fp4graph.numerics.noise import Noise, derive, hash_bits, make_key, mix
+from fp4graph.numerics.noise import Noise, derive, gaussian, hash_bits, make_key, mix
 from tests.helpers.processes import python, run
 
 N = 1 << 14
@@ -33,7 +35,7 @@ def as_uniform(bits: torch.Tensor) -> torch.Tensor:
     return bits.double() / 2**32
 
 
-def test_every_bit_and_byte_is_uniform() -> None:
+def test_every_bit_and_byte_is_uniform():
     for key in related_keys().values():
         bits = hash_bits(key, INDEX)
         for shift in range(0, 32, 4):
@@ -44,7 +46,7 @@ def test_every_bit_and_byte_is_uniform() -> None:
             assert abs(chi2 - freedom) < 6 * (2 * freedom) ** 0.5
 
 
-def test_streams_are_neither_correlated_nor_permutations_of_each_other() -> None:
+def test_streams_are_neither_correlated_nor_permutations_of_each_other():
     streams = {name: hash_bits(key, INDEX) for name, key in related_keys().items()}
     table = torch.stack([as_uniform(bits) for bits in streams.values()])
     correlation = torch.corrcoef(table)
@@ -58,7 +60,7 @@ def test_streams_are_neither_correlated_nor_permutations_of_each_other() -> None
 
 
 @pytest.mark.parametrize("pair", [([7, 5], [8, 5]), ([5, 7], [5, 8]), ([0, 1], [1, 0])])
-def test_raw_keys_that_differ_in_one_bit(pair: tuple[list[int], list[int]]) -> None:
+def test_raw_keys_that_differ_in_one_bit(pair):
     """Keys are never made so, yet even then one stream is no reordering of the other over the same range."""
     a, b = (hash_bits(torch.tensor(key, dtype=torch.int32), INDEX) for key in pair)
     assert not torch.equal(a.sort().values, b.sort().values)
@@ -66,12 +68,12 @@ def test_raw_keys_that_differ_in_one_bit(pair: tuple[list[int], list[int]]) -> N
 
 
 @pytest.mark.slow
-def test_avalanche() -> None:
+def test_avalanche():
     """Flipping any bit of the index, of either word of a key, or of a mixed-in word flips half of the output's."""
     key = make_key("avalanche")
     base = hash_bits(key, INDEX)
 
-    def flipped(bits: torch.Tensor) -> float:
+    def flipped(bits):
         changed = (bits ^ base).long() & 0xFFFFFFFF
         return sum(((changed >> i) & 1).double().mean().item() for i in range(32)) / 32
 
@@ -87,7 +89,7 @@ def test_avalanche() -> None:
             assert abs(flipped(hash_bits(mix(key, change), INDEX)) - 0.5) < 0.01
 
 
-def test_mixing_does_not_collapse() -> None:
+def test_mixing_does_not_collapse():
     counters = [torch.tensor([k, 0], dtype=torch.int32) for k in range(500)]
     keys = {tuple(mix(make_key(1), c).tolist()) for c in counters}
     keys |= {tuple(derive(make_key(1), salt).tolist()) for salt in range(500)}
@@ -102,7 +104,7 @@ PINNED_BITS = [-649457248, 280669434, -208420219]
 
 
 @pytest.mark.process
-def test_keys_are_pinned_and_distinguish_their_parts() -> None:
+def test_keys_are_pinned_and_distinguish_their_parts():
     """These numbers are what checkpoints are resumed by: changing them changes every run."""
     assert make_key(0).tolist() == PINNED_KEY
     assert hash_bits(make_key(0), INDEX[:3]).tolist() == PINNED_BITS
@@ -113,10 +115,10 @@ def test_keys_are_pinned_and_distinguish_their_parts() -> None:
     code = "from fp4graph.numerics.noise import make_key; print(make_key(3, 'x').tolist())"
     assert run(python("-c", code)).strip() == str(make_key(3, "x").tolist())
     with pytest.raises(TypeError, match="int and str"):
-        make_key(1.5)  # type: ignore[arg-type]
+        make_key(1.5)
 
 
-def test_an_element_draws_the_same_bits_however_it_is_blocked() -> None:
+def test_an_element_draws_the_same_bits_however_it_is_blocked():
     x = torch.randn(6, 40)
     noises = [
         Noise(make_key(1), Blocking(x.shape, b, d), x.device) for b in (16, (2, 8), "row", "tensor") for d in (0, 1)
@@ -130,7 +132,7 @@ def test_an_element_draws_the_same_bits_however_it_is_blocked() -> None:
     assert (single.bits() != single.block_bits()).all()
 
 
-def test_bits_without_a_key_are_refused() -> None:
+def test_bits_without_a_key_are_refused():
     noise = Noise(None, Blocking((4, 32), 32), torch.device("cpu"))
     for ask in (noise.bits, noise.block_bits):
         with pytest.raises(ValueError, match="pass a key"):
@@ -138,7 +140,7 @@ def test_bits_without_a_key_are_refused() -> None:
 
 
 @pytest.mark.parametrize("word", [0, 1, 7, 65_539, 2**31 - 1, -1, -(2**31)])
-def test_keys_in_pythons_integers_are_those_of_tensors(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_pythons_integers_are_those_of_tensors(word, monkeypatch):
     keys = [make_key("any", n) for n in range(50)]
     keys += [torch.tensor(pair, dtype=torch.int32) for pair in ([0, 0], [-1, -1], [2**31 - 1, -(2**31)])]
     other = torch.tensor([word, ~word], dtype=torch.int32)
@@ -152,9 +154,65 @@ def test_keys_in_pythons_integers_are_those_of_tensors(word: int, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake"])
-def test_a_trace_holds_the_derivation_and_not_its_result(mode: str) -> None:
-    def both(key: torch.Tensor) -> torch.Tensor:
+def test_a_trace_holds_the_derivation_and_not_its_result(mode):
+    def both(key):
         return mix(derive(key, 3), key)
 
     traced = make_fx(both, tracing_mode=mode)(make_key("traced with"))
     assert torch.equal(traced(make_key("run with")), both(make_key("run with")))
+
+
+# ------------------------------------------------------------------ normal variates
+
+COUNT = 1 << 20
+MANY = torch.arange(COUNT, dtype=torch.int32)
+
+
+def words(key: torch.Tensor, index: int) -> list[int]:
+    """The twelve 16-bit words of one element."""
+    bits = [
+        int(hash_bits(derive(key, salt), torch.tensor([index], dtype=torch.int32))) & 0xFFFFFFFF for salt in range(6)
+    ]
+    return [word for b in bits for word in (b & 0xFFFF, b >> 16)]
+
+
+def test_a_normal_variate_is_the_sum_of_twelve_words_exactly():
+    key = make_key("gaussian")
+    expected = [(sum(words(key, i)) - 12 * 65535 / 2) / 65536 for i in range(200)]
+    z = gaussian(key, MANY[:200])
+    assert z.dtype is torch.float32
+    assert z.tolist() == expected
+
+
+def test_moments_of_normal_variates_within_the_error_of_sampling():
+    for seed in range(3):
+        z = gaussian(make_key(seed), MANY).double()
+        assert abs(z.mean()) < 5 / math.sqrt(COUNT)
+        assert abs(z.var() - 1) < 5 * math.sqrt(1.9 / COUNT)  # the variance of a square is its kurtosis less 1
+        assert abs((z**3).mean()) < 5 * math.sqrt(15 / COUNT)
+        assert abs((z**4).mean() - 2.9) < 5 * math.sqrt(85 / COUNT)  # 3 would be 11 standard errors away
+
+
+def test_tails_of_normal_variates():
+    z = gaussian(make_key("tails"), MANY).double().abs()
+    for bound, mass in ((1, 0.32157), (2, 0.044578), (3, 0.0020159)):
+        assert abs((z > bound).double().mean() - mass) < 5 * math.sqrt(mass / COUNT)
+    assert 4 < z.max() < 6
+
+
+def test_keys_indices_and_neighbours_are_independent():
+    base = make_key(0)
+    keys = [base, make_key(1), derive(base, 0), derive(base, 1), derive(base, 6)]
+    table = torch.stack([gaussian(key, MANY[: COUNT >> 3]) for key in keys]).double()
+    table = torch.cat([table, table[:1].roll(1), table[:1].roll(32)])
+    for power in (1, 2):
+        correlation = torch.corrcoef(table**power)
+        correlation.fill_diagonal_(0)
+        assert correlation.abs().max() < 5 / math.sqrt(COUNT >> 3)
+
+
+@pytest.mark.inductor
+@pytest.mark.compiler
+def test_compiled_code_draws_the_same():
+    key = make_key("compiled")
+    assert torch.equal(torch.compile(gaussian)(key, MANY[:5000]), gaussian(key, MANY[:5000]))

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import ELEMENTS, element_format
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
 from tests.helpers import ml_formats, oracle
-from tests.helpers.floats import any_floats, assert_same_bits, critical_points
+from tests.helpers.floats import any_floats, around, assert_same_bits, critical_points
 
 
 def points(name: str) -> torch.Tensor:
@@ -23,15 +24,15 @@ def points(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("ties", ["even", "up", "away"])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_nearest_agrees_with_the_oracle(name: str, ties: str) -> None:
+def test_nearest_agrees_with_the_oracle(name, ties):
     u, element = points(name), ELEMENTS[name]
     expected = torch.tensor([oracle.round_nearest(v, element, ties) for v in u.tolist()])
-    assert_same_bits(round_nearest(u, element, ties), expected)  # type: ignore[arg-type]
+    assert_same_bits(round_nearest(u, element, ties), expected)
 
 
 @pytest.mark.parametrize("random_bits", [1, 4, 8, 23, 24])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_stochastic_agrees_with_the_oracle(name: str, random_bits: int) -> None:
+def test_stochastic_agrees_with_the_oracle(name, random_bits):
     u, element = points(name), ELEMENTS[name]
     bits = hash_bits(make_key(1), torch.arange(len(u), dtype=torch.int32))
     expected = [
@@ -41,7 +42,7 @@ def test_stochastic_agrees_with_the_oracle(name: str, random_bits: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), ml_formats.ELEMENTS.items())
-def test_nearest_even_is_the_cast_of_ml_dtypes(name: str, dtype: type) -> None:
+def test_nearest_even_is_the_cast_of_ml_dtypes(name, dtype):
     u = points(name).clamp(-ELEMENTS[name].max, ELEMENTS[name].max)  # its 8-bit casts overflow to NaN and Inf
     expected = torch.from_numpy(u.numpy().astype(dtype).astype(np.float32))
     assert_same_bits(round_nearest(u, ELEMENTS[name]), expected)
@@ -51,12 +52,12 @@ def test_nearest_even_is_the_cast_of_ml_dtypes(name: str, dtype: type) -> None:
     ("ties", "mode"), [("even", gfloat.RoundMode.TiesToEven), ("away", gfloat.RoundMode.TiesToAway)]
 )
 @pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "int8"])
-def test_nearest_agrees_with_gfloat(name: str, ties: str, mode: gfloat.RoundMode) -> None:
+def test_nearest_agrees_with_gfloat(name, ties, mode):
     u, element = points(name), ELEMENTS[name]
     info = getattr(gfloat_formats, f"format_info_ocp_{name}")
     # gfloat's int8 reaches -2, which ours leaves out.
     expected = gfloat.round_ndarray(info, u.clamp(-element.max, element.max).double().numpy(), mode, sat=True)
-    actual = round_nearest(u, element, ties)  # type: ignore[arg-type]
+    actual = round_nearest(u, element, ties)
     if element.integer:
         assert torch.equal(actual, torch.from_numpy(expected).float())
     else:
@@ -64,7 +65,7 @@ def test_nearest_agrees_with_gfloat(name: str, ties: str, mode: gfloat.RoundMode
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_bracket_holds_the_neighbours(name: str) -> None:
+def test_bracket_holds_the_neighbours(name):
     u, element = points(name), ELEMENTS[name]
     lower, upper = bracket(u, element)
     expected = [oracle.neighbours(v, element) for v in u.tolist()]
@@ -73,7 +74,7 @@ def test_bracket_holds_the_neighbours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_nan_stays_nan_and_infinity_saturates(name: str) -> None:
+def test_nan_stays_nan_and_infinity_saturates(name):
     element, u = ELEMENTS[name], torch.tensor([math.nan, math.inf, -math.inf])
     for q in (
         *(round_nearest(u, element, ties) for ties in ("even", "up", "away")),
@@ -84,7 +85,7 @@ def test_nan_stays_nan_and_infinity_saturates(name: str) -> None:
         assert q[1:].tolist() == [element.max, -element.max]
 
 
-def test_an_integer_format_has_one_zero_and_a_float_format_two() -> None:
+def test_an_integer_format_has_one_zero_and_a_float_format_two():
     u = torch.tensor([-0.1, -0.0])
     for ties in ("even", "up", "away"):
         assert round_nearest(u, element_format("e2m1"), ties).signbit().tolist() == [True, True]
@@ -92,7 +93,7 @@ def test_an_integer_format_has_one_zero_and_a_float_format_two() -> None:
 
 
 @pytest.mark.parametrize("u", [0.1, 0.3, 1.2, 2.7, 4.5, 5.9, -0.1, -3.25])
-def test_stochastic_rounding_is_unbiased(u: float) -> None:
+def test_stochastic_rounding_is_unbiased(u):
     n = 200_000
     bits = hash_bits(make_key("unbiased"), torch.arange(n, dtype=torch.int32))
     q = round_stochastic(torch.full((n,), u), element_format("e2m1"), bits)
@@ -101,7 +102,7 @@ def test_stochastic_rounding_is_unbiased(u: float) -> None:
     assert abs(q.double().mean().item() - float(np.float32(u))) < 3 * sigma
 
 
-def test_few_random_bits_compare_with_midpoints() -> None:
+def test_few_random_bits_compare_with_midpoints():
     """With b bits the fraction f of 2^b equally likely words rounds up as often as f·2^b, to the nearest integer."""
     words = torch.arange(16, dtype=torch.int64).mul(2**28).to(torch.int32)
     for fraction in (0.0, 1 / 64, 1 / 32 + 1e-6, 0.3, 0.5, 0.96, 63 / 64):
@@ -110,8 +111,16 @@ def test_few_random_bits_compare_with_midpoints() -> None:
     assert uniform(words, 4).tolist() == [(k + 0.5) / 16 for k in range(16)]
 
 
-def test_a_value_of_the_format_is_never_moved() -> None:
+def test_a_value_of_the_format_is_never_moved():
     for element in ELEMENTS.values():
         u = torch.tensor(element.values())
         for word in (0, 1, -1, 2**31 - 1, -(2**31)):
             assert torch.equal(round_stochastic(u, element, torch.full_like(u, word, dtype=torch.int32)), u)
+
+
+@pytest.mark.parametrize("limit", [6.0, 448.0, 7.0, 0.5])
+def test_what_is_inside_the_range(limit):
+    u = torch.tensor([*around([limit, 0.0, 1e-40, 1.0]), math.inf, -math.inf, math.nan, -math.nan])
+    found = surrogates.inside(u, limit)
+    assert found.dtype is torch.float32
+    assert found.tolist() == [1.0 if abs(value) <= limit else 0.0 for value in u.tolist()]

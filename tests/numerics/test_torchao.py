@@ -49,9 +49,9 @@ def known_to_differ(x: torch.Tensor, mode: str, qmax: float) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("element", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-def test_mx_blocks(mode: str, element: str, dtype: torch.dtype) -> None:
+def test_mx_blocks(mode, element, dtype):
     x = data(dtype)
-    spec = QuantSpec(element, 32, ScaleSpec("e8m0", mode))  # type: ignore[arg-type]
+    spec = QuantSpec(element, 32, ScaleSpec("e8m0", mode))
     scale, codes = to_mx(x, DTYPES[element], 32, MODES[mode])
     packed = pack(x, spec)
     skip = known_to_differ(x, mode, spec.element.max)
@@ -61,7 +61,7 @@ def test_mx_blocks(mode: str, element: str, dtype: torch.dtype) -> None:
     assert torch.equal(packed.codes[keep], codes.view(torch.uint8)[keep])
 
 
-def test_nvfp4_blocks() -> None:
+def test_nvfp4_blocks():
     """torchao keeps scales at or above 2^-6 and multiplies by the reciprocal of the scale, which is rounded.
 
     So blocks whose scale is smaller are left out, and elements may fall on the other side of a midpoint that x/S hits
