@@ -28,7 +28,7 @@ from tests.helpers.floats import any_floats, around, blocks_of_every_scale
 POLICIES = sorted(file.stem for file in (Path(__file__).parents[2] / "policies").glob("*.yaml"))
 MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
-ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
+ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
 #: Techniques that no shipped policy uses, each on a format that it is for.
 OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "stochastic_scale_rounding": (NVFP4, ["stochastic_scale_rounding"]),

@@ -213,7 +213,7 @@ def quantized(x: Tensor, spec: QuantSpec, key: Tensor, dim: int = -1) -> Tensor:
     number = blocking.block_index(x.device).expand(blocking.layout).flatten()
     order, lengths = number.argsort(stable=True), number.bincount().tolist()
     values, bits = blocking.split(x.float()), noise.bits().expand(blocking.layout)
-    blocks = (part.flatten()[order].split(lengths) for part in (values, bits))
+    blocks = (torch.split(part.flatten()[order], lengths) for part in (values, bits))
     rows = zip(*blocks, noise.block_bits().flatten().tolist(), strict=True)
     found = [q for row, b, s in rows for q in quantize_block(row.tolist(), spec, b.tolist(), s)]
     result = torch.empty(number.shape).index_copy(0, order, torch.tensor(found))

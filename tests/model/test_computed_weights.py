@@ -194,6 +194,7 @@ class Borrows(nn.Sequential):
 @pytest.mark.inductor
 def test_all_borrowed_weights_are_marked_at_once():
     model = nn.Sequential(*(Borrows(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
+    applied(nn.Linear(64, 64), "tetrajet-qema")(torch.randn(8, 64))  # the first call of a process has one frame more
     torch._dynamo.utils.counters.clear()
     applied(model, "tetrajet-qema")(torch.randn(8, 64)).sum().backward()
     assert torch._dynamo.utils.counters["frames"]["total"] == 2
