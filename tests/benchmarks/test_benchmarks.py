@@ -1,7 +1,5 @@
 """Every benchmark on models of a second, run eagerly: that it measures what it says."""
 
-from __future__ import annotations
-
 import copy
 import math
 import shutil
@@ -33,7 +31,7 @@ QUICK = ("--backend=eager", "--seconds=0")
 Command = Callable[..., tuple[int, list[dict[str, Any]], str]]
 
 
-def check_ratio(figures: dict[str, Any]) -> None:
+def check_ratio(figures):
     assert figures["repeats"] == len(figures["pairs"])
     (pair,) = figures["pairs"]
     assert figures["ratio"] == pytest.approx(pair[1] / pair[0])
@@ -42,7 +40,7 @@ def check_ratio(figures: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
+def test_a_linear_beside_the_unquantized_one_and_a_peer(command):
     pytest.importorskip("torchao.prototype.qat")
     options = ("--shapes=trial", "--dtypes=float32", "--peers=", *QUICK)
     code, rows, _ = command("linear", *options, "--policies=bf16,tetrajet,nvfp4-te")
@@ -87,7 +85,7 @@ def test_a_cheaper_policy_under_another_name_is_not_measured():
         ("brevitas", QuantSpec(scale=ScaleSpec("e8m0", "floor"))),
     ],
 )
-def test_peers_quantize_input_and_weight_to_mxfp4(peer: str, spec: QuantSpec):
+def test_peers_quantize_input_and_weight_to_mxfp4(peer, spec):
     if not PEERS[peer].installed:
         pytest.skip(f"{peer} is not installed")
     linear, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64, requires_grad=True)
@@ -113,7 +111,7 @@ def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_al
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
+def test_a_quantizer_alone_gives_what_its_spec_says(command):
     x = torch.randn(64, 96)
     (nearest,) = (q for q in quantizers(["tetrajet"]) if q.name.endswith("RTN-up"))
     spec = QuantSpec(scale=ScaleSpec("e8m0", "ceil"), ties="up")
@@ -131,7 +129,7 @@ def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_training_step_of_both_kinds_of_model(command: Command):
+def test_a_training_step_of_both_kinds_of_model(command):
     options = ("--models=trial-vit,trial-llama", "--dtypes=bfloat16", "--policies=microscaling", *QUICK)
     code, rows, _ = command("step", *options)
     assert code == 0
@@ -155,9 +153,9 @@ def test_the_steps_of_a_model_train_it():
 
 
 def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
-    calls: list[tuple[str, str]] = []
+    calls = []
 
-    def start(policy: str, cache: str) -> dict[str, Any]:
+    def start(policy, cache):
         calls.append((policy, cache))
         return {"seconds": 2.0 if policy == "tetrajet" else 1.0, "hits": 0}
 
@@ -174,7 +172,7 @@ def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
 
 @pytest.mark.long
 @pytest.mark.process
-def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_times_its_first_step(tmp_path, monkeypatch):
     said = run("trial-vit", 4, "float32", "cpu", "eager", "tetrajet", str(tmp_path))
     assert said["seconds"] > 0
     assert math.isfinite(said["loss"])
@@ -205,7 +203,7 @@ def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_bytes_of_all_linears_and_of_the_model(command: Command):
+def test_bytes_of_all_linears_and_of_the_model(command):
     code, rows, _ = command("memory", "--models=trial-vit", "--policies=microscaling", "--backend=aot_eager")
     assert code == 0
     by_kind = {row["case"]["of"]: row["figures"] for row in rows}
@@ -217,7 +215,7 @@ def test_bytes_of_all_linears_and_of_the_model(command: Command):
 
 
 @pytest.mark.slow
-def test_what_acts_at_the_optimizers_step(command: Command):
+def test_what_acts_at_the_optimizers_step(command):
     code, rows, _ = command("techniques", "--models=trial-vit", "--seconds=0")
     assert code == 0
     assert [row["case"]["what"] for row in rows] == [
@@ -227,7 +225,7 @@ def test_what_acts_at_the_optimizers_step(command: Command):
         check_ratio(row["figures"])
 
 
-def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch: pytest.MonkeyPatch):
+def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch):
     monkeypatch.setattr(techniques, "adamw", lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     with pytest.raises(RuntimeError, match="oscillates"):
         techniques.ramping(MODELS["trial-vit"].make())

@@ -1,13 +1,9 @@
 """Timing by turns, rows that stay, floors counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +22,10 @@ from benchmarks.results import Inapplicable, Results, Row, attempt, load
 from benchmarks.timing import Patience, alternate
 
 
-def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
+def cycle(log, name, *seconds):
     values = itertools.cycle(seconds)
 
-    def call() -> float:
+    def call():
         log.append(name)
         return next(values)
 
@@ -37,7 +33,7 @@ def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
 
 
 def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
-    log: list[str] = []
+    log = []
     comparison = alternate(cycle(log, "base", 1.0, 2.0), cycle(log, "own", 3.0, 6.1), Patience(60, least=6, most=50))
     assert log == ["base", "own"] * 6
     assert comparison.pairs == ((1.0, 3.0), (2.0, 6.1)) * 3
@@ -46,18 +42,18 @@ def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
 
 
 def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
-    log: list[str] = []
+    log = []
     patience = Patience(60, least=3, most=9)
     comparison = alternate(cycle(log, "base", 1.0), cycle(log, "own", 1.0, 1.5), patience)
     assert (len(comparison.pairs), comparison.settled) == (9, False)
     assert len(alternate(cycle([], "", 1.0), cycle([], "", 1.0, 2.0), Patience(0.0)).pairs) == 1
 
 
-def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch: pytest.MonkeyPatch):
+def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch):
     """By a clock that only their calls move."""
     lasts, calls, now = {"base": 1e-5, "own": 2e-5}, {"base": 0, "own": 0}, 0.0
 
-    def count(name: str) -> None:
+    def count(name):
         nonlocal now
         calls[name] += 1
         now += lasts[name]
@@ -74,15 +70,15 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
 
 
 class FakeContext:
-    params: dict[str, Any] = {"policies": "all", "folder": Path("anywhere")}  # noqa: RUF012
+    params = {"policies": "all", "folder": Path("anywhere")}  # noqa: RUF012
 
 
-def results(folder: Path) -> Any:
+def results(folder):
     return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
 
 
 @pytest.mark.process
-def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
+def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     first = results(tmp_path)
     first.add(Row({"policy": "a"}, {"ratio": 1.0}))
     first.add(Row({"policy": "b"}, {"ratio": 2.0}))
@@ -102,7 +98,7 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: P
 
 
 @pytest.mark.process
-def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
+def test_the_record_says_machine_versions_and_commit(tmp_path):
     own = results(tmp_path)
     own.add(Row({}, {}))
     content = load(own.file)
@@ -113,11 +109,11 @@ def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
     assert run["commit"] is None or len(run["commit"]) == 40
 
 
-def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path: Path, capsys):
-    def broken() -> dict[str, Any]:
+def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
+    def broken():
         raise ValueError("the compiler\nsaid much")
 
-    def inapplicable() -> dict[str, Any]:
+    def inapplicable():
         raise Inapplicable("not installed")
 
     columns = (tables.case("policy"), *tables.RATIO)
@@ -133,12 +129,12 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
     assert "b: not measured: ValueError: the compiler\n" in printed
 
 
-def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own = results(tmp_path)
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))
     before = own.file.read_bytes()
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", stop)
@@ -195,7 +191,7 @@ def test_choices_are_checked():
     assert policies_of("bf16,my.yaml") == ["bf16", "my.yaml"]
 
 
-def test_files_of_results_have_a_line_for_each_row(tmp_path: Path):
+def test_files_of_results_have_a_line_for_each_row(tmp_path):
     own = results(tmp_path)
     for policy in "abc":
         own.add(Row({"policy": policy}, {"ratio": 1.0}))

@@ -1,7 +1,5 @@
 """CLIP of open_clip and of transformers: two encoders, called by their own methods."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

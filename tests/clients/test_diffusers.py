@@ -1,7 +1,5 @@
 """diffusers: a step of a U-Net and of a DiT as the training examples write it, with an average of weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Mixtures of experts of transformers, from tiny configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """``generate`` of transformers after a step of training: few graphs, and the tokens of the uncompiled model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Lightning: the module applied, or the net in it, with checkpoints, resumption and averages of weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

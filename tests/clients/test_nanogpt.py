@@ -1,7 +1,5 @@
 """A script like nanoGPT's train.py and sample.py, written anew."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 
@@ -17,11 +15,11 @@ pytestmark = pytest.mark.long
 
 @dataclass
 class Config:
-    vocab_size: int = 64
-    block_size: int = 16
-    n_layer: int = 2
-    n_head: int = 2
-    n_embd: int = 64
+    vocab_size = 64
+    block_size = 16
+    n_layer = 2
+    n_head = 2
+    n_embd = 64
 
 
 class Attention(nn.Module):

@@ -1,7 +1,5 @@
 """PEFT: adapters on a quantized base, their files, and generation through a PeftModel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """sentence-transformers' trainer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

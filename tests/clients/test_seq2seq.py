@@ -1,7 +1,5 @@
 """T5 and Whisper: training, ``generate`` with the encoder called by itself, and Seq2SeqTrainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """timm's train.py, validate.py and avg_checkpoints.py, with the calls they make."""
 
-from __future__ import annotations
-
 import copy
 from argparse import Namespace
 

@@ -1,7 +1,5 @@
 """TRL's trainers with their defaults: gradient checkpointing on, bf16 autocast, a generation before each step."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """``fp4graph doctor`` says what is here, what is not, and how to get it; ``--version`` and ``python -m fp4graph``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,12 +1,10 @@
 """The reference pages: committed as the code has them, complete for what is shipped, possible for anything else."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import pytest
 import yaml
@@ -66,8 +64,8 @@ def test_links_lead_somewhere(page):
 
 
 class Bare(Technique):
-    name: ClassVar[str] = "bare"
-    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=False)
+    name = "bare"
+    overhead = Overhead("O(1)", "O(1)", fusable=False)
     strength: float
 
     @property
@@ -102,12 +100,12 @@ class Rich(Technique):
     Use it when it helps.
     """
 
-    name: ClassVar[str] = "rich"
-    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
-    conflicts: ClassVar[frozenset[str]] = frozenset({"bare", "absent"})
-    requires: ClassVar[frozenset[str]] = frozenset({"bare"})
-    kind: Literal["a", "b", "free"] = Field("a", description="a | b")
-    on: bool = Field(False, alias="is_on", description="Whether.")
+    name = "rich"
+    overhead = Overhead("O(n)", "O(n)", fusable=True)
+    conflicts = frozenset({"bare", "absent"})
+    requires = frozenset({"bare"})
+    kind = Field("a", description="a | b")
+    on = Field(False, alias="is_on", description="Whether.")
 
     @property
     def complexity(self):

@@ -1,11 +1,8 @@
 """The script behind the findings on Gaussian regression: its policies are the paper's rows, its table their means."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def gaussian(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gaussian(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "findings"))
     monkeypatch.delitem(sys.modules, "gaussian", raising=False)
     import gaussian
@@ -23,7 +20,7 @@ def gaussian(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return gaussian
 
 
-def test_every_row_of_the_paper_is_there_with_its_points(gaussian: ModuleType) -> None:
+def test_every_row_of_the_paper_is_there_with_its_points(gaussian):
     """Complexity points of Table 3's six quantized rows, and of Table 8's pure UE5M3."""
     with (ROOT / "tests" / "golden" / "design_space.csv").open() as file:
         printed = {
@@ -42,7 +39,7 @@ def test_every_row_of_the_paper_is_there_with_its_points(gaussian: ModuleType) -
     assert ours == printed
 
 
-def test_the_table_has_mean_and_deviation_of_the_seeds(gaussian: ModuleType) -> None:
+def test_the_table_has_mean_and_deviation_of_the_seeds(gaussian):
     found = {
         (row.label, optimizer, dtype, seed): {"outcome": {"validation_loss": 10.0 + seed, "complexity": 0.5}}
         for row in gaussian.ROWS

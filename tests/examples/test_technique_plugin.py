@@ -1,7 +1,5 @@
 """A technique in somebody else's package: the tutorial's code on its page, and installed from elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -23,19 +21,19 @@ PACKAGE = ROOT / "examples/technique_plugin"
 
 
 @pytest.fixture
-def tutorial() -> str:
+def tutorial():
     """The Python code of the tutorial."""
     section = (ROOT / "docs/first_technique.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     return code
 
 
-def test_the_tutorial_is_short_and_is_the_package(tutorial: str) -> None:
+def test_the_tutorial_is_short_and_is_the_package(tutorial):
     assert tutorial == (PACKAGE / "mse_scale.py").read_text(encoding="utf-8")
     assert len([line for line in tutorial.splitlines() if line.strip()]) < 40
 
 
-def test_the_tutorial_runs(tutorial: str) -> None:
+def test_the_tutorial_runs(tutorial):
     module = types.ModuleType("mse_scale_of_the_readme")
     exec(compile(tutorial, "first_technique.md", "exec", dont_inherit=True), module.__dict__)
     registry = Registry([("readme", module)], entry_point_group=None)
@@ -53,7 +51,7 @@ def test_the_tutorial_runs(tutorial: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def installed(tmp_path_factory):
     """The environment of a process for which the package is installed, which it is not for this one."""
     folder = tmp_path_factory.mktemp("stranger")
     # A copy: building leaves files beside the sources.
@@ -64,7 +62,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder / "site"), "SOURCE": str(folder / "source")}
 
 
-def run(environment: dict[str, str], *arguments: str) -> str:
+def run(environment, *arguments):
     """Standard output of a Python process outside the repository."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=environment["SOURCE"], capture_output=True, text=True
@@ -74,19 +72,19 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_command_lists_the_installed_technique(installed: dict[str, str]) -> None:
+def test_the_command_lists_the_installed_technique(installed):
     listed = run(installed, "-c", "from fp4graph.__main__ import main; main()", "techniques")
     assert re.search(r"mse_scale +│ 0\.5 +│ O\(n\) +│ O\(1\) +│ yes +│ mse_scale", listed)
 
 
 @pytest.mark.long
-def test_the_packages_own_tests_pass_and_train(installed: dict[str, str]) -> None:
+def test_the_packages_own_tests_pass_and_train(installed):
     """They load the technique and the format through the entry point, and train a model under ``eager``."""
     report = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     assert re.search(r"^\d+ passed", report, re.MULTILINE)
 
 
 @pytest.mark.long
-def test_the_reference_holds_what_is_shipped_whatever_else_is_installed(installed: dict[str, str]) -> None:
+def test_the_reference_holds_what_is_shipped_whatever_else_is_installed(installed):
     code = "from fp4graph.commands import catalogue; print('mse_scale' in catalogue.shipped_registry().techniques)"
     assert run(installed, "-c", code) == "False\n"

@@ -1,14 +1,9 @@
 """An unmodified transformers.Trainer under a policy: what it trains, saves, resumes and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,18 +25,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is dep
 
 
 @pytest.fixture
-def trainer(llama: Any, counting: Any, tmp_path: Path) -> Callable[..., Any]:
+def trainer(llama, counting, tmp_path):
     """Makes a Trainer; ``callback`` False leaves ours out."""
 
     def make(
-        policy: Any = "tetrajet-qema",
+        policy="tetrajet-qema",
         *,
-        callback: bool = True,
-        folder: str = "run",
-        model: Any = None,
-        optimizer: Any = None,
-        **options: Any,
-    ) -> Any:
+        callback=True,
+        folder="run",
+        model=None,
+        optimizer=None,
+        **options,
+    ):
         settings = {
             "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_steps": 3,
             "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
@@ -54,14 +49,12 @@ def trainer(llama: Any, counting: Any, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def losses(trainer: Any) -> list[float]:
+def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
-def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
-    trainer: Any, llama: Any, counting: Any, tmp_path: Path
-) -> None:
+def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(trainer, llama, counting, tmp_path):
     whole = trainer()
     whole.train()
     plain = trainer(callback=False, folder="plain")
@@ -94,7 +87,7 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
 
 
 @pytest.mark.slow
-def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_path: Path) -> None:
+def test_what_it_saves_is_a_plain_model_and_more(trainer, llama, tmp_path):
     from safetensors.torch import load_file
 
     trained = trainer(max_steps=2, save_strategy="no")
@@ -124,7 +117,7 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
     ],
     ids=["bf16", "accumulation", "checkpointing", "torch_compile", "best"],
 )
-def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[str, Any], forwards: int) -> None:
+def test_with_options_that_wrap_or_reload_the_model(trainer, options, forwards):
     run = trainer("tetrajet", **{"max_steps": 3, "save_strategy": "steps", **options})
     run.train()
     runtime = runtime_of(run.model)
@@ -136,7 +129,7 @@ def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_optimizer_of_ones_own(trainer: Any, llama: Any) -> None:
+def test_an_optimizer_of_ones_own(trainer, llama):
     model = llama()
     optimizer = StableSPAM(model.parameters(), lr=3e-3)
     run = trainer(model=model, optimizer=optimizer, max_steps=4, save_strategy="no")
@@ -150,7 +143,7 @@ PHASES = {"version": 1, "name": "two phases", "extends": "tetrajet", "phases": L
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
+def test_phases_know_how_long_training_is(trainer, tmp_path):
     whole = trainer(PHASES)
     whole.train()
     runtime = runtime_of(whole.model)
@@ -164,7 +157,7 @@ def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
+def test_resuming_under_another_policy_is_refused(trainer, tmp_path):
     trainer("tetrajet", max_steps=2, save_steps=2).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     with pytest.raises(fp4graph.Error, match=r"written under policy 'tetrajet', this model has 'microscaling'"):
@@ -179,7 +172,7 @@ def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
+def test_added_late_it_trains_from_the_start(trainer):
     run = trainer(callback=False, max_steps=2, save_strategy="no")
     run.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
     with pytest.raises(fp4graph.Error, match="evaluation would be in high precision"):
@@ -189,13 +182,13 @@ def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
     assert runtime_of(run.model).root_state.count == 2
 
 
-def test_a_policy_is_checked_where_it_is_written() -> None:
+def test_a_policy_is_checked_where_it_is_written():
     with pytest.raises(fp4graph.PolicyError, match="tetrajett"):
         FP4GraphCallback("tetrajett")
 
 
 @pytest.mark.process
-def test_without_the_extra_the_error_says_what_to_install() -> None:
+def test_without_the_extra_the_error_says_what_to_install():
     script = (
         "import sys; sys.modules['transformers'] = None\n"
         "import fp4graph, fp4graph.integrations\n"

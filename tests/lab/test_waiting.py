@@ -1,7 +1,5 @@
 """A training that has made no step yet says that it compiles."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -47,7 +45,7 @@ def test_without_a_terminal_there_are_lines(monkeypatch, capsys):
     monkeypatch.setattr(train, "EVERY", 10.0)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    seen: list[str] = []
+    seen = []
 
     def is_preparing():
         seen.append(capsys.readouterr().err)
