@@ -5,9 +5,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -52,10 +51,8 @@ def test_kernels(tmp_path, monkeypatch):
     status, (again,), page = rehearse(tmp_path, "--part=kernels", "--again")
     assert status == 1
     assert not again["figures"]["equal"]
-    assert {name for name, count in again["figures"]["differs"].items() if count} == {
-        "quantize, rows",
-        "quantize, columns",
-    }
+    differing = {name for name, count in again["figures"]["differs"].items() if count}
+    assert differing == {"quantize, rows", "quantize, columns"}
     assert "0 of 1 cases have the same bits" in page
     assert f"{again['case']['dtype']}: other bits than expected" in page.partition("## Failed")[2]
     kinds = len(list(operands(checks.SHAPE, next(iter(checks.kernel_specs().values())))))
@@ -97,15 +94,13 @@ def test_a_training_that_inductor_compiles(tmp_path):
 
 
 PARITY = {"ratio": 2.0, "eager": [2.0, 1.0], "compiled": [2.0, 1.5]}
-Planned = Callable[..., list[validate.Case]]
 
 
 def case(model, run=lambda: dict(PARITY)):
     return validate.Case("parity", {"model": model, "policy": "p", "dtype": "float32"}, run)
 
 
-def fault(*_):
-    raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+fault = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access\nand a page of advice"))
 
 
 @pytest.fixture
@@ -148,63 +143,54 @@ def test_differences_above_the_bound_are_failures(tmp_path, planned):
     assert "near" not in failed
 
 
-@pytest.mark.parametrize(
-    ("part", "figures", "fails"),
-    [
-        ("kernels", {"equal": True}, False),
-        ("kernels", {"equal": False}, True),
+def test_what_counts_as_failed():
+    cases = [
+        ("kernels", {"equal": True}, False), ("kernels", {"equal": False}, True),
         ("quantizers", {"equal": False, "exempt": False}, True),
         ("quantizers", {"equal": False, "exempt": True}, False),
-        ("steps", {"ratio": 40.0}, False),
-        ("steps", {"failed": "OutOfMemoryError"}, True),
-    ],
-)
-def test_what_counts_as_failed(part, figures, fails):
-    assert (failure({"case": {"part": part}, "figures": figures}) is not None) is fails
+        ("steps", {"ratio": 40.0}, False), ("steps", {"failed": "OutOfMemoryError"}, True),
+    ]  # fmt: skip
+    for part, figures, fails in cases:
+        assert (failure({"case": {"part": part}, "figures": figures}) is not None) is fails, (part, figures)
 
 
 def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(tmp_path, planned, monkeypatch):
-    ran = []
-
-    def run(name, ratio):
-        ran.append(name)
-        return {**PARITY, "ratio": ratio}
-
-    made = planned(*(case(name, partial(run, name, ratio)) for name, ratio in (("a", 1.0), ("b", 4.0), ("c", 1.0))))
+    ratios = {"a": 1.0, "b": 4.0, "c": 1.0, "new": 1.0}
+    runs = {name: Mock(return_value={**PARITY, "ratio": ratio}) for name, ratio in ratios.items()}
+    ran = Mock(**runs).mock_calls
+    a, b, c, new = (case(name, run) for name, run in runs.items())
+    made = planned(a, b, c)
     times = (f"2026-01-01T00:00:{second:02}+00:00" for second in range(60))
     monkeypatch.setattr(validate, "_now", lambda: next(times))
     monkeypatch.setattr(validate, "_commit", lambda: "one")
     assert rehearse(tmp_path)[0] == 1
-    made.append(case("new", partial(run, "new", 1.0)))
-    ran.clear()
+    made.append(new)
     assert rehearse(tmp_path)[0] == 1
-    assert ran == ["new", "b"]
-    ran.clear()
+    assert ran[3:] == [call.new(), call.b()]
     monkeypatch.setattr(validate, "_commit", lambda: "two")
     rehearse(tmp_path)
-    assert ran == ["a", "c", "new", "b"]  # the longest ago first
+    assert ran[5:] == [call.a(), call.c(), call.new(), call.b()]  # the longest ago first
 
 
 def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path, planned):
-    ran = []
-
-    def killed():
-        raise KeyboardInterrupt  # like a signal, it passes `attempt`
-
-    def fine():
-        ran.append("fine")
-        return dict(PARITY)
-
-    planned(case("killed", killed), case("fine", fine))
+    fine = Mock(return_value=dict(PARITY))
+    planned(
+        case("killed", Mock(side_effect=KeyboardInterrupt)), case("fine", fine)
+    )  # like a signal, it passes `attempt`
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             rehearse(tmp_path)
-    assert ran == ["fine"]
+    fine.assert_called_once()
     (file,) = tmp_path.glob("*.md")
     assert "killed, p, float32: begun and not ended" in file.read_text("utf-8")
 
 
 def test_a_device_that_answers_no_longer_ends_the_command(tmp_path, planned, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    assert run.answers(CPU)
+    assert not run.answers(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert run.answers(torch.device("cuda"))
     planned(case("bad", fault), case("good"))
     monkeypatch.setattr(run, "answers", lambda device: False)
     status, rows, _ = rehearse(tmp_path)
@@ -213,14 +199,6 @@ def test_a_device_that_answers_no_longer_ends_the_command(tmp_path, planned, mon
     assert "cpu no longer answers this process: run the same command again" in said
     assert "1 cases are left" in said
     assert models(rehearse(tmp_path)[1]) == ["good", "bad"]  # begins with the other one
-
-
-def test_whether_a_device_answers(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    assert run.answers(CPU)
-    assert not run.answers(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert run.answers(torch.device("cuda"))
 
 
 def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_command_goes_on(
@@ -318,10 +296,7 @@ def test_the_prediction_stands_beside_what_was_measured():
     assert line in page
     page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
-
-
-def test_there_are_predictions_for_the_models_that_are_timed():
-    found = validate.predictions(validate.ROOT / "benchmarks" / "results")
+    found = validate.predictions(validate.ROOT / "benchmarks" / "results")  # for all models that are timed
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
     assert set(steps.PREDICTED.values()) <= blocks
 

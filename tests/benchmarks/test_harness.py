@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from benchmarks.models import MODELS, explained
 from benchmarks.options import choices, device_of, policies_of
 from benchmarks.results import Inapplicable, Results, Row, attempt, load
 from benchmarks.timing import Patience, alternate
+from tests.helpers.policies import one_rule
 
 
 def cycle(log, name, *seconds):
@@ -69,12 +71,9 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
     assert calls["own"] == pytest.approx(3 + 50, abs=1)
 
 
-class FakeContext:
-    params = {"policies": "all", "folder": Path("anywhere")}  # noqa: RUF012
-
-
 def results(folder):
-    return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
+    context = SimpleNamespace(params={"policies": "all", "folder": Path("anywhere")})
+    return Results("step", context, torch.device("cpu"), folder)
 
 
 @pytest.mark.process
@@ -85,37 +84,24 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     second = results(tmp_path)
     second.add(Row({"policy": "b"}, {"ratio": 3.0}))
     content = load(second.file)
-    assert [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]] == [
-        ("a", 1.0, "1"),
-        ("b", 3.0, "2"),
-    ]
+    rows = [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]]
+    assert rows == [("a", 1.0, "1"), ("b", 3.0, "2")]
     assert content["runs"].keys() == {"1", "2"}
-    assert content["runs"]["2"]["settings"] == {"policies": "all"}
+    assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
+    run = content["runs"]["2"]
+    assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
+    assert run["settings"] == {"policies": "all"}
+    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert run["commit"] is None or len(run["commit"]) == 40
     third = results(tmp_path)
     third.add(Row({"policy": "a"}, {"ratio": 4.0}))
     assert load(third.file)["runs"].keys() == {"2", "3"}  # nothing is left of the first
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
-@pytest.mark.process
-def test_the_record_says_machine_versions_and_commit(tmp_path):
-    own = results(tmp_path)
-    own.add(Row({}, {}))
-    content = load(own.file)
-    assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
-    run = content["runs"]["1"]
-    assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
-    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert run["commit"] is None or len(run["commit"]) == 40
-
-
 def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
-    def broken():
-        raise ValueError("the compiler\nsaid much")
-
-    def inapplicable():
-        raise Inapplicable("not installed")
-
+    inapplicable = Mock(side_effect=Inapplicable("not installed"))
+    broken = Mock(side_effect=ValueError("the compiler\nsaid much"))
     columns = (tables.case("policy"), *tables.RATIO)
     own = results(tmp_path)
     own.add(attempt({"policy": "a"}, inapplicable))
@@ -134,10 +120,7 @@ def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))
     before = own.file.read_bytes()
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", stop)
+    monkeypatch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         own.add(Row({"policy": "b"}, {"ratio": 2.0}))
     assert own.file.read_bytes() == before
@@ -157,18 +140,10 @@ def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
 @pytest.mark.slow
 def test_the_sites_of_a_model_have_the_extents_of_its_products():
     sites = explained(MODELS["trial-vit"], "tetrajet", 4).sites
-    assert [extents(site) for site in sites if site.quantized][:4] == [
-        (68, 64, 192, 1),
-        (68, 64, 64, 1),
-        (68, 64, 256, 1),
-        (68, 256, 64, 1),
-    ]
-    policy = {
-        "version": 1,
-        "name": "attention",
-        "rules": [{"name": "sdpa", "match": {"op": "sdpa"}, "quantize": {"element": "e2m1", "block": 32}}],
-    }
-    site = next(site for site in explained(MODELS["trial-vit"], policy, 4).sites if site.quantized)
+    quantized = [extents(site) for site in sites if site.quantized]
+    assert quantized[:4] == [(68, 64, 192, 1), (68, 64, 64, 1), (68, 64, 256, 1), (68, 256, 64, 1)]
+    sites = explained(MODELS["trial-vit"], one_rule(op="sdpa"), 4).sites
+    site = next(site for site in sites if site.quantized)
     assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
 
 

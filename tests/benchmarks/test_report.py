@@ -14,42 +14,21 @@ from benchmarks.results import file_of, write
 from benchmarks.targets import TARGETS, held_against, rows_of
 
 MACHINE = {
-    "cpu": "Some CPU",
-    "cores": 2,
-    "logical_cores": 2,
-    "threads": 2,
-    "instructions": ["AVX512", "amx_bf16"],
-    "ram_gib": 8.0,
-    "gpu": None,
-    "gpu_ram_gib": None,
-    "system": "Linux",
-}
+    "cpu": "Some CPU", "cores": 2, "logical_cores": 2, "threads": 2, "instructions": ["AVX512", "amx_bf16"],
+    "ram_gib": 8.0, "gpu": None, "gpu_ram_gib": None, "system": "Linux",
+}  # fmt: skip
 RUN = {
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "a" * 40,
-    "dirty": True,
-    "versions": {"torch": "2.15.0", "torchao": None},
-    "settings": {},
-    "load_average": 0.25,
-    "cpu_kernels": False,
-    "compiler": "g++ 12",
-    "environment": {},
-}
+    "date": "2026-01-02T03:04:05+00:00", "commit": "a" * 40, "dirty": True, "settings": {}, "load_average": 0.25,
+    "versions": {"torch": "2.15.0", "torchao": None}, "cpu_kernels": False, "compiler": "g++ 12", "environment": {},
+}  # fmt: skip
 TINY = {"model": "deit-tiny", "batch": 16, "policy": "tetrajet", "backend": "inductor"}
 
 
 def step(ratio, **case):
     figures = {
-        "ratio": ratio,
-        "quartiles": [ratio - 0.01, ratio + 0.01],
-        "repeats": 12,
-        "settled": False,
-        "seconds": 1.0,
-        "baseline_seconds": 0.5,
-        "floor": 1.1,
-        "quantized": 48,
-        "sites": 62,
-    }
+        "ratio": ratio, "quartiles": [ratio - 0.01, ratio + 0.01], "repeats": 12, "settled": False, "seconds": 1.0,
+        "baseline_seconds": 0.5, "floor": 1.1, "quantized": 48, "sites": 62,
+    }  # fmt: skip
     return {"run": "1", "case": {**TINY, "dtype": "float32", **case}, "figures": figures}
 
 

@@ -1,10 +1,12 @@
 """The reference pages: committed as the code has them, complete for what is shipped, possible for anything else."""
 
+from __future__ import annotations
+
 import re
 import shutil
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import yaml
@@ -19,15 +21,20 @@ from fp4graph.technique.registry import Registry
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = catalogue.shipped_registry()
+PAGES = reference.pages(SHIPPED)
 
 
 def test_committed_pages_are_what_the_code_generates():
     assert not SHIPPED.failures
-    assert not reference.differences(DOCS, reference.pages(SHIPPED)), "run: make docs"
+    assert not reference.differences(DOCS, PAGES), "run: make docs"
+    assert {f"policies/{name}.md" for name in SHIPPED.policies} <= PAGES.keys()
 
 
-def test_every_shipped_policy_has_a_page():
-    assert {f"policies/{name}.md" for name in SHIPPED.policies} <= reference.pages(SHIPPED).keys()
+@pytest.mark.slow
+def test_pages_are_the_same_every_time():
+    again = catalogue.shipped_registry()
+    assert again is not SHIPPED
+    assert reference.pages(again) == PAGES
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
@@ -55,17 +62,16 @@ def test_the_example_of_a_page_is_accepted(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", sorted(reference.pages(SHIPPED)))
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_links_lead_somewhere(page):
-    pages = reference.pages(SHIPPED)
-    for target in re.findall(r"\]\(([^)]+\.md)\)", pages[page]):
+    for target in re.findall(r"\]\(([^)]+\.md)\)", PAGES[page]):
         path = (Path("/") / page).parent.joinpath(target)
-        assert str(Path(*path.resolve().parts[1:])) in pages, target
+        assert str(Path(*path.resolve().parts[1:])) in PAGES, target
 
 
 class Bare(Technique):
-    name = "bare"
-    overhead = Overhead("O(1)", "O(1)", fusable=False)
+    name: ClassVar[str] = "bare"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=False)
     strength: float
 
     @property
@@ -100,12 +106,12 @@ class Rich(Technique):
     Use it when it helps.
     """
 
-    name = "rich"
-    overhead = Overhead("O(n)", "O(n)", fusable=True)
-    conflicts = frozenset({"bare", "absent"})
-    requires = frozenset({"bare"})
-    kind = Field("a", description="a | b")
-    on = Field(False, alias="is_on", description="Whether.")
+    name: ClassVar[str] = "rich"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    conflicts: ClassVar[frozenset[str]] = frozenset({"bare", "absent"})
+    requires: ClassVar[frozenset[str]] = frozenset({"bare"})
+    kind: Literal["a", "b", "free"] = Field("a", description="a | b")
+    on: bool = Field(False, alias="is_on", description="Whether.")
 
     @property
     def complexity(self):
@@ -119,11 +125,17 @@ class Plugin:
         return [Bare, Rich]
 
 
-def stranger():
-    return Registry([("stranger", Plugin())], entry_point_group=None)
+class Broken:
+    @hookimpl
+    def fp4graph_techniques(self):
+        raise RuntimeError("out of order")
 
 
-REGISTRY = stranger()
+def registry_of(**plugins):
+    return Registry(list(plugins.items()), entry_point_group=None)
+
+
+REGISTRY = registry_of(stranger=Plugin())
 
 
 def test_a_technique_that_says_nothing_has_a_page():
@@ -204,16 +216,9 @@ def test_a_policy_files_comment_becomes_prose(tmp_path):
     assert str(tmp_path) not in page
 
 
-@pytest.mark.slow
-def test_pages_are_the_same_every_time():
-    again = catalogue.shipped_registry()
-    assert again is not SHIPPED
-    assert reference.pages(again) == reference.pages(SHIPPED)
-
-
 def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    found = stranger()
+    found = registry_of(stranger=Plugin())
     monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     target = tmp_path / "reference"
     write, check = [str(target)], [str(target), "--check"]
@@ -233,14 +238,6 @@ def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     shutil.rmtree(target)
     assert reference.main(check) == 1
 
-
-def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):
-    class Broken:
-        @hookimpl
-        def fp4graph_techniques(self):
-            raise RuntimeError("out of order")
-
-    found = Registry([("broken", Broken())], entry_point_group=None)
-    monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
+    found = registry_of(broken=Broken())  # what is left out is said
     assert reference.main([str(tmp_path)]) == 1
     assert "left out: plugin 'broken': cannot be loaded: RuntimeError: out of order" in capsys.readouterr().err

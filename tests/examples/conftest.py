@@ -1,14 +1,14 @@
 """Running an example as a user does."""
 
-import os
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.helpers import processes
+from tests.helpers.processes import python
+
+EXAMPLES = processes.ROOT / "examples"
 
 
 @pytest.fixture
@@ -29,12 +29,7 @@ def torchrun():
     """Runs an example in two processes; returns what they printed."""
 
     def run(name, *arguments):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, str(EXAMPLES / name), *arguments], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / name)
+        return processes.run([*command, *arguments], env={"OMP_NUM_THREADS": "1"})
 
     return run

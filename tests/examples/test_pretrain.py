@@ -52,15 +52,7 @@ STABLE = ["--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]
     ],
     ids=["vit", "llama", "llama-stablespam"],
 )
-def test_learns_and_resumes_bit_for_bit(
-    example,
-    text,
-    small,
-    tmp_path,
-    monkeypatch,
-    name,
-    options,
-):
+def test_learns_and_resumes_bit_for_bit(example, text, small, tmp_path, monkeypatch, name, options):
     if "llama" in name:
         options = [*options, text, small]
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"

@@ -28,15 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is dep
 def trainer(llama, counting, tmp_path):
     """Makes a Trainer; ``callback`` False leaves ours out."""
 
-    def make(
-        policy="tetrajet-qema",
-        *,
-        callback=True,
-        folder="run",
-        model=None,
-        optimizer=None,
-        **options,
-    ):
+    def make(policy="tetrajet-qema", *, callback=True, folder="run", model=None, optimizer=None, **options):
         settings = {
             "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_steps": 3,
             "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
