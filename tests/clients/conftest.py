@@ -40,18 +40,12 @@ def said(recwarn):
     return lambda: [str(w.message) for w in recwarn if issubclass(w.category, PolicyWarning)]
 
 
-class Moved:
-    """Tells which parameters of a model have changed since."""
-
-    def __init__(self, model):
-        self.model = model
-        self._before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def __call__(self):
-        now = dict(self.model.named_parameters())
-        return {name for name, p in self._before.items() if not torch.equal(p, now[name])}
-
-
 @pytest.fixture
 def moved():
-    return Moved
+    """Make a function that tells which parameters of a model have changed since."""
+
+    def since(model):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return lambda: {name for name, p in model.named_parameters() if not torch.equal(p, before.get(name, p))}
+
+    return since

@@ -18,6 +18,7 @@ from fp4graph.technique import registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
 from tests.helpers.processes import python, run
+from tests.helpers.techniques import Broken
 
 
 @pytest.fixture
@@ -39,14 +40,11 @@ def fp4graph(capsys, monkeypatch):
 
 @pytest.fixture
 def data(fp4graph):
-    """Runs the command with --json."""
     return lambda *arguments: json.loads(fp4graph(*arguments, "--json").out)
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes a policy, and returns its path."""
-
     def write(text):
         (tmp_path / "p.yaml").write_text(f"version: 1\n{text}\n")
         return str(tmp_path / "p.yaml")
@@ -153,7 +151,6 @@ def test_check_of_a_wrong_policy_names_the_line(text, says, fp4graph, written):
 
 
 def script(code, *arguments):
-    """Run Python code in a process of its own; return what it printed."""
     return run(python("-c", code, *arguments))
 
 
@@ -296,11 +293,6 @@ def test_without_timm(fp4graph, monkeypatch):
 
 @pytest.mark.slow
 def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_path):
-    class Raises:
-        @hookimpl
-        def fp4graph_techniques(self):
-            raise RuntimeError("out of order")
-
     class Ships:
         @hookimpl
         def fp4graph_policies(self):
@@ -308,7 +300,7 @@ def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_pat
 
     path = tmp_path / "shabby.yaml"
     path.write_text("version: 9\n")
-    broken = Registry([("shiny", Raises()), ("ships", Ships())])
+    broken = Registry([("shiny", Broken()), ("ships", Ships())])
     monkeypatch.setattr(registry, "default_registry", lambda: broken)
     result = fp4graph("policies")
     assert result.code == 0

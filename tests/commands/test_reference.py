@@ -18,6 +18,7 @@ from fp4graph.technique import Overhead, Technique, registry
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.options import OperandList, Operands
 from fp4graph.technique.registry import Registry
+from tests.helpers.techniques import Broken
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = catalogue.shipped_registry()
@@ -123,12 +124,6 @@ class Plugin:
     @hookimpl
     def fp4graph_techniques(self):
         return [Bare, Rich]
-
-
-class Broken:
-    @hookimpl
-    def fp4graph_techniques(self):
-        raise RuntimeError("out of order")
 
 
 def registry_of(**plugins):

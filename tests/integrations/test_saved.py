@@ -18,7 +18,6 @@ def llama():
 
 @pytest.fixture
 def trained(tmp_path):
-    """Three steps of training, saved in ``tmp_path``."""
     model = fp4graph.apply(llama(), "tetrajet-qema", backend="eager")
     descend(lambda: model(input_ids=TOKENS, labels=TOKENS).loss, prepared(model, torch.optim.SGD, lr=1.0), 3)
     model.save_pretrained(tmp_path)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is dep
 def trainer(llama, counting, tmp_path):
     """Makes a Trainer; ``callback`` False leaves ours out."""
 
-    def make(policy="tetrajet-qema", *, callback=True, folder="run", model=None, optimizer=None, **options):
+    def make(policy="tetrajet-qema", *, callback=True, folder="run", optimizer=None, **options):
         settings = {
             "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "save_steps": 3,
             "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
@@ -36,7 +36,9 @@ def trainer(llama, counting, tmp_path):
         args = transformers.TrainingArguments(str(tmp_path / folder), **{**settings, **options})
         callbacks = [FP4GraphCallback(policy, backend="eager")] if callback else []
         data = {"train_dataset": counting, "eval_dataset": counting}
-        return transformers.Trainer(model or llama(), args, **data, callbacks=callbacks, optimizers=(optimizer, None))
+        model = llama()
+        optimizers = (optimizer(model.parameters(), lr=3e-3) if optimizer else None, None)
+        return transformers.Trainer(model, args, **data, callbacks=callbacks, optimizers=optimizers)
 
     return make
 
@@ -101,31 +103,22 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer, llama, tmp_path):
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
+        pytest.param({"policy": "tetrajet-qema", "optimizer": StableSPAM}, 3, marks=pytest.mark.long),
         pytest.param({"bf16": True}, 3, marks=pytest.mark.long),
         ({"gradient_accumulation_steps": 2}, 5),  # five batches in an epoch
         pytest.param({"gradient_checkpointing": True}, 3, marks=pytest.mark.long),
         pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 3, marks=pytest.mark.long),
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
     ],
-    ids=["bf16", "accumulation", "checkpointing", "torch_compile", "best"],
+    ids=["an optimizer of one's own", "bf16", "accumulation", "checkpointing", "torch_compile", "best"],
 )
 def test_with_options_that_wrap_or_reload_the_model(trainer, options, forwards):
-    run = trainer("tetrajet", **{"max_steps": 3, "save_strategy": "steps", **options})
+    run = trainer(**{"policy": "tetrajet", "max_steps": 3, "save_strategy": "steps", **options})
     run.train()
     runtime = runtime_of(run.model)
     assert runtime.root_state.count == forwards
     assert run.model.is_gradient_checkpointing == options.get("gradient_checkpointing", False)
     assert len({site.module for site in runtime.sites if site.quantized}) == 14
-    assert losses(run)[-1] < losses(run)[0]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_an_optimizer_of_ones_own(trainer, llama):
-    model = llama()
-    optimizer = StableSPAM(model.parameters(), lr=3e-3)
-    run = trainer(model=model, optimizer=optimizer, max_steps=4, save_strategy="no")
-    run.train()
     assert losses(run)[-1] < losses(run)[0]
 
 

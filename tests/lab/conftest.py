@@ -31,14 +31,6 @@ def command(monkeypatch, tmp_path):
     return run
 
 
-def _programs():
-    """The folder of PostgreSQL's programs; Debian's is on no PATH."""
-    found = shutil.which("postgres")
-    if found:
-        return Path(found).resolve().parent
-    return next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
-
-
 class Postgres:
     """A server in a folder of its own, reached by a socket there; root starts it as nobody, for it refuses root."""
 
@@ -63,11 +55,12 @@ class Postgres:
 
 @pytest.fixture(scope="session")
 def postgres():
-    programs = _programs()
-    if programs is None:
+    debians = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))  # on no PATH
+    found = shutil.which("postgres") or (debians and debians[-1])
+    if not found:
         pytest.skip("PostgreSQL is not installed: neither on the PATH nor in /usr/lib/postgresql")
     folder = Path(tempfile.mkdtemp(prefix="sweep-"))  # not pytest's, which only root may enter
-    server = Postgres(programs, folder)
+    server = Postgres(Path(found).resolve().parent, folder)
     server.start()
     yield server
     server.stop()

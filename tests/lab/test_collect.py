@@ -15,6 +15,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
+from tests.lab.trainings import tensorboard
 from tests.model import test_experts as experts
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,6 @@ def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32)):
 
 
 def recorded(folder, count, recipe=None, model=None, shape=(8, 32), **options):
-    """Train ``count`` steps, and return what was recorded."""
     trained = make(recipe or policy(), model)
     with Statistics(*trained, directory=folder, **{"every": 2, **options}):
         steps(*trained, count, shape=shape)
@@ -425,13 +425,11 @@ def test_the_model_was_removed(techniques, tmp_path):
 
 
 def test_in_tensorboard(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     rows = recorded(tmp_path / "s", 4, stream=tmp_path / "events").rows
-    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    got = [(e.step, e.value) for e in events.Scalars("snr_db/first/fprop.input")]
-    values = [r["snr_db"] for r in rows if (r["site"], r["tensor"]) == ("first", "fprop.input")]
-    assert got == [(2, pytest.approx(values[0], rel=1e-4)), (4, pytest.approx(values[1], rel=1e-4))]
+    got = {e.step: e.value for e in tensorboard(tmp_path / "events").Scalars("snr_db/first/fprop.input")}
+    values = {r["step"]: r["snr_db"] for r in rows if (r["site"], r["tensor"]) == ("first", "fprop.input")}
+    assert [*values] == [2, 4]
+    assert got == pytest.approx(values, rel=1e-4)
 
 
 def test_gradient_norms(tmp_path):

@@ -69,7 +69,6 @@ def by_hand():
 
 
 def last(policy, seeds=range(3)):
-    """The final losses of ``by_hand``."""
     return [by_hand()[policy, seed][-1] for seed in seeds]
 
 
@@ -471,7 +470,6 @@ def test_the_interval_is_scipys(count):
 
 
 def made(losses, folder=Path("out")):
-    """A comparison with these final losses."""
     model = {"sites": 5, "quantized": 4, "fp4_flops": 0.8, "bits_per_weight": 5.8}
     runs = [
         {"policy": name, "seed": seed, "state": "finished", "loss": loss, "metrics": {}, "ms_per_step": 2.0,

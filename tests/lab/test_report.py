@@ -19,7 +19,6 @@ from tests.lab.trainings import Block, stop_at
 
 
 def record(folder, lines, outcome):
-    """Write a run's metrics and outcome."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "outcome.json").write_text(json.dumps(outcome))
 

@@ -278,7 +278,6 @@ def test_complexity_and_measured_overhead_bind():
 @pytest.mark.process
 @pytest.mark.parametrize("times", [2, 20])
 def test_a_killed_search_goes_on(times, tmp_path):
-    """Killed again and again, a search loses no score and measures none twice."""
     script = (
         "import tests.lab.test_search as t, fp4graph, sys\n"
         "found = fp4graph.search(t.model_of(), t.loss, t.batches(), formats=t.FORMATS, bits=6, folder=sys.argv[1])\n"

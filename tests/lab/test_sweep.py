@@ -15,6 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -205,16 +206,12 @@ def misfit(run, report, least=0.0):
     return toy.objective(run, report)
 
 
-def interrupted(run, report):
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("objective", "error", "says", "completed"),
     [
         (toy.broken_baseline, Error, "the baseline 'Adam' failed, and so would all others: no data; put it there", 0),
         (misfit, Error, r"the plain configuration 'MXFP4' failed.*matched nothing", 2),
-        (interrupted, KeyboardInterrupt, None, 0),
+        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt, None, 0),
     ],
     ids=["a failing baseline", "a plain policy that does not fit", "an interrupt"],
 )

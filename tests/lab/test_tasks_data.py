@@ -36,7 +36,6 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def noise(count, size=(40, 30), seed=0):
-    """``count`` pictures of noise."""
     random = np.random.default_rng(seed)
     return [Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8)) for _ in range(count)]
 

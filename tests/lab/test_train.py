@@ -30,7 +30,7 @@ from fp4graph.lab.tasks import TASKS
 from tests.helpers.disks import files_no_larger_than
 from tests.helpers.policies import one_rule
 from tests.helpers.processes import PATIENCE, python
-from tests.lab.trainings import stop_at
+from tests.lab.trainings import stop_at, tensorboard
 
 #: A ViT on a few digits.
 SHORT = {"task": "digits", "batch_size": 16, "validation_batches": 2, "device": "cpu", "steps": 6, "validate_every": 2}
@@ -51,7 +51,6 @@ def curves(folder):
 
 
 def stopped(chosen, folder, step):
-    """Train, and interrupt at the validation of ``step``."""
     with pytest.raises(KeyboardInterrupt):
         train(chosen, directory=folder, report=stop_at(step))
 
@@ -189,8 +188,6 @@ def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path):
 
 @pytest.mark.slow
 def test_the_record_holds_the_options_and_the_result(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     chosen, folder = run(policy="tetrajet", optimizer="adamw", lr=1e-3), tmp_path / "new" / "folder"
     outcome = train(chosen, directory=folder)
     record = read_run(folder)
@@ -207,9 +204,7 @@ def test_the_record_holds_the_options_and_the_result(tmp_path):
     assert [(line["step"], line["lr"]) for line in steps] == [(step, 1e-3) for step in range(1, 7)]
     assert [line["seconds"] for line in steps] == sorted(line["seconds"] for line in steps)
     assert sum(line["train_loss"] for line in steps[:2]) / 2 == pytest.approx(outcome.history[0].train_loss)
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("validation_loss")]
+    shown = [(event.step, event.value) for event in tensorboard(folder / "tensorboard").Scalars("validation_loss")]
     assert shown == [(step, pytest.approx(validation)) for step, _, validation in losses(outcome)]
 
 
@@ -443,8 +438,6 @@ def test_the_command_says_what_is_wrong(command, arguments, says):
 
 @pytest.mark.long
 def test_the_command_streams_to_every_tracker(command, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     trackers = []
     for name, begin, *others in (
         ("wandb", "init", "define_metric", "log"),
@@ -458,8 +451,7 @@ def test_the_command_streams_to_every_tracker(command, monkeypatch):
     streams = [f"--stream={name}" for name in ("tensorboard", "wandb", "mlflow")]
     code, _, err = command(*BRIEF, "--policy=mxfp4", "--statistics=1", "--output=here", *streams)
     assert code == 0, err
-    events = EventAccumulator("here/tensorboard")
-    events.Reload()
+    events = tensorboard("here/tensorboard")
     expected = [event.value for event in events.Scalars("validation_loss")]
     assert len(expected) == 2
     assert any(tag.startswith("snr_db/blocks.0.") for tag in events.Tags()["scalars"])

@@ -65,6 +65,15 @@ def returning(policy, seed, log):
     return {"loss": losses[-1], "square": STEPS**2}
 
 
+def tensorboard(folder):
+    """What was written for TensorBoard, as it reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
 def stop_at(step):
     """A hook of a training that interrupts it at this step."""
 
