@@ -1,21 +1,16 @@
 """The benchmarks are run from the root of a clone, and are no part of the package."""
 
-from __future__ import annotations
-
 import importlib
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]], str]]:
+def command(tmp_path, capsys):
     """Runs a benchmark's command in this process: (exit code, rows of the file that it wrote, what it printed)."""
 
-    def run(name: str, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+    def run(name, *arguments):
         module = importlib.import_module(f"benchmarks.{name}")
         with pytest.raises(SystemExit) as stop:
             module.app([*arguments, f"--folder={tmp_path}"])

@@ -1,15 +1,10 @@
 """Cases of ``make gpu-validate`` in several processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +14,7 @@ pytestmark = pytest.mark.process
 CPU = SimpleNamespace(type="cpu")  # no import of torch, which takes each process seconds
 
 
-def check(name: str) -> dict[str, Any]:
+def check(name):
     if name == "fails":
         raise RuntimeError("wrong")
     if name == "killed":
@@ -27,7 +22,7 @@ def check(name: str) -> dict[str, Any]:
     return {"name": name}
 
 
-def timing(name: str, log: Path, ready: Callable[[], None]) -> dict[str, Any]:
+def timing(name, log, ready):
     if name == "killed":
         os._exit(9)
     if name == "fails":
@@ -43,18 +38,18 @@ def timing(name: str, log: Path, ready: Callable[[], None]) -> dict[str, Any]:
     return {"name": name}
 
 
-def prepare(log: Path) -> None:
+def prepare(log):
     # A shell that starts the tests in the background has them ignore SIGINT, and processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     list(prepared_together([Case("steps", {}, partial(timing, "slow", log))], 2))
 
 
-def note(log: Path, text: str) -> None:
+def note(log, text):
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{text}\n")
 
 
-def test_checks_side_by_side() -> None:
+def test_checks_side_by_side():
     cases = [Case("kernels", {"name": name}, partial(check, name)) for name in ("a", "fails", "b")]
     outcomes = {case.about["name"]: (figures, works) for case, figures, works in side_by_side(cases, CPU, 2)}
     assert {name: works for name, (_, works) in outcomes.items()} == {"a": True, "fails": True, "b": True}
@@ -62,14 +57,14 @@ def test_checks_side_by_side() -> None:
     assert outcomes["fails"][0]["failed"] == "RuntimeError: wrong"
 
 
-def test_a_check_whose_process_is_killed() -> None:
+def test_a_check_whose_process_is_killed():
     cases = [Case("kernels", {"name": "killed"}, partial(check, "killed"))]
     ((_, figures, works),) = side_by_side(cases, CPU, 2)
     assert not works
     assert figures["failed"].startswith("BrokenProcessPool")
 
 
-def test_timings_run_alone_when_all_are_prepared(tmp_path: Path) -> None:
+def test_timings_run_alone_when_all_are_prepared(tmp_path):
     log = tmp_path / "log"
     cases = [Case("steps", {"name": name}, partial(timing, name, log)) for name in ("a", "fails", "killed", "b")]
     outcomes = {case.about["name"]: figures for case, figures, _ in prepared_together(cases, 4)}
@@ -82,7 +77,7 @@ def test_timings_run_alone_when_all_are_prepared(tmp_path: Path) -> None:
     assert outcomes["killed"]["failed"] == "its process was killed"
 
 
-def test_an_interrupted_command_does_not_wait_for_a_preparation(tmp_path: Path) -> None:
+def test_an_interrupted_command_does_not_wait_for_a_preparation(tmp_path):
     log = tmp_path / "log"
     process = SPAWN.Process(target=prepare, args=(log,))
     process.start()

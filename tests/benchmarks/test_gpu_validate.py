@@ -1,16 +1,12 @@
 """What runs on the day there is a GPU, rehearsed on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from tests.gpu.cases import operands
 CPU = torch.device("cpu")
 
 
-def rehearse(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+def rehearse(folder, *arguments):
     """Run the command; returns its exit status, the rows of its file and its page."""
     status = validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
     files = list(folder.glob("gpu_validate.*"))
@@ -34,7 +30,7 @@ def rehearse(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels(tmp_path, monkeypatch):
     """Each operator beside tensor code; one wrong element is found, and a case that is done is not run again."""
     status, (row,), page = rehearse(tmp_path, "--part=kernels")
     assert status == 0
@@ -45,7 +41,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = operators.quantize
 
-    def wrong(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def wrong(x, *arguments):
         y = own(x, *arguments).clone()
         y[0, 0] = 0 if y[0, 0].isnan() else torch.nan
         return y
@@ -55,10 +51,8 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, (again,), page = rehearse(tmp_path, "--part=kernels", "--again")
     assert status == 1
     assert not again["figures"]["equal"]
-    assert {name for name, count in again["figures"]["differs"].items() if count} == {
-        "quantize, rows",
-        "quantize, columns",
-    }
+    differing = {name for name, count in again["figures"]["differs"].items() if count}
+    assert differing == {"quantize, rows", "quantize, columns"}
     assert "0 of 1 cases have the same bits" in page
     assert f"{again['case']['dtype']}: other bits than expected" in page.partition("## Failed")[2]
     kinds = len(list(operands(checks.SHAPE, next(iter(checks.kernel_specs().values())))))
@@ -67,7 +61,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_kernels_that_draw() -> None:
+def test_kernels_that_draw():
     """A draw counts the elements of what is quantized: x along rows, its transpose along columns."""
     spec = next(spec for spec in checks.kernel_specs().values() if spec.needs_key)
     figures = checks.kernels(spec, torch.float32, CPU)
@@ -76,7 +70,7 @@ def test_kernels_that_draw() -> None:
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_every_part(tmp_path: Path) -> None:
+def test_every_part(tmp_path):
     status, rows, page = rehearse(tmp_path)
     assert status == 0
     assert {row["case"]["part"] for row in rows} == set(validate.PARTS)
@@ -93,29 +87,27 @@ def test_every_part(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_a_training_that_inductor_compiles(tmp_path: Path) -> None:
+def test_a_training_that_inductor_compiles(tmp_path):
     status, (row,), _ = rehearse(tmp_path, "--part=parity", "--backend=inductor")
     assert status == 0
     assert 0 < row["figures"]["ratio"] <= 3
 
 
 PARITY = {"ratio": 2.0, "eager": [2.0, 1.0], "compiled": [2.0, 1.5]}
-Planned = Callable[..., list[validate.Case]]
 
 
-def case(model: str, run: Any = lambda: dict(PARITY)) -> validate.Case:
+def case(model, run=lambda: dict(PARITY)):
     return validate.Case("parity", {"model": model, "policy": "p", "dtype": "float32"}, run)
 
 
-def fault(*_: Any) -> Any:
-    raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+fault = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access\nand a page of advice"))
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+def planned(monkeypatch):
     """Give the command these cases and no other, in a list that may be changed."""
 
-    def plan(*cases: validate.Case) -> list[validate.Case]:
+    def plan(*cases):
         made = list(cases)
         monkeypatch.setattr(validate, "cases", lambda *_: iter(made))
         return made
@@ -123,11 +115,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     return plan
 
 
-def models(rows: list[dict[str, Any]]) -> list[str]:
+def models(rows):
     return [row["case"]["model"] for row in rows]
 
 
-def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path: Path, planned: Planned) -> None:
+def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path, planned):
     made = planned(case("bad", fault), case("good"))
     status, rows, page = rehearse(tmp_path)
     assert (status, models(rows)) == (1, ["bad", "good"])
@@ -139,7 +131,7 @@ def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path: Path, planne
     assert "Failed" not in page
 
 
-def test_differences_above_the_bound_are_failures(tmp_path: Path, planned: Planned) -> None:
+def test_differences_above_the_bound_are_failures(tmp_path, planned):
     nothing = {"ratio": 0.0, "eager": [2.0, 1.0], "compiled": [2.0, float("nan")]}
     planned(case("far", lambda: {**PARITY, "ratio": 4.0}), case("nan", lambda: nothing), case("near"))
     status, _, page = rehearse(tmp_path)
@@ -151,67 +143,54 @@ def test_differences_above_the_bound_are_failures(tmp_path: Path, planned: Plann
     assert "near" not in failed
 
 
-@pytest.mark.parametrize(
-    ("part", "figures", "fails"),
-    [
-        ("kernels", {"equal": True}, False),
-        ("kernels", {"equal": False}, True),
+def test_what_counts_as_failed():
+    cases = [
+        ("kernels", {"equal": True}, False), ("kernels", {"equal": False}, True),
         ("quantizers", {"equal": False, "exempt": False}, True),
         ("quantizers", {"equal": False, "exempt": True}, False),
-        ("steps", {"ratio": 40.0}, False),
-        ("steps", {"failed": "OutOfMemoryError"}, True),
-    ],
-)
-def test_what_counts_as_failed(part: str, figures: dict[str, Any], fails: bool) -> None:
-    assert (failure({"case": {"part": part}, "figures": figures}) is not None) is fails
+        ("steps", {"ratio": 40.0}, False), ("steps", {"failed": "OutOfMemoryError"}, True),
+    ]  # fmt: skip
+    for part, figures, fails in cases:
+        assert (failure({"case": {"part": part}, "figures": figures}) is not None) is fails, (part, figures)
 
 
-def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
-    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-
-    def run(name: str, ratio: float) -> dict[str, Any]:
-        ran.append(name)
-        return {**PARITY, "ratio": ratio}
-
-    made = planned(*(case(name, partial(run, name, ratio)) for name, ratio in (("a", 1.0), ("b", 4.0), ("c", 1.0))))
+def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(tmp_path, planned, monkeypatch):
+    ratios = {"a": 1.0, "b": 4.0, "c": 1.0, "new": 1.0}
+    runs = {name: Mock(return_value={**PARITY, "ratio": ratio}) for name, ratio in ratios.items()}
+    ran = Mock(**runs).mock_calls
+    a, b, c, new = (case(name, run) for name, run in runs.items())
+    made = planned(a, b, c)
     times = (f"2026-01-01T00:00:{second:02}+00:00" for second in range(60))
     monkeypatch.setattr(validate, "_now", lambda: next(times))
     monkeypatch.setattr(validate, "_commit", lambda: "one")
     assert rehearse(tmp_path)[0] == 1
-    made.append(case("new", partial(run, "new", 1.0)))
-    ran.clear()
+    made.append(new)
     assert rehearse(tmp_path)[0] == 1
-    assert ran == ["new", "b"]
-    ran.clear()
+    assert ran[3:] == [call.new(), call.b()]
     monkeypatch.setattr(validate, "_commit", lambda: "two")
     rehearse(tmp_path)
-    assert ran == ["a", "c", "new", "b"]  # the longest ago first
+    assert ran[5:] == [call.a(), call.c(), call.new(), call.b()]  # the longest ago first
 
 
-def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path: Path, planned: Planned) -> None:
-    ran: list[str] = []
-
-    def killed() -> dict[str, Any]:
-        raise KeyboardInterrupt  # like a signal, it passes `attempt`
-
-    def fine() -> dict[str, Any]:
-        ran.append("fine")
-        return dict(PARITY)
-
-    planned(case("killed", killed), case("fine", fine))
+def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path, planned):
+    fine = Mock(return_value=dict(PARITY))
+    planned(
+        case("killed", Mock(side_effect=KeyboardInterrupt)), case("fine", fine)
+    )  # like a signal, it passes `attempt`
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             rehearse(tmp_path)
-    assert ran == ["fine"]
+    fine.assert_called_once()
     (file,) = tmp_path.glob("*.md")
     assert "killed, p, float32: begun and not ended" in file.read_text("utf-8")
 
 
-def test_a_device_that_answers_no_longer_ends_the_command(
-    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_that_answers_no_longer_ends_the_command(tmp_path, planned, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    assert run.answers(CPU)
+    assert not run.answers(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert run.answers(torch.device("cuda"))
     planned(case("bad", fault), case("good"))
     monkeypatch.setattr(run, "answers", lambda device: False)
     status, rows, _ = rehearse(tmp_path)
@@ -222,21 +201,13 @@ def test_a_device_that_answers_no_longer_ends_the_command(
     assert models(rehearse(tmp_path)[1]) == ["good", "bad"]  # begins with the other one
 
 
-def test_whether_a_device_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", fault)
-    assert run.answers(CPU)
-    assert not run.answers(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert run.answers(torch.device("cuda"))
-
-
 def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_command_goes_on(
-    tmp_path: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, planned, monkeypatch, capsys
+):
     """Four minutes a case: of ten, two fit; of one, one is begun in any event."""
     now = [0.0]
 
-    def run() -> dict[str, Any]:
+    def run():
         now[0] += 240.0
         return dict(PARITY)
 
@@ -249,13 +220,13 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
         assert (left in capsys.readouterr().out) == bool(expected)
 
 
-def test_a_rehearsal_writes_where_git_looks_away() -> None:
+def test_a_rehearsal_writes_where_git_looks_away():
     ignored = (validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
     assert f"/{validate._folder(True).relative_to(validate.ROOT).parts[0]}/" in ignored
     assert validate._folder(False) == validate.ROOT / "benchmarks" / "results"
 
 
-def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("gcc", "Python.h"):
         (tmp_path / name).touch(mode=0o755)
@@ -282,7 +253,7 @@ def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch: pytest.M
 )
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.process
-def test_the_exit_status_of_every_part_together(tmp_path: Path, statuses: str, expected: int, parts: int) -> None:
+def test_the_exit_status_of_every_part_together(tmp_path, statuses, expected, parts):
     """A stand-in for the interpreter ends with the given statuses, by turns."""
     python = tmp_path / "python"
     python.write_text(
@@ -297,9 +268,7 @@ def test_the_exit_status_of_every_part_together(tmp_path: Path, statuses: str, e
     assert not expected or f"Error {expected}\n" in done.stderr
 
 
-def test_what_is_missing_is_named_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named_first(tmp_path, monkeypatch, capsys):
     find = validate.util.find_spec
     monkeypatch.setattr(validate.util, "find_spec", lambda name: None if name == "yaml" else find(name))
     assert validate.main(["--rehearse", f"--folder={tmp_path}"]) == 2
@@ -310,7 +279,7 @@ def test_what_is_missing_is_named_first(
         assert "--rehearse" in capsys.readouterr().out
 
 
-def test_the_prediction_stands_beside_what_was_measured() -> None:
+def test_the_prediction_stands_beside_what_was_measured():
     figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
     figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
     figures |= {"busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
@@ -327,15 +296,12 @@ def test_the_prediction_stands_beside_what_was_measured() -> None:
     assert line in page
     page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
-
-
-def test_there_are_predictions_for_the_models_that_are_timed() -> None:
-    found = validate.predictions(validate.ROOT / "benchmarks" / "results")
+    found = validate.predictions(validate.ROOT / "benchmarks" / "results")  # for all models that are timed
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
     assert set(steps.PREDICTED.values()) <= blocks
 
 
-def test_the_cases_on_a_card() -> None:
+def test_the_cases_on_a_card():
     """Every part has its cases: models, policies, dtypes and switches that docs/gpu.md lists."""
     made = [one.name for one in validate.cases(list(validate.PARTS), CPU, "inductor", False, 1.0)]
     steps = [one for one in made if one["part"] == "steps"]
@@ -356,10 +322,10 @@ def test_the_cases_on_a_card() -> None:
     assert len({tuple(one.items()) for one in made}) == len(made)
 
 
-def test_caches_of_compilers_are_gone_when_a_case_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+def test_caches_of_compilers_are_gone_when_a_case_ends(tmp_path, monkeypatch):
+    seen = []
 
-    def ready(*arguments: Any) -> Any:
+    def ready(*arguments):
         caches = arguments[-1]
         with steps._fresh_cache("inductor", caches):
             folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

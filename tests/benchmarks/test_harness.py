@@ -1,13 +1,10 @@
 """Timing by turns, rows that stay, floors counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,12 +21,13 @@ from benchmarks.models import MODELS, explained
 from benchmarks.options import choices, device_of, policies_of
 from benchmarks.results import Inapplicable, Results, Row, attempt, load
 from benchmarks.timing import Patience, alternate
+from tests.helpers.policies import one_rule
 
 
-def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
+def cycle(log, name, *seconds):
     values = itertools.cycle(seconds)
 
-    def call() -> float:
+    def call():
         log.append(name)
         return next(values)
 
@@ -37,7 +35,7 @@ def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
 
 
 def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
-    log: list[str] = []
+    log = []
     comparison = alternate(cycle(log, "base", 1.0, 2.0), cycle(log, "own", 3.0, 6.1), Patience(60, least=6, most=50))
     assert log == ["base", "own"] * 6
     assert comparison.pairs == ((1.0, 3.0), (2.0, 6.1)) * 3
@@ -46,18 +44,18 @@ def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
 
 
 def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
-    log: list[str] = []
+    log = []
     patience = Patience(60, least=3, most=9)
     comparison = alternate(cycle(log, "base", 1.0), cycle(log, "own", 1.0, 1.5), patience)
     assert (len(comparison.pairs), comparison.settled) == (9, False)
     assert len(alternate(cycle([], "", 1.0), cycle([], "", 1.0, 2.0), Patience(0.0)).pairs) == 1
 
 
-def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch: pytest.MonkeyPatch):
+def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch):
     """By a clock that only their calls move."""
     lasts, calls, now = {"base": 1e-5, "own": 2e-5}, {"base": 0, "own": 0}, 0.0
 
-    def count(name: str) -> None:
+    def count(name):
         nonlocal now
         calls[name] += 1
         now += lasts[name]
@@ -73,53 +71,37 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
     assert calls["own"] == pytest.approx(3 + 50, abs=1)
 
 
-class FakeContext:
-    params: dict[str, Any] = {"policies": "all", "folder": Path("anywhere")}  # noqa: RUF012
-
-
-def results(folder: Path) -> Any:
-    return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
+def results(folder):
+    context = SimpleNamespace(params={"policies": "all", "folder": Path("anywhere")})
+    return Results("step", context, torch.device("cpu"), folder)
 
 
 @pytest.mark.process
-def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
+def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     first = results(tmp_path)
     first.add(Row({"policy": "a"}, {"ratio": 1.0}))
     first.add(Row({"policy": "b"}, {"ratio": 2.0}))
     second = results(tmp_path)
     second.add(Row({"policy": "b"}, {"ratio": 3.0}))
     content = load(second.file)
-    assert [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]] == [
-        ("a", 1.0, "1"),
-        ("b", 3.0, "2"),
-    ]
+    rows = [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]]
+    assert rows == [("a", 1.0, "1"), ("b", 3.0, "2")]
     assert content["runs"].keys() == {"1", "2"}
-    assert content["runs"]["2"]["settings"] == {"policies": "all"}
+    assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
+    run = content["runs"]["2"]
+    assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
+    assert run["settings"] == {"policies": "all"}
+    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert run["commit"] is None or len(run["commit"]) == 40
     third = results(tmp_path)
     third.add(Row({"policy": "a"}, {"ratio": 4.0}))
     assert load(third.file)["runs"].keys() == {"2", "3"}  # nothing is left of the first
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
-@pytest.mark.process
-def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
-    own = results(tmp_path)
-    own.add(Row({}, {}))
-    content = load(own.file)
-    assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
-    run = content["runs"]["1"]
-    assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
-    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert run["commit"] is None or len(run["commit"]) == 40
-
-
-def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path: Path, capsys):
-    def broken() -> dict[str, Any]:
-        raise ValueError("the compiler\nsaid much")
-
-    def inapplicable() -> dict[str, Any]:
-        raise Inapplicable("not installed")
-
+def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
+    inapplicable = Mock(side_effect=Inapplicable("not installed"))
+    broken = Mock(side_effect=ValueError("the compiler\nsaid much"))
     columns = (tables.case("policy"), *tables.RATIO)
     own = results(tmp_path)
     own.add(attempt({"policy": "a"}, inapplicable))
@@ -133,15 +115,12 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
     assert "b: not measured: ValueError: the compiler\n" in printed
 
 
-def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own = results(tmp_path)
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))
     before = own.file.read_bytes()
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", stop)
+    monkeypatch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         own.add(Row({"policy": "b"}, {"ratio": 2.0}))
     assert own.file.read_bytes() == before
@@ -161,18 +140,10 @@ def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
 @pytest.mark.slow
 def test_the_sites_of_a_model_have_the_extents_of_its_products():
     sites = explained(MODELS["trial-vit"], "tetrajet", 4).sites
-    assert [extents(site) for site in sites if site.quantized][:4] == [
-        (68, 64, 192, 1),
-        (68, 64, 64, 1),
-        (68, 64, 256, 1),
-        (68, 256, 64, 1),
-    ]
-    policy = {
-        "version": 1,
-        "name": "attention",
-        "rules": [{"name": "sdpa", "match": {"op": "sdpa"}, "quantize": {"element": "e2m1", "block": 32}}],
-    }
-    site = next(site for site in explained(MODELS["trial-vit"], policy, 4).sites if site.quantized)
+    quantized = [extents(site) for site in sites if site.quantized]
+    assert quantized[:4] == [(68, 64, 192, 1), (68, 64, 64, 1), (68, 64, 256, 1), (68, 256, 64, 1)]
+    sites = explained(MODELS["trial-vit"], one_rule(op="sdpa"), 4).sites
+    site = next(site for site in sites if site.quantized)
     assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
 
 
@@ -195,7 +166,7 @@ def test_choices_are_checked():
     assert policies_of("bf16,my.yaml") == ["bf16", "my.yaml"]
 
 
-def test_files_of_results_have_a_line_for_each_row(tmp_path: Path):
+def test_files_of_results_have_a_line_for_each_row(tmp_path):
     own = results(tmp_path)
     for policy in "abc":
         own.add(Row({"policy": policy}, {"ratio": 1.0}))

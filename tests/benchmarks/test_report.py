@@ -1,10 +1,6 @@
 """The document's tables are those of the stored results, and the targets are looked up in them."""
 
-from __future__ import annotations
-
 import importlib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -18,51 +14,30 @@ from benchmarks.results import file_of, write
 from benchmarks.targets import TARGETS, held_against, rows_of
 
 MACHINE = {
-    "cpu": "Some CPU",
-    "cores": 2,
-    "logical_cores": 2,
-    "threads": 2,
-    "instructions": ["AVX512", "amx_bf16"],
-    "ram_gib": 8.0,
-    "gpu": None,
-    "gpu_ram_gib": None,
-    "system": "Linux",
-}
+    "cpu": "Some CPU", "cores": 2, "logical_cores": 2, "threads": 2, "instructions": ["AVX512", "amx_bf16"],
+    "ram_gib": 8.0, "gpu": None, "gpu_ram_gib": None, "system": "Linux",
+}  # fmt: skip
 RUN = {
-    "date": "2026-01-02T03:04:05+00:00",
-    "commit": "a" * 40,
-    "dirty": True,
-    "versions": {"torch": "2.15.0", "torchao": None},
-    "settings": {},
-    "load_average": 0.25,
-    "cpu_kernels": False,
-    "compiler": "g++ 12",
-    "environment": {},
-}
+    "date": "2026-01-02T03:04:05+00:00", "commit": "a" * 40, "dirty": True, "settings": {}, "load_average": 0.25,
+    "versions": {"torch": "2.15.0", "torchao": None}, "cpu_kernels": False, "compiler": "g++ 12", "environment": {},
+}  # fmt: skip
 TINY = {"model": "deit-tiny", "batch": 16, "policy": "tetrajet", "backend": "inductor"}
 
 
-def step(ratio: float, **case: Any) -> dict[str, Any]:
+def step(ratio, **case):
     figures = {
-        "ratio": ratio,
-        "quartiles": [ratio - 0.01, ratio + 0.01],
-        "repeats": 12,
-        "settled": False,
-        "seconds": 1.0,
-        "baseline_seconds": 0.5,
-        "floor": 1.1,
-        "quantized": 48,
-        "sites": 62,
-    }
+        "ratio": ratio, "quartiles": [ratio - 0.01, ratio + 0.01], "repeats": 12, "settled": False, "seconds": 1.0,
+        "baseline_seconds": 0.5, "floor": 1.1, "quantized": 48, "sites": 62,
+    }  # fmt: skip
     return {"run": "1", "case": {**TINY, "dtype": "float32", **case}, "figures": figures}
 
 
-def written(folder: Path, rows: list[dict[str, Any]]) -> None:
+def written(folder, rows):
     file = file_of("step", MACHINE, folder)
     write(file, {"benchmark": "step", "machine": MACHINE, "runs": {"1": RUN}, "rows": rows})
 
 
-def test_tables_come_from_the_files(tmp_path: Path):
+def test_tables_come_from_the_files(tmp_path):
     failed = {"run": "1", "case": {**TINY, "dtype": "bfloat16"}, "figures": {"failed": "OSError: full"}}
     written(tmp_path, [step(1.234), step(9.0, backend="eager"), failed])
     text = generated(tmp_path)
@@ -75,7 +50,7 @@ def test_tables_come_from_the_files(tmp_path: Path):
     assert "; g++ 12, without CPU kernels; load before 0.25." in text
 
 
-def test_targets_are_met_missed_or_not_measured(tmp_path: Path):
+def test_targets_are_met_missed_or_not_measured(tmp_path):
     written(tmp_path, [step(1.45), step(1.46, dtype="bfloat16"), step(1.0, batch=32)])
     verdicts = {line["what"]: line["verdict"] for line in held_against(rows_of(tmp_path, MACHINE), "cpu")}
     assert verdicts["DeiT-Tiny 224, batch 16, tetrajet, step, fp32"] == "met"
@@ -92,7 +67,7 @@ def test_a_peer_must_be_slower_not_as_fast():
     assert verdicts[target.what] == "missed"
 
 
-def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_only_what_is_between_the_marks_changes(tmp_path, capsys):
     document = tmp_path / "performance.md"
     plan = f"{report.PLAN_BEGIN}\nold\n{report.PLAN_END}\n"
     document.write_text(f"before\n{plan}between\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -114,9 +89,9 @@ def test_the_document_is_up_to_date():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_commands_exist_and_give_the_rows_that_targets_are_about(device: str):
+def test_the_commands_exist_and_give_the_rows_that_targets_are_about(device):
     """Their options are parsed as the commands would, without running them."""
-    parsed: dict[str, list[dict[str, Any]]] = {}
+    parsed = {}
     for name, *arguments in (*targets.COMMANDS[device], *targets.EVERYTHING):
         module = importlib.import_module(f"benchmarks.{name}")
         context = typer.main.get_command(module.app).make_context(name, [*arguments, f"--device={device}"])

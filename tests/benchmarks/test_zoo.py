@@ -1,7 +1,5 @@
 """The survey of image models: what works, what is refused, and that a survey goes on where it stopped."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,14 +1,12 @@
 """CLIP of open_clip and of transformers: two encoders, called by their own methods."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
 
-import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.steps import descend
+from tests.helpers.training import applied, prepared
 
 open_clip = pytest.importorskip("open_clip", reason="needs fp4graph[clients]")
 
@@ -26,10 +24,6 @@ def clip():
     )
 
 
-def whole(model):
-    return model(IMAGES, TEXTS)
-
-
 def by_encoders(model):
     images, texts = model.encode_image(IMAGES, normalize=True), model.encode_text(TEXTS, normalize=True)
     return images, texts, model.logit_scale.exp()
@@ -37,10 +31,8 @@ def by_encoders(model):
 
 def trained(run, policy="tetrajet", **options):
     """open_clip's train_one_epoch."""
-    model = fp4graph.apply(clip(), policy, backend="eager", **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fp4graph.prepare_optimizer(model, optimizer)
-    losses = []
+    model = applied(clip(), policy, **options)
+    optimizer, losses = prepared(model), []
     for _ in range(3):
         losses += descend(lambda: open_clip.ClipLoss()(*run(model)), optimizer, 1)
         with torch.no_grad():
@@ -50,7 +42,7 @@ def trained(run, policy="tetrajet", **options):
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, said):
-    model, losses = trained(whole, policy)
+    model, losses = trained(lambda model: model(IMAGES, TEXTS), policy)
     assert not said()
     counted = dict(products)
     assert set(counted.values()) == {3}
@@ -83,9 +75,8 @@ def test_transformers_clip(products, said):
         vision_config={**tower, "image_size": 32, "patch_size": 8},
         projection_dim=32,
     )
-    model = fp4graph.apply(transformers.CLIPModel(config), "tetrajet", backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    descend(lambda: model(input_ids=TEXTS, pixel_values=IMAGES, return_loss=True).loss, optimizer, 2)
+    model = applied(transformers.CLIPModel(config), "tetrajet")
+    descend(lambda: model(input_ids=TEXTS, pixel_values=IMAGES, return_loss=True).loss, prepared(model), 2)
     assert set(products.values()) == {2}
     assert len(products) == 2 * 2 * 6
     model.eval()

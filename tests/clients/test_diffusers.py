@@ -1,13 +1,11 @@
 """diffusers: a step of a U-Net and of a DiT as the training examples write it, with an average of weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.training import applied, prepared
 
 diffusers = pytest.importorskip("diffusers", reason="needs fp4graph[test]")
 training_utils = pytest.importorskip("diffusers.training_utils", reason="needs fp4graph[test]")
@@ -42,10 +40,8 @@ ATTENTION = {  # the U-Net's linears are in no repeated block, so a policy of ou
 
 @pytest.mark.parametrize(("make", "policy"), [(unet, ATTENTION), (dit, "tetrajet")], ids=["unet", "dit"])
 def test_train_and_average(make, policy, tmp_path, products, said, moved):
-    model, size = make(), 16 if make is unet else 8
-    fp4graph.apply(model, policy, backend="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fp4graph.prepare_optimizer(model, optimizer)
+    model, size = applied(make(), policy), 16 if make is unet else 8
+    optimizer = prepared(model, lr=1e-3)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=100)
     ema = training_utils.EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
     changed = moved(model)

@@ -1,7 +1,5 @@
 """Mixtures of experts of transformers, from tiny configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,21 +20,25 @@ def train(model, optimizer, steps):
     return torch.tensor(descend(lambda: model(TOKENS, labels=TOKENS).loss, optimizer, steps))
 
 
-def prepared(name, policy, backend, layers=3):
-    model = fp4graph.apply(mixture(name, num_hidden_layers=layers), policy, backend=backend)
+def prepared(name, policy, backend="eager", layers=3, form="grouped_mm"):
+    model = fp4graph.apply(mixture(name, form, num_hidden_layers=layers), policy, backend=backend)
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def of_experts(sites):
+    """(module, whether it is quantized) of each grouped product; no router is quantized."""
+    routers = [site for site in sites if (site.module or "").endswith((".gate", ".router"))]
+    assert not any(site.quantized for site in routers)
+    return [(site.module, site.quantized) for site in sites if site.op == "grouped"], len(routers)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_product_of_experts_is_listed_and_quantized(name):
-    sites = fp4graph.explain(mixture(name), "tetrajet", (TOKENS,)).sites
+    experts, routers = of_experts(fp4graph.explain(mixture(name), "tetrajet", (TOKENS,)).sites)
     mixed = range(1 if name == "DeepSeek-V3" else 0, 3)
-    experts = [(site.module, site.quantized) for site in sites if site.op == "grouped"]
     assert experts == [(f"model.layers.{layer}.mlp.experts", True) for layer in mixed for _ in range(2)]
-    routers = [site for site in sites if (site.module or "").endswith((".gate", ".router"))]
-    assert len(routers) == len(mixed)
-    assert not any(site.quantized for site in routers)
+    assert routers == len(mixed)
 
 
 @pytest.mark.long
@@ -44,7 +46,7 @@ def test_every_product_of_experts_is_listed_and_quantized(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trains_and_resumes(name, policy, tmp_path):
     """The loss falls, differs from the unquantized one, and goes on bit for bit from a checkpoint."""
-    model, optimizer = prepared(name, policy, "eager")
+    model, optimizer = prepared(name, policy)
     losses = train(model, optimizer, 20)
     plain = mixture(name)
     exact = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), 20)
@@ -99,10 +101,7 @@ def test_weights_gathered_for_each_token_are_listed_as_grouped(name):
     found, kept = (fp4graph.explain(model, policy, (TOKENS,)) for policy in ("tetrajet", "bf16"))
     assert found.problem is None
     assert found.sites == fp4graph.explain(mixture(name, num_hidden_layers=2), "tetrajet", (TOKENS,)).sites
-    experts = [(site.module, site.quantized) for site in found.sites if site.op == "grouped"]
-    assert experts == [(f"model.layers.{layer}.mlp.experts", True) for layer in range(2) for _ in range(2)]
-    routers = [site.quantized for site in found.sites if site.module.endswith((".gate", ".router"))]
-    assert routers == [False, False]
+    assert of_experts(found.sites) == ([(f"model.layers.{n}.mlp.experts", True) for n in range(2) for _ in range(2)], 2)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(TOKENS)
     assert found.flops == kept.flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
@@ -112,10 +111,8 @@ def to_nearest(name):
     """Return a shipped policy that rounds everything to nearest."""
     policy = fp4graph.load_policy(name).to_data()
     for rule in policy["rules"]:
-        rule["operands"] = {
-            key: {option: value for option, value in each.items() if option != "rounding"}
-            for key, each in rule["operands"].items()
-        }
+        for each in rule["operands"].values():
+            each.pop("rounding", None)
         rule["operands"] = {key: each for key, each in rule["operands"].items() if each}
     return policy
 
@@ -133,10 +130,8 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
     """
     policy, losses = to_nearest("tetrajet"), {}
     for form, stance in (("batched_mm", "default"), ("batched_mm", "force_eager"), ("grouped_mm", "default")):
-        model = fp4graph.apply(mixture(name, form, num_hidden_layers=2), policy, backend="eager")
-        optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         with torch.compiler.set_stance(stance):
-            losses[form, stance] = train(model, optimizer, 5)
+            losses[form, stance] = train(*prepared(name, policy, layers=2, form=form), 5)
     ours, uncompiled, grouped = losses.values()
     assert torch.equal(ours, uncompiled)
     assert torch.equal(ours[0], grouped[0])
@@ -148,7 +143,7 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
 @pytest.mark.long
 def test_a_model_may_go_over_to_gathered_weights_to_generate():
     """As transformers' generate() has it on a GPU, for the steps after the prompt."""
-    model, optimizer = prepared("Qwen3-MoE", "tetrajet", "eager", layers=2)
+    model, optimizer = prepared("Qwen3-MoE", "tetrajet", layers=2)
     train(model, optimizer, 2)
     model.eval()
     outputs = []
@@ -171,12 +166,6 @@ def test_a_loop_over_experts_is_refused_if_nothing_may_run_uncompiled():
 NEAREST = one_rule(match={"op": ["linear", "grouped"], "block": True})
 
 
-def trained_loop(name, form, policy, steps=5):
-    model = fp4graph.apply(mixture(name, form, num_hidden_layers=2), policy, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    return model, train(model, optimizer, steps)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_loop_over_experts_trains_as_the_grouped_product_does(name):
@@ -187,18 +176,18 @@ def test_a_loop_over_experts_trains_as_the_grouped_product_does(name):
     bit. Gradients of the tokens are summed in another order. That takes some numbers over a threshold of E2M1 at the
     next step, and training amplifies such steps: losses have been seen to differ by 0.2 % after five.
     """
+    model, optimizer = prepared(name, NEAREST, layers=2, form="eager")
     with pytest.warns(fp4graph.PolicyWarning, match=r"mlp\.experts.*runs uncompiled") as seen:
-        model, looped = trained_loop(name, "eager", NEAREST)
+        looped = train(model, optimizer, 5)
     assert len(seen) == 1
-    _, grouped = trained_loop(name, "grouped_mm", NEAREST)
     kept = {"name": "kept", "match": {"module": "*.experts"}, "keep": "to compare with"}
-    _, exact = trained_loop(name, "grouped_mm", {**NEAREST, "rules": [kept, *NEAREST["rules"]]})
+    policies = NEAREST, {**NEAREST, "rules": [kept, *NEAREST["rules"]]}
+    grouped, exact = (train(*prepared(name, policy, layers=2), 5) for policy in policies)
     assert looped[0] == grouped[0] != exact[0]
     assert 3 * abs(looped[1] - grouped[1]) < abs(looped[1] - exact[1])
     torch.testing.assert_close(looped, grouped, rtol=5e-3, atol=0)
-    quantized = [site for site in model._compiled_call_impl.sites if (site.module or "").endswith(".experts")]
+    sites = model._compiled_call_impl.sites
+    quantized = [site for site in sites if (site.module or "").endswith(".experts")]
     assert quantized
     assert all(site.quantized and site.op == "linear" and site.flops for site in quantized)
-    roles = [site for site in model._compiled_call_impl.sites if (site.module or "").endswith((".gate", ".router"))]
-    assert roles
-    assert not any(site.quantized for site in roles)
+    assert of_experts(sites)[1] > 0

@@ -1,7 +1,5 @@
 """``generate`` of transformers after a step of training: few graphs, and the tokens of the uncompiled model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
 from tests.helpers.steps import descend
+from tests.helpers.training import prepared
 
 pytestmark = pytest.mark.long
 
@@ -16,9 +15,8 @@ pytestmark = pytest.mark.long
 def trained(make):
     torch.manual_seed(0)
     model = fp4graph.apply(make(), "tetrajet", backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     tokens = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(3))
-    descend(lambda: model(input_ids=tokens, labels=tokens).loss, optimizer, 1)
+    descend(lambda: model(input_ids=tokens, labels=tokens).loss, prepared(model), 1)
     return model.eval()
 
 
@@ -53,25 +51,21 @@ def test_every_way_to_generate(make, products, said):
         layers = 4 if make is tiny.gpt2 else 7
         assert ran == 12 * 2 * layers
 
-    same()
-    same(do_sample=True)
-    same(length=9)
-    same(length=7, do_sample=True, top_k=5)
-    assert len(compiled) <= 4  # a prompt, one token, and each of them again when lengths change
-    same(num_beams=2)
-    assert len(compiled) <= 6  # another batch size
-    known = len(compiled)
-    same(length=9, padding=3)
-    same(length=8, padding=1, do_sample=True)
-    assert len(compiled) <= known + 3  # a mask makes other graphs
-    known = len(compiled)
-    same(cache_implementation="static")
-    assert len(compiled) <= known + 2  # so does a cache of another kind
-    known = len(compiled)
-    same(length=6)
-    same(length=10, padding=2)
-    same(num_beams=2, length=8)
-    assert len(compiled) == known  # known lengths, batches and kinds compile nothing
+    masked = [{"length": 9, "padding": 3}, {"length": 8, "padding": 1, "do_sample": True}]
+    for most, calls in (
+        (
+            4,
+            [{}, {"do_sample": True}, {"length": 9}, {"length": 7, "do_sample": True, "top_k": 5}],
+        ),  # prompt and token,
+        (2, [{"num_beams": 2}]),  # each again when lengths change; another batch size
+        (3, masked),  # a mask makes other graphs
+        (2, [{"cache_implementation": "static"}]),  # so does a cache of another kind
+        (0, [{"length": 6}, {"length": 10, "padding": 2}, {"num_beams": 2, "length": 8}]),  # all are known
+    ):
+        known = len(compiled)
+        for options in calls:
+            same(**options)
+        assert len(compiled) <= known + most, calls
     ran_uncompiled, *again = said()
     assert "force_eager" in ran_uncompiled  # of the model that we ran uncompiled
     assert all("compiles again and again" in text and "size" in text for text in again)  # seven sizes were compiled

@@ -1,9 +1,8 @@
 """Lightning: the module applied, or the net in it, with checkpoints, resumption and averages of weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import fp4graph
 from fp4graph.errors import Error
@@ -11,6 +10,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.training.origin import Mismatch
 from tests.helpers import models
 from tests.helpers.steps import descend
+from tests.helpers.training import prepared
 
 pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 import lightning
@@ -21,6 +21,7 @@ from fp4graph.integrations import FP4GraphLightningCallback
 pytestmark = pytest.mark.long
 GENERATOR = torch.Generator().manual_seed(1)
 IMAGES, LABELS = torch.randn(16, 3, 32, 32, generator=GENERATOR), torch.randint(0, 10, (16,), generator=GENERATOR)
+BATCHES = list(zip(IMAGES.split(4), LABELS.split(4), strict=True))
 
 
 class Classifier(lightning.LightningModule):
@@ -33,12 +34,12 @@ class Classifier(lightning.LightningModule):
         self.losses, self.validated = [], []
 
     def training_step(self, batch, index):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = cross_entropy(self.net(batch[0]), batch[1])
         self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch, index):
-        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = cross_entropy(self.net(batch[0]), batch[1])
         self.validated.append(loss.item())
         self.log("loss", loss)
 
@@ -83,14 +84,8 @@ def test_fit_and_resume(applied, policy, tmp_path, products, said):
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 def test_both_train_the_same_net(applied, tmp_path):
     by_hand = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
-    optimizer = fp4graph.prepare_optimizer(by_hand, torch.optim.AdamW(by_hand.parameters(), lr=1e-2))
-    batches = zip(IMAGES.split(4), LABELS.split(4), strict=True)
-
-    def loss():
-        images, labels = next(batches)
-        return torch.nn.functional.cross_entropy(by_hand(images), labels)
-
-    losses = descend(loss, optimizer, 4)
+    outputs = (cross_entropy(by_hand(images), labels) for images, labels in BATCHES)
+    losses = descend(outputs.__next__, prepared(by_hand), 4)
     module = fitted(Classifier(applied), tmp_path, epochs=1)
     if applied == "net":  # names are part of the noise
         assert module.losses == losses
@@ -107,11 +102,7 @@ def test_an_average_of_weights(applied, tmp_path, products):
     assert min(products.values()) == max(products.values()) == 8 + len(module.validated)
     fp4graph.apply(plain.net if applied == "net" else plain, "tetrajet", backend="eager").eval()
     with torch.no_grad():
-        again = [
-            torch.nn.functional.cross_entropy(plain.net(x), y).item()
-            for x, y in zip(IMAGES.split(4), LABELS.split(4), strict=True)
-        ]
-    assert again == module.validated[-4:]
+        assert [cross_entropy(plain.net(x), y).item() for x, y in BATCHES] == module.validated[-4:]
 
 
 def by_callback(policy="tetrajet-qema", part="net"):
@@ -138,10 +129,8 @@ def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_traini
         fitted(Classifier(), tmp_path, callbacks=[by_callback("tetrajet")], resume=tmp_path / "epoch=0.ckpt")
     with pytest.raises(Error, match="precision='16-mixed'"):
         fitted(Classifier(), tmp_path, callbacks=[by_callback(LINEARS | {"techniques": ["loss_scaling"]})])
-    module = Classifier()
-    fitted(
-        module, tmp_path, callbacks=[by_callback(LINEARS | {"phases": [{"at": 0.5, "rules": [], "default": "keep"}]})]
-    )
+    phased = LINEARS | {"phases": [{"at": 0.5, "rules": [], "default": "keep"}]}
+    module = fitted(Classifier(), tmp_path, callbacks=[by_callback(phased)])
     assert runtime_of(module.net).settings.total_forwards == 8
 
 

@@ -1,94 +1,30 @@
 """A script like nanoGPT's train.py and sample.py, written anew."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import asdict, dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import fp4graph
+from tests.clients import tiny
 
 pytestmark = pytest.mark.long
 
 
-@dataclass
-class Config:
-    vocab_size: int = 64
-    block_size: int = 16
-    n_layer: int = 2
-    n_head: int = 2
-    n_embd: int = 64
-
-
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.heads = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x):
-        heads = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1)]
-        return self.c_proj(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config)
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, tokens, targets=None):
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.h:
-            x = block(x)
-        x = self.ln_f(x)
-        if targets is None:
-            return self.lm_head(x[:, [-1], :]), None
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @torch.no_grad()
-    def generate(self, tokens, count):
-        for _ in range(count):
-            logits, _ = self(tokens[:, -self.config.block_size :])
-            tokens = torch.cat([tokens, torch.multinomial(logits[:, -1].softmax(-1), 1)], 1)
-        return tokens
+def gpt():
+    return tiny.gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
 
 
 def batch(step):
     start = torch.randint(0, 64, (4, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(17)) % 64
-    return tokens[:, :-1], tokens[:, 1:]
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def train(path, policy, steps, *, resume=False, order="apply, compile"):
     """train.py: the two lines are those with ``fp4graph``."""
-    torch.manual_seed(0)
     checkpoint = torch.load(path, weights_only=False) if resume else None
-    model = GPT(Config(**checkpoint["model_args"]) if checkpoint else Config())
+    model = gpt()
     if checkpoint:
         state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
         model.load_state_dict(state if policy == "tetrajet" else fp4graph.strip(state))
@@ -108,15 +44,18 @@ def train(path, policy, steps, *, resume=False, order="apply, compile"):
     for step in range(checkpoint["iter_num"] if checkpoint else 0, steps):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 10))
-        _, loss = model(*batch(step))
+        loss = model(**batch(step)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    entries = {"optimizer": optimizer.state_dict(), "model_args": asdict(Config()), "iter_num": steps}
-    torch.save({"model": raw_model.state_dict(), **entries}, path)
+    torch.save({"model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": steps}, path)
     return model, losses
+
+
+def sample(model):
+    return model.eval().generate(torch.tensor([[1]]), max_new_tokens=20, min_new_tokens=20, do_sample=True)
 
 
 @pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
@@ -130,17 +69,16 @@ def test_train_resume_sample(order, tmp_path, products, said):
     assert rest == losses[3:]
     assert not said()
 
-    plain = GPT(Config())  # sample.py
+    plain = gpt()  # sample.py
     state = torch.load(tmp_path / "ckpt.pt", weights_only=False)["model"]
     plain.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in state.items()})
-    assert plain.eval().generate(torch.tensor([[1]]), 20).shape == (1, 21)
-
     products.clear()
     torch.manual_seed(1)
-    tokens = model.eval().generate(torch.tensor([[1]]), 20)
+    tokens = sample(model)
+    assert tokens.shape == (1, 21)
     assert set(products.values()) == {20}  # its own method, which calls the model
     torch.manual_seed(1)
-    assert torch.equal(tokens, fp4graph.apply(plain, "tetrajet", backend="eager").generate(torch.tensor([[1]]), 20))
+    assert torch.equal(tokens, sample(fp4graph.apply(plain, "tetrajet", backend="eager")))
 
 
 def test_orders_are_the_same_and_the_policy_is_felt(tmp_path):
@@ -155,5 +93,5 @@ def test_state_of_techniques_is_stripped(tmp_path):
     train(tmp_path / "ckpt.pt", "tetrajet-qema", 2)
     state = torch.load(tmp_path / "ckpt.pt", weights_only=False)["model"]
     with pytest.raises(RuntimeError, match="_fp4graph"):
-        GPT(Config()).load_state_dict(state)
-    GPT(Config()).load_state_dict(fp4graph.strip(state))
+        gpt().load_state_dict(state)
+    gpt().load_state_dict(fp4graph.strip(state))

@@ -1,7 +1,5 @@
 """PEFT: adapters on a quantized base, their files, and generation through a PeftModel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,11 +16,18 @@ pytestmark = pytest.mark.long
 TOKENS = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
-def adapted(base):
+def with_options(base, **options):
     torch.manual_seed(0)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
     return peft.get_peft_model(base, config)
+
+
+def adapted(base):
+    return with_options(base, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
+def quantized(policy):
+    return fp4graph.apply(tiny.qwen3(), policy, backend="eager")
 
 
 def trained(model, applied, steps=2):
@@ -57,12 +62,11 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
     assert len(saved) == 2 * 3 * 2
     assert all("lora_" in name and "fp4graph" not in name for name in saved)
     again = peft.PeftModel.from_pretrained(tiny.qwen3(), tmp_path).eval()
-    before = model.state_dict()
-    assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items())
+    assert same(again, model)
     fp4graph.apply(again.get_base_model(), policy, backend="eager")
-    with torch.no_grad():
-        expected = model(input_ids=TOKENS).logits
-        torch.testing.assert_close(again(input_ids=TOKENS).logits, expected, rtol=0, atol=0)
+    joined = peft.PeftModel.from_pretrained(quantized(policy), tmp_path).eval()
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(joined), logits(model))
     assert torch.equal(again.generate(input_ids=prompt, **generate), tokens)
 
 
@@ -79,7 +83,7 @@ def same(one, other):
 
 def assert_joins(adapt, policy, steps=2):
     """Adapters that join an applied model train as if they had been there; return that model."""
-    before, after = adapt(fp4graph.apply(tiny.qwen3(), policy, backend="eager")), adapt(tiny.qwen3())
+    before, after = adapt(quantized(policy)), adapt(tiny.qwen3())
     fp4graph.apply(after.get_base_model(), policy, backend="eager")
     losses = [trained(model, model.get_base_model(), steps) for model in (before, after)]
     assert losses[0] == losses[1]
@@ -99,7 +103,7 @@ def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
     """As if the policy had been applied again whenever they do."""
     models, found = [], []
     for again in (False, True):
-        base = fp4graph.apply(tiny.qwen3(), policy, backend="eager")
+        base = quantized(policy)
         reapply = (lambda base=base: fp4graph.apply(base, policy, backend="eager")) if again else (lambda: None)
         losses = trained(base, base)
         model = adapted(base)
@@ -120,10 +124,9 @@ def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
 
 def test_the_optimizer_of_merged_adapters_may_live_on():
     """Programs keep the variable; its parameters are no longer the model's."""
-    base = fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager")
+    base = quantized("tetrajet-qema")
     model = adapted(base)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_adapters = fp4graph.prepare_optimizer(base, torch.optim.AdamW(trainable))
+    of_adapters = fp4graph.prepare_optimizer(base, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     of_adapters.step()
     model.merge_and_unload()
@@ -134,7 +137,7 @@ def test_the_optimizer_of_merged_adapters_may_live_on():
 
 
 def test_a_merged_model_is_quantized_as_one_that_never_had_adapters(tmp_path):
-    model = adapted(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
+    model = adapted(quantized("tetrajet"))
     trained(model, model.get_base_model())
     apart = logits(model.eval())
     merged = model.merge_and_unload()
@@ -143,21 +146,6 @@ def test_a_merged_model_is_quantized_as_one_that_never_had_adapters(tmp_path):
     fp4graph.apply(expected, "tetrajet", backend="eager")
     assert torch.equal(logits(merged), logits(expected))
     assert not torch.equal(logits(merged), apart)  # Q(W + BA) is not Q(W) + BA
-
-
-def test_a_saved_adapter_joins_an_applied_model(tmp_path):
-    model = adapted(fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager"))
-    trained(model, model.get_base_model())
-    model.save_pretrained(tmp_path)
-    assert all("lora_" in name and "fp4graph" not in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-    again = peft.PeftModel.from_pretrained(fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager"), tmp_path)
-    assert torch.equal(logits(again.eval()), logits(model.eval()))
-
-
-def with_options(base, **options):
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
-    return peft.get_peft_model(base, config)
 
 
 def test_a_module_that_is_trained_beside_the_adapters_joins_too():
@@ -203,7 +191,7 @@ def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again()
         def forward(self, x):
             return self.layer(self.more(x))
 
-    base = fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager")
+    base = quantized("tetrajet")
     base.model.layers[0].mlp = More(base.model.layers[0].mlp)
     with pytest.raises(fp4graph.CaptureError, match=r"added to the model after .* call fp4graph\.apply"):
         base(input_ids=TOKENS)

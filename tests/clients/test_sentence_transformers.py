@@ -1,7 +1,5 @@
 """sentence-transformers' trainer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -19,19 +17,13 @@ datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture
-def folder(tmp_path):
+def test_contrastive_training(tmp_path, products, said, moved):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    transformers.BertModel(transformers.BertConfig(vocab_size=64, max_position_embeddings=32, **sizes)).save_pretrained(
-        tmp_path / "bert"
-    )
-    tiny.tokenizer().save_pretrained(tmp_path / "bert")
-    return tmp_path / "bert"
-
-
-def test_contrastive_training(folder, tmp_path, products, said, moved):
-    model = st.SentenceTransformer(str(folder), device="cpu")
+    config = transformers.BertConfig(vocab_size=64, max_position_embeddings=32, **sizes)
+    for part in (transformers.BertModel(config), tiny.tokenizer()):
+        part.save_pretrained(tmp_path / "bert")
+    model = st.SentenceTransformer(str(tmp_path / "bert"), device="cpu")
     fp4graph.apply(model, "tetrajet", backend="eager")
     changed = moved(model)
     pairs = [{"anchor": tiny.sentence(index), "positive": tiny.sentence(index, 9)} for index in range(16)]

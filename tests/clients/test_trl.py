@@ -1,7 +1,5 @@
 """TRL's trainers with their defaults: gradient checkpointing on, bf16 autocast, a generation before each step."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -23,10 +21,15 @@ COMMON = {
 LINEARS = 14  # q, k, v, o, gate, up, down of two layers
 
 
-def losses(trainer):
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert all(math.isfinite(loss) for loss in found)
-    return found
+def trains(trainer, steps, changed, products, said):
+    """Train ``steps``: every linear moves and is quantized, and nothing is said; return the losses."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert {name for name, _ in trainer.model.named_parameters() if "proj" in name} <= changed()
+    assert (len(losses), runtime_of(trainer.model).count, len(products)) == (steps, steps, LINEARS)
+    assert not said()
+    return losses
 
 
 def distinct_words(completions, **_):
@@ -50,18 +53,12 @@ def test_grpo(backend, tmp_path, products, said, moved):
         processing_class=tiny.tokenizer(),
     )  # fmt: skip
     assert trainer.args.gradient_checkpointing
-    trainer.train()
-    assert len(losses(trainer)) == 40
-    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
-    runtime = runtime_of(model)
-    assert runtime.count == 40
-    assert len(products) == LINEARS
+    trains(trainer, 40, changed, products, said)
     if backend == "eager":  # what Inductor runs is not counted
         # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
         assert min(products.values()) > 40 * (2 + 2)
     # So many graphs, however many steps: Inductor guards on sizes for which eager's graphs serve.
-    assert len(runtime.sites) <= {"eager": 10, "inductor": 12}[backend] * LINEARS
-    assert not said()
+    assert len(runtime_of(model).sites) <= {"eager": 10, "inductor": 12}[backend] * LINEARS
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
@@ -77,13 +74,9 @@ def test_sft(policy, tmp_path, products, said, moved):
         model, args=trl.SFTConfig(str(tmp_path), max_steps=4, **COMMON), train_dataset=texts,
         processing_class=tiny.tokenizer(), callbacks=callbacks,
     )  # fmt: skip
-    trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
-    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
-    assert runtime_of(model).count == 4
+    losses = trains(trainer, 4, changed, products, said)
+    assert losses[-1] < losses[0]
     assert set(products.values()) == {2 * 4}  # each forward, and again in the backward
-    assert len(products) == LINEARS
-    assert not said()
 
 
 @pytest.mark.parametrize("reference", ["a copy", "from its folder"])
@@ -104,7 +97,7 @@ def test_dpo(reference, tmp_path, products, said, moved):
         train_dataset=datasets.Dataset.from_list(pairs),
         processing_class=tiny.tokenizer(),
     )
-    trainer.train()
+    trains(trainer, 3, changed, products, said)
     first = trainer.state.log_history[0]
     if reference == "a copy":  # it is quantized as the model is, so both begin with the same probabilities
         assert runtime_of(trainer.ref_model).count == 3  # a copy that does not train follows the count of its model
@@ -112,9 +105,4 @@ def test_dpo(reference, tmp_path, products, said, moved):
     else:
         assert runtime_of(trainer.ref_model) is None
         assert first["rewards/margins"] != 0
-    assert len(losses(trainer)) == 3
-    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
-    assert runtime_of(model).count == 3
     assert set(products.values()) == {3 * (3 if reference == "a copy" else 2)}
-    assert len(products) == LINEARS
-    assert not said()

@@ -1,7 +1,5 @@
 """Language models and a tokenizer that need no download."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

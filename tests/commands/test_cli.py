@@ -17,13 +17,15 @@ from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
+from tests.helpers.processes import python, run
+from tests.helpers.techniques import Broken
 
 
 @pytest.fixture
 def fp4graph(capsys, monkeypatch):
     """Runs the command as the installed script does."""
 
-    def run(*arguments):
+    def here(*arguments):
         monkeypatch.setattr(sys, "argv", ["fp4graph", *arguments])
         code = 0
         try:
@@ -33,19 +35,16 @@ def fp4graph(capsys, monkeypatch):
         out, err = capsys.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
-    return run
+    return here
 
 
 @pytest.fixture
 def data(fp4graph):
-    """Runs the command with --json."""
     return lambda *arguments: json.loads(fp4graph(*arguments, "--json").out)
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes a policy, and returns its path."""
-
     def write(text):
         (tmp_path / "p.yaml").write_text(f"version: 1\n{text}\n")
         return str(tmp_path / "p.yaml")
@@ -61,14 +60,11 @@ SHIPPED = ["bf16", "microscaling", "mxfp4", "nvfp4", "tetrajet", "tetrajet-qema"
     [
         pytest.param("policies", ["Ω", *SHIPPED], marks=pytest.mark.inductor),
         ("techniques", ["q_ema", "hadamard", "stochastic_rounding", "fusable", "O(n)"]),
-        (
-            "check tetrajet-qema",
-            ["Q1", "Q6", "dgrad.weight", "e8m0 ceil", "nearest, ties up", "q_ema(beta=0.998", "tetrajet.yaml:"],
-        ),
+        ("check tetrajet-qema", ["Q1", "Q6", "dgrad.weight", "e8m0 ceil", "nearest, ties up", "q_ema(beta=0.998",
+                                 "tetrajet.yaml:"]),
         ("check bf16", ["This policy quantizes nothing"]),
     ],
-    ids=["policies", "techniques", "check", "nothing"],
-)
+)  # fmt: skip
 def test_tables_show(arguments, words, fp4graph):
     result = fp4graph(*arguments.split())
     assert (result.code, result.err) == (0, "")
@@ -126,32 +122,23 @@ def test_check_as_json(data):
     assert len(shown["fingerprint"]) == 64
 
 
-def test_check_says_where_ties_of_scales_go(fp4graph, data, written):
+def test_check_says_where_ties_of_scales_go_and_what_is_kept(fp4graph, data, written):
     even, up = (f"default: {{scale: {{rounding: nearest_even, ties: {ties}}}}}" for ties in ("even", "up"))
     scale = data("check", written(even))["default"]["operands"]["fprop.input"]["scale"]
     assert scale == "e8m0 nearest_even ties even"
     assert "nearest_even ties" not in fp4graph("check", written(up)).out
-
-
-def test_check_says_that_nothing_is_quantized(fp4graph, data):
+    kept = fp4graph("check", written("default: {operands: {backward: keep}}")).out
+    assert kept.count("high precision") == 4
+    assert "every other site" in kept
     assert data("check", "bf16")["quantizes"] is False
     assert "quantizes nothing" not in fp4graph("check", "tetrajet").out
-
-
-def test_check_of_kept_operands(fp4graph, written):
-    result = fp4graph("check", written("default: {operands: {backward: keep}}"))
-    assert result.out.count("high precision") == 4
-    assert "every other site" in result.out
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("extends: tetrajet\nrules: [{match: {first_blocks: 1}, keep: sensitive}]", ":3: no rule quantizes"),
-        (
-            "rules:\n  - match: {}\n    quantise: {}",
-            ":4: unknown key 'quantise' in rules[0]; did you mean 'quantize'?\n",
-        ),
+        ("rules:\n- match: {}\n  quantise: {}", ":4: unknown key 'quantise' in rules[0]; did you mean 'quantize'?\n"),
     ],
     ids=["nothing", "key"],
 )
@@ -163,61 +150,51 @@ def test_check_of_a_wrong_policy_names_the_line(text, says, fp4graph, written):
     assert result.err.count("\n") == 1
 
 
-def _seconds(*code):
-    """The least time of five processes: other processes only add time."""
-
-    def once():
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, *code], check=True, capture_output=True)
-        return time.perf_counter() - begun
-
-    return min(once() for _ in range(5))
+def script(code, *arguments):
+    return run(python("-c", code, *arguments))
 
 
 @pytest.mark.process
-def test_help_is_fast():
-    """No command's help imports torch, and a process for it takes little longer than one that imports typer."""
-    script = """
-import sys
-import time
-from typer.testing import CliRunner
-from fp4graph.__main__ import app
-for name in ["", *(command.callback.__name__.replace("_", "-") for command in app.registered_commands)]:
-    result = CliRunner().invoke(app, [name, "--help"] if name else ["--help"])
-    assert result.exit_code == 0 and "Usage" in result.output, result.output
-assert not {"torch", "numpy", "transformers"} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-    # A process that imports typer takes 0.08 s here, one that prints help 0.35 s.
-    assert _seconds("-m", "fp4graph", "--help") < 8 * _seconds("-c", "import typer")
-
-
-@pytest.mark.process
-def test_reading_policies_does_not_import_torch():
-    script = """
+def test_help_is_fast_and_reading_policies_does_not_import_torch():
+    """A process that prints help takes little longer than one that imports typer."""
+    script("""
 import sys
 from typer.testing import CliRunner
 from fp4graph.__main__ import app
-for line in ["policies", "policies tetrajet", "policies --schema", "techniques", "techniques q_ema", "check tetrajet"]:
+def invoke(line):
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, result.output
+    return result.output
+for name in ["", *(command.callback.__name__.replace("_", "-") for command in app.registered_commands)]:
+    assert "Usage" in invoke(f"{name} --help")
+assert not {"torch", "numpy", "transformers"} & sys.modules.keys()
+for line in ["policies", "policies tetrajet", "policies --schema", "techniques", "techniques q_ema", "check tetrajet"]:
+    invoke(line)
     assert not {"torch._C", "numpy"} & sys.modules.keys(), line
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+""")
+
+    def seconds(*code):
+        begun = time.perf_counter()
+        run(python(*code))
+        return time.perf_counter() - begun
+
+    # The least time of five processes, since others only add time. One that imports typer takes 0.08 s, help 0.35 s.
+    helped, typer = (
+        min(seconds(*code) for _ in range(5)) for code in (("-m", "fp4graph", "--help"), ("-c", "import typer"))
+    )
+    assert helped < 8 * typer
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "first",
-    ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"],
+    "first", ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"]
 )
 def test_a_deferred_torch_is_imported_whole_and_once(first):
     """A plugin of another author may read torch while it is imported."""
-    script = f"""
-import sys
+    printed = script(f"""
 from fp4graph.commands.deferred import defer_torch
 defer_torch()
-import torch
+import sys, torch
 assert "torch._C" not in sys.modules
 {first}
 import fp4graph
@@ -226,17 +203,16 @@ assert torch.fx.Graph is torch.fx.graph.Graph
 assert "frozen" in type(torch.fx.__spec__.loader).__module__
 spec = fp4graph.QuantSpec("e2m1", 32, rounding="stochastic")
 print(fp4graph.fake_quantize(torch.arange(64.0), spec, key=1).tolist())
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+""")
     spec = QuantSpec("e2m1", 32, rounding="stochastic")
-    assert json.loads(done.stdout) == fake_quantize(torch.arange(64.0), spec, key=1).tolist()
+    assert json.loads(printed) == fake_quantize(torch.arange(64.0), spec, key=1).tolist()
 
 
 @pytest.mark.process
 def test_a_torch_that_fails_fails_at_every_read_with_its_own_error(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart is missing')")
-    script = f"""
+    printed = script(f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from fp4graph.commands.deferred import defer_torch
@@ -247,18 +223,14 @@ for _ in range(2):
         torch.Tensor
     except OSError as error:
         print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout == "libcudart is missing\n" * 2
+""")
+    assert printed == "libcudart is missing\n" * 2
 
 
 @pytest.mark.process
 def test_check_imports_torch_when_it_plans_products(data):
     arguments = ["check", "ue5m3-best", "--target", "b200"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fp4graph", *arguments, "--json"], capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == data(*arguments)
+    assert json.loads(run(python("-m", "fp4graph", *arguments, "--json"))) == data(*arguments)
 
 
 def test_completions(tmp_path, monkeypatch):
@@ -274,7 +246,7 @@ def test_completions(tmp_path, monkeypatch):
 def test_the_installed_command(tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 3\n")
-    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "check", str(path)]
+    command = python("-c", "from fp4graph.__main__ import main; main()", "check", path)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{path}:1: ")
@@ -284,11 +256,8 @@ def test_the_installed_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (
-            ["policies", __file__],
-            1,
-            f"{__file__!r} is a file, and this command shows what is installed; fp4graph check shows a file\n",
-        ),
+        (["policies", __file__], 1, f"{__file__!r} is a file, and this command shows what is installed; fp4graph check "
+                                    "shows a file\n"),
         (["policies", "tetrajett"], 1, "unknown policy 'tetrajett'; did you mean 'tetrajet'?\n"),
         (["techniques", "q_emma"], 1, "unknown technique 'q_emma'; did you mean 'q_ema'?\n"),
         (["check"], 2, "Usage"),
@@ -302,7 +271,7 @@ def test_the_installed_command(tmp_path):
         ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
-)
+)  # fmt: skip
 def test_a_mistake_is_a_message(arguments, code, says, fp4graph):
     """No longer than a page."""
     if arguments[0] == "explain":
@@ -324,11 +293,6 @@ def test_without_timm(fp4graph, monkeypatch):
 
 @pytest.mark.slow
 def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_path):
-    class Raises:
-        @hookimpl
-        def fp4graph_techniques(self):
-            raise RuntimeError("out of order")
-
     class Ships:
         @hookimpl
         def fp4graph_policies(self):
@@ -336,7 +300,7 @@ def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_pat
 
     path = tmp_path / "shabby.yaml"
     path.write_text("version: 9\n")
-    broken = Registry([("shiny", Raises()), ("ships", Ships())])
+    broken = Registry([("shiny", Broken()), ("ships", Ships())])
     monkeypatch.setattr(registry, "default_registry", lambda: broken)
     result = fp4graph("policies")
     assert result.code == 0
@@ -383,12 +347,11 @@ def test_explain(fp4graph, data):
 @pytest.mark.slow
 def test_check_against_a_model(fp4graph, written):
     pytest.importorskip("timm")
-    result = fp4graph("check", "tetrajet", "--model", "test_vit")
-    assert result.code == 0
-    assert "blocks.0-5.attn.qkv" in result.out
-    result = fp4graph("check", written("extends: tetrajet\nexpect: {quantized: {min: 1000}}"), "--model", "test_vit")
-    assert result.code == 1
-    assert "expected at least 1000 quantized site(s)" in result.err
+    expecting = written("extends: tetrajet\nexpect: {quantized: {min: 1000}}")
+    fits, does_not = (fp4graph("check", policy, "--model", "test_vit") for policy in ("tetrajet", expecting))
+    assert (fits.code, does_not.code) == (0, 1)
+    assert "blocks.0-5.attn.qkv" in fits.out
+    assert "expected at least 1000 quantized site(s)" in does_not.err
 
 
 CONTROL = "\x1b\x9b\x07\r\u202e"

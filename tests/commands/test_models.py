@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from fp4graph.commands.models import imported, named_model
 from fp4graph.errors import Error
@@ -58,31 +57,6 @@ def here(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.usefixtures("here")
-def test_an_object_of_the_current_folder_is_imported():
-    assert imported("mine.nets:alone").__name__ == "alone"
-    assert isinstance(imported("mine.nets:made.net"), nn.Module)
-    assert imported("json:dumps") is json.dumps
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mine.nets", "write package.module:name"),
-        ("mine/nets.py:alone", "without .py"),
-        ("mine.nest:alone", "module 'mine.nest' is neither in "),
-        ("yours.nets:alone", "module 'yours' is neither in "),
-        ("mine.nets:alon", "has no 'alon'; did you mean 'alone'?"),
-        ("mine.broken:x", "importing mine.broken raised ZeroDivisionError"),
-        ("mine.needy:x", "importing mine.needy raised ModuleNotFoundError: No module named 'a_package_that_is_absent'"),
-    ],
-)
-@pytest.mark.usefixtures("here")
-def test_a_failed_import_names_the_cause(text, message):
-    with pytest.raises(Error, match=re.escape(message)):
-        imported(text)
-
-
 @pytest.mark.parametrize(
     ("factory", "shape", "width"),
     [("with_args", (3, 32), 32), ("with_kwargs", (3, 64), 64), ("with_mapping", (5, 32), 32), ("alone", (4, 32), 32)],
@@ -101,11 +75,20 @@ def test_a_class_or_a_model_takes_its_inputs_from_the_size():
     for text in ("mine.nets:Net", "mine.nets:made.net"):
         (x,) = named_model(text, input_size="7x32", batch_size=5).args
         assert (x.shape, x.dtype) == ((5, 7, 32), torch.float32)
+    assert imported("json:dumps") is json.dumps
+    for text, message in (("mine.nets", "write package.module:name"), ("mine/nets.py:alone", "without .py")):
+        with pytest.raises(Error, match=message):
+            imported(text)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("mine.nest:alone", "module 'mine.nest' is neither in "),
+        ("yours.nets:alone", "module 'yours' is neither in "),
+        ("mine.nets:alon", "has no 'alon'; did you mean 'alone'?"),
+        ("mine.broken:x", "importing mine.broken raised ZeroDivisionError"),
+        ("mine.needy:x", "importing mine.needy raised ModuleNotFoundError: No module named 'a_package_that_is_absent'"),
         ("mine.nets:wrong", "mine.nets:wrong returned list; return a model, (model, args) or (model, args, kwargs)"),
         ("mine.nets:picky", "missing 1 required positional argument: 'width'"),
         ("mine.nets:Net", "the inputs of mine.nets:Net are unknown; return (model, args)"),

@@ -18,18 +18,24 @@ from fp4graph.technique import Overhead, Technique, registry
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.options import OperandList, Operands
 from fp4graph.technique.registry import Registry
+from tests.helpers.techniques import Broken
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = catalogue.shipped_registry()
+PAGES = reference.pages(SHIPPED)
 
 
 def test_committed_pages_are_what_the_code_generates():
     assert not SHIPPED.failures
-    assert not reference.differences(DOCS, reference.pages(SHIPPED)), "run: make docs"
+    assert not reference.differences(DOCS, PAGES), "run: make docs"
+    assert {f"policies/{name}.md" for name in SHIPPED.policies} <= PAGES.keys()
 
 
-def test_every_shipped_policy_has_a_page():
-    assert {f"policies/{name}.md" for name in SHIPPED.policies} <= reference.pages(SHIPPED).keys()
+@pytest.mark.slow
+def test_pages_are_the_same_every_time():
+    again = catalogue.shipped_registry()
+    assert again is not SHIPPED
+    assert reference.pages(again) == PAGES
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
@@ -57,12 +63,11 @@ def test_the_example_of_a_page_is_accepted(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", sorted(reference.pages(SHIPPED)))
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_links_lead_somewhere(page):
-    pages = reference.pages(SHIPPED)
-    for target in re.findall(r"\]\(([^)]+\.md)\)", pages[page]):
+    for target in re.findall(r"\]\(([^)]+\.md)\)", PAGES[page]):
         path = (Path("/") / page).parent.joinpath(target)
-        assert str(Path(*path.resolve().parts[1:])) in pages, target
+        assert str(Path(*path.resolve().parts[1:])) in PAGES, target
 
 
 class Bare(Technique):
@@ -121,11 +126,11 @@ class Plugin:
         return [Bare, Rich]
 
 
-def stranger():
-    return Registry([("stranger", Plugin())], entry_point_group=None)
+def registry_of(**plugins):
+    return Registry(list(plugins.items()), entry_point_group=None)
 
 
-REGISTRY = stranger()
+REGISTRY = registry_of(stranger=Plugin())
 
 
 def test_a_technique_that_says_nothing_has_a_page():
@@ -206,16 +211,9 @@ def test_a_policy_files_comment_becomes_prose(tmp_path):
     assert str(tmp_path) not in page
 
 
-@pytest.mark.slow
-def test_pages_are_the_same_every_time():
-    again = catalogue.shipped_registry()
-    assert again is not SHIPPED
-    assert reference.pages(again) == reference.pages(SHIPPED)
-
-
 def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    found = stranger()
+    found = registry_of(stranger=Plugin())
     monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     target = tmp_path / "reference"
     write, check = [str(target)], [str(target), "--check"]
@@ -235,14 +233,6 @@ def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     shutil.rmtree(target)
     assert reference.main(check) == 1
 
-
-def test_what_is_left_out_is_said(tmp_path, monkeypatch, capsys):
-    class Broken:
-        @hookimpl
-        def fp4graph_techniques(self):
-            raise RuntimeError("out of order")
-
-    found = Registry([("broken", Broken())], entry_point_group=None)
-    monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
+    found = registry_of(broken=Broken())  # what is left out is said
     assert reference.main([str(tmp_path)]) == 1
     assert "left out: plugin 'broken': cannot be loaded: RuntimeError: out of order" in capsys.readouterr().err

@@ -1,11 +1,8 @@
 """examples/distill.py: what it measures, and that distillation brings a quantized student nearer to its teacher."""
 
-from __future__ import annotations
-
 import math
 import re
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ import torch
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distill.py"
 
 
-def test_the_divergence_is_that_of_the_distributions() -> None:
+def test_the_divergence_is_that_of_the_distributions():
     divergence = runpy.run_path(str(EXAMPLE))["divergence"]
     student, teacher = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.0, 1.0, -1.0]])
     for temperature in (1.0, 4.0):
@@ -27,7 +24,7 @@ def test_the_divergence_is_that_of_the_distributions() -> None:
 
 
 @pytest.mark.long
-def test_distillation_brings_the_student_nearer(example: Callable[..., str]) -> None:
+def test_distillation_brings_the_student_nearer(example):
     printed = example(
         "distill.py", "--backend=eager", "--policy=int4-per-tensor", "--seeds=1", "--teacher-steps=150", "--steps=60"
     )

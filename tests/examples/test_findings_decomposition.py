@@ -1,40 +1,25 @@
 """The script behind the findings on the parts of the error: its shares are those of the operands it was shown."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from fp4graph.lab import decompose
 from fp4graph.policy import load_policy
 from fp4graph.technique.operands import Operand
+from tests.helpers import findings
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "findings"))
-    monkeypatch.delitem(sys.modules, "decomposition", raising=False)
-    import decomposition
-
-    return decomposition
-
 
 @pytest.mark.long
-def test_every_site_at_every_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_site_at_every_step(monkeypatch, tmp_path):
     """Two steps of the digits' eight linears; without techniques the shares are those of the bare quantizer."""
+    script = findings.script("decomposition", monkeypatch)
     monkeypatch.setattr(script, "STEPS", 4)
     monkeypatch.setattr(script, "OBSERVED", (3, 4))
     first = []
     measure = script.OperandErrors.measure
 
-    def keeping(self: object, *sides: object) -> None:
+    def keeping(self, *sides):
         if not first:
             first.append(sides[1].given.detach().clone())
         measure(self, *sides)

@@ -1,29 +1,20 @@
 """The script behind the findings on Gaussian regression: its policies are the paper's rows, its table their means."""
 
-from __future__ import annotations
-
 import csv
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import fp4graph
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.findings import script
+from tests.helpers.processes import ROOT
 
 
 @pytest.fixture
-def gaussian(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "findings"))
-    monkeypatch.delitem(sys.modules, "gaussian", raising=False)
-    import gaussian
-
-    return gaussian
+def gaussian(monkeypatch):
+    return script("gaussian", monkeypatch)
 
 
-def test_every_row_of_the_paper_is_there_with_its_points(gaussian: ModuleType) -> None:
+def test_every_row_of_the_paper_is_there_with_its_points(gaussian):
     """Complexity points of Table 3's six quantized rows, and of Table 8's pure UE5M3."""
     with (ROOT / "tests" / "golden" / "design_space.csv").open() as file:
         printed = {
@@ -33,16 +24,14 @@ def test_every_row_of_the_paper_is_there_with_its_points(gaussian: ModuleType) -
             and (row["table"] == "3" or row["val_loss"] == "31.375")
         }  # fmt: skip
     assert len(printed) == 7
-    ours = set()
-    for row in gaussian.ROWS:
-        policy = fp4graph.load_policy(row.policy)
-        for optimizer, loss in row.paper.items():
-            if policy.quantizes:
-                ours.add((loss, policy.complexity + 0.5 * (optimizer == "stablespam")))
-    assert ours == printed
+    policies = [(row, fp4graph.load_policy(row.policy)) for row in gaussian.ROWS]
+    assert printed == {
+        (loss, policy.complexity + 0.5 * (optimizer == "stablespam"))
+        for row, policy in policies if policy.quantizes for optimizer, loss in row.paper.items()
+    }  # fmt: skip
 
 
-def test_the_table_has_mean_and_deviation_of_the_seeds(gaussian: ModuleType) -> None:
+def test_the_table_has_mean_and_deviation_of_the_seeds(gaussian):
     found = {
         (row.label, optimizer, dtype, seed): {"outcome": {"validation_loss": 10.0 + seed, "complexity": 0.5}}
         for row in gaussian.ROWS

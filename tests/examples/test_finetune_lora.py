@@ -1,14 +1,10 @@
 """examples/finetune_lora.py: its losses fall, and its graphs quantize nothing for unneeded gradients."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,15 +28,15 @@ QUANTIZERS = {
 }
 
 
-def rows(printed: str) -> dict[str, float]:
+def rows(printed):
     return {name.strip(): float(loss) for name, loss in re.findall(r"^(\D{40})(.*)$", printed, re.M)}
 
 
-def quantized(make: Callable[[dict[str, Any]], torch.nn.Module]) -> tuple[int, int]:
+def quantized(make):
     """Return how many operands the forward and the backward graph of a model under ``nvfp4`` quantize."""
-    counts: list[int] = []
+    counts = []
 
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def count(graph, inputs):
         ours = Counter(
             node.target.name().removeprefix("fp4graph::").partition(".")[0]
             for node in graph.graph.nodes
@@ -60,18 +56,18 @@ def quantized(make: Callable[[dict[str, Any]], torch.nn.Module]) -> tuple[int, i
     return forward, backward
 
 
-def full_model(example: dict[str, Any]) -> Any:
+def full_model(example):
     return example["LlamaForCausalLM"](example["LlamaConfig"](num_hidden_layers=2, **example["SMALL"]))
 
 
-def adapted(example: dict[str, Any]) -> Any:
+def adapted(example):
     return example["adapted"](full_model(example), Namespace(seed=0, rank=8))
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients() -> None:
+def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients():
     """Each of the 2·7 products has two operands. A frozen weight has no wgrad. No trained parameter precedes
     the query, the key and the value of the first layer, so these three have no dgrad."""
     layers = 2 * 7
@@ -79,7 +75,7 @@ def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients() -> None:
     assert quantized(adapted) == (2 * layers, 2 * (layers - 3))
 
 
-def check(losses: dict[str, float]) -> None:
+def check(losses):
     assert list(losses) == [
         "pre-trained",
         "pre-trained, quantized",
@@ -94,7 +90,7 @@ def check(losses: dict[str, float]) -> None:
 
 
 @pytest.mark.long
-def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_path: Path) -> None:
+def test_adapters_are_saved_loaded_and_merged(example, tmp_path):
     few = ["--base-steps=2", "--steps=2", "--batch-size=2", "--validation-batches=1", "--layers=2"]
     check(rows(example("finetune_lora.py", "--backend=eager", f"--output={tmp_path / 'adapter'}", *few)))
     assert sorted(file.suffix for file in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
@@ -113,16 +109,14 @@ def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_p
     ],
 )
 @pytest.mark.slow
-def test_a_policy_that_cannot_be_used_is_an_error_before_the_pre_training(
-    arguments: list[str], says: str, example: Callable[..., str]
-) -> None:
+def test_a_policy_that_cannot_be_used_is_an_error_before_the_pre_training(arguments, says, example):
     with pytest.raises(SystemExit) as ended:
         example("finetune_lora.py", "--backend=eager", "--layers=2", "--base-steps=1000000", *arguments)
     assert re.search(says, str(ended.value))
 
 
 @pytest.mark.long
-def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..., str]) -> None:
+def test_adapters_learn_what_the_frozen_model_does_not_know(example):
     losses = rows(example("finetune_lora.py", "--backend=eager", "--base-steps=150", "--steps=60"))
     check(losses)
     assert losses["adapted"] < losses["pre-trained, quantized"] - 0.05
@@ -131,7 +125,7 @@ def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te"])
-def test_packed_weights_give_the_same_losses(policy: str, example: Callable[..., str]) -> None:
+def test_packed_weights_give_the_same_losses(policy, example):
     few = ["--base-steps=5", "--steps=5", "--batch-size=2", "--validation-batches=1", "--layers=3"]
     arguments = ["finetune_lora.py", "--backend=eager", f"--policy={policy}", *few]
     assert example(*arguments, "--pack") == example(*arguments)

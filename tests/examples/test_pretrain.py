@@ -1,10 +1,6 @@
 """The two pre-training loops: they learn, resume bit for bit after a kill, and run under torchrun."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ LLAMA = [
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> str:
+def small(tmp_path):
     """An option that names the configuration of a LLaMA of two layers."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path / "small")
@@ -29,7 +25,7 @@ def small(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
+def text(tmp_path):
     """An option that names a file of 60 KB, easy to learn from."""
     file = tmp_path / "words.txt"
     words = ["rounding", "scale", "block", "tensor", "gradient", "weight", "exponent", "mantissa"]
@@ -38,7 +34,7 @@ def text(tmp_path: Path) -> str:
     return f"--data={file}"
 
 
-def validation_losses(printed: str) -> list[float]:
+def validation_losses(printed):
     return [float(loss) for loss in re.findall(r"val\. ([0-9.]*[0-9])", printed)]
 
 
@@ -56,15 +52,7 @@ STABLE = ["--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]
     ],
     ids=["vit", "llama", "llama-stablespam"],
 )
-def test_learns_and_resumes_bit_for_bit(
-    example: Any,
-    text: str,
-    small: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    options: list[str],
-) -> None:
+def test_learns_and_resumes_bit_for_bit(example, text, small, tmp_path, monkeypatch, name, options):
     if "llama" in name:
         options = [*options, text, small]
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
@@ -73,7 +61,7 @@ def test_learns_and_resumes_bit_for_bit(
 
     save = checkpoint.save
 
-    def killed_afterwards(*arguments: Any, **states: Any) -> None:
+    def killed_afterwards(*arguments, **states):
         save(*arguments, **states)
         raise KeyboardInterrupt
 
@@ -87,7 +75,7 @@ def test_learns_and_resumes_bit_for_bit(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
+def test_vit_trains_from_a_folder(example, tmp_path):
     random = np.random.default_rng(0)
     for part, classes in (("train", "abc"), ("val", "ac")):
         for label in classes:
@@ -104,7 +92,7 @@ def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_path: Path, fsdp: bool) -> None:
+def test_llama_runs_under_torchrun(torchrun, text, small, tmp_path, fsdp):
     options = [*LLAMA, text, small, "--steps=6", "--accumulate=2", f"--checkpoint={tmp_path}/run.pt"]
     options += ["--fsdp"] * fsdp
     printed = torchrun("pretrain_llama.py", *options)
@@ -114,7 +102,7 @@ def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_pat
 
 @pytest.mark.long
 @pytest.mark.process
-def test_vit_runs_under_torchrun_as_in_one_process(example: Any, torchrun: Any, tmp_path: Path) -> None:
+def test_vit_runs_under_torchrun_as_in_one_process(example, torchrun, tmp_path):
     """Without quantization the two runs differ only in the order of the batches."""
     options = ["--backend=eager", "--policy=bf16", "--epochs=2"]
     two = validation_losses(torchrun("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/two.pt"))

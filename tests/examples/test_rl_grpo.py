@@ -1,15 +1,10 @@
 """examples/rl_grpo.py: its policies and bad input at once; GRPO in two minutes, with its table and record."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import runpy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +18,21 @@ pytest.importorskip("trl", reason="needs fp4graph[clients]")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_grpo.py"
 
 
+@pytest.fixture(autouse=True)
+def _threads():
+    """The example sets their number."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
+def names():
     return runpy.run_path(str(EXAMPLE))
 
 
 @pytest.mark.slow
-def test_the_parts_of_mxfp4_rl_are_its_own(names: dict[str, Any]) -> None:
+def test_the_parts_of_mxfp4_rl_are_its_own(names):
     """Each has one technique with the options of mxfp4-rl; the noise falls in ten stages over the run."""
     whole = fp4graph.load_policy(names["policy_of"]("mxfp4-rl", 75))
     assert [technique.name for technique in whole.techniques] == list(names["PARTS"])
@@ -42,13 +45,13 @@ def test_the_parts_of_mxfp4_rl_are_its_own(names: dict[str, Any]) -> None:
     assert fp4graph.load_policy(names["policy_of"]("bf16", 75)).techniques == ()
 
 
-def test_the_tokenizer_has_the_tasks_tokens(names: dict[str, Any]) -> None:
+def test_the_tokenizer_has_the_tasks_tokens(names):
     made = names["tokenizer"]()
     assert made(countdown.CHARACTERS)["input_ids"] == countdown.encode([countdown.CHARACTERS])[0].tolist()
     assert made.decode([*made("7+5-3")["input_ids"], countdown.END, countdown.PAD], skip_special_tokens=True) == "7+5-3"
 
 
-def test_bad_input_is_an_error_before_anything_runs(example: Callable[..., str], tmp_path: Path) -> None:
+def test_bad_input_is_an_error_before_anything_runs(example, tmp_path):
     with pytest.raises(SystemExit) as ended:
         example("rl_grpo.py", "--policies=mxfp5", f"--output={tmp_path / 'rl'}")
     assert re.search("did you mean the shipped policy 'mxfp", str(ended.value))
@@ -57,7 +60,7 @@ def test_bad_input_is_an_error_before_anything_runs(example: Callable[..., str],
     assert not (tmp_path / "rl").exists()
 
 
-def test_a_server_quantizes_tokens_as_the_policy(names: dict[str, Any]) -> None:
+def test_a_server_quantizes_tokens_as_the_policy(names):
     """To the bit, on tokens of many magnitudes and of zeros: an identity multiplies without an error."""
     identity = torch.nn.Linear(64, 64, bias=False)
     torch.nn.init.eye_(identity.weight)
@@ -74,65 +77,49 @@ def test_a_server_quantizes_tokens_as_the_policy(names: dict[str, Any]) -> None:
     assert torch.equal(identity(x), names["by_rows"](x))
 
 
-def _keep(seen: list[float], step: int, loss: float, *, kl: float) -> None:
-    seen.append(kl)
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:vllm .* warns about:fp4graph.PolicyWarning")  # that siblings differ
 @pytest.mark.parametrize("policy", ["nvfp4-w4a16", "nvfp4-rl"])
-def test_a_server_generates_with_what_the_trainer_multiplies(names: dict[str, Any], policy: str) -> None:
+def test_a_server_generates_with_what_the_trainer_multiplies(names, policy):
     """Up to the order of sums with shared scales, and not without them."""
-    threads = torch.get_num_threads()
     largest = {}
-    try:
-        for name in (policy, policy + names["UNSHARED"]):
-            seen: list[float] = []
-            options = {"steps": 3, "prompts": 4, "start": 30, "server": True}
-            names["train"](names["policy_of"](name, 3), 0, partial(_keep, seen), **options)
-            largest[name] = max(seen)
-            assert len(seen) == 3
-    finally:
-        torch.set_num_threads(threads)
+    for name in (policy, policy + names["UNSHARED"]):
+        seen = []
+        options = {"steps": 3, "prompts": 4, "start": 30, "server": True}
+        names["train"](names["policy_of"](name, 3), 0, lambda step, loss, *, kl, seen=seen: seen.append(kl), **options)
+        largest[name] = max(seen)
+        assert len(seen) == 3
     shared, unshared = largest.values()
     assert shared < 1e-6 < 1e-4 < unshared  # a rounding that flips moves one token's probabilities
 
 
 @pytest.mark.long
-def test_a_reward_that_is_nan_ends_the_training(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_is_nan_ends_the_training(names, monkeypatch):
     monkeypatch.setattr(countdown, "reward", lambda prompt, completion: math.nan)
     monkeypatch.setitem(names["train"].__globals__, "held_out", lambda *_: {"reward": 0.0})
-    threads = torch.get_num_threads()
-    try:
-        with pytest.raises(fp4graph.Error, match="returned nan for the completion"):
-            names["train"]("bf16", 0, lambda *_: None, steps=1, prompts=2, start=1)
-    finally:
-        torch.set_num_threads(threads)
+    with pytest.raises(fp4graph.Error, match="returned nan for the completion"):
+        names["train"]("bf16", 0, lambda *_: None, steps=1, prompts=2, start=1)
 
 
 @pytest.mark.long
-def test_the_reward_rises_under_every_policy(example: Callable[..., str], tmp_path: Path) -> None:
+def test_the_reward_rises_under_every_policy(example, tmp_path):
     """About two minutes on an idle core."""
-    threads = torch.get_num_threads()
     arguments = ["--seeds=1", "--steps=60", "--prompts=24", "--jobs=1", f"--output={tmp_path}"]
-    try:
-        printed = example("rl_grpo.py", "--policies=mxfp4,mxfp4-rl", *arguments)
-        lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-        runs = {line["policy"]: line for line in lines if line.get("kind") == "run"}
-        assert list(runs) == ["bf16", "mxfp4", "mxfp4-rl"]
-        for policy, run in runs.items():
-            assert re.search(rf"^ {policy} .* {run['loss']:.4g} ", printed, re.MULTILINE)
-            losses = [loss for _, loss in run["curve"]]
-            assert len(losses) == 60
-            assert sum(losses[-15:]) < sum(losses[:15])
-            assert run["metrics"]["reward"] == pytest.approx(1 - run["loss"], abs=1e-6)
-            assert run["metrics"]["reward"] > run["metrics"]["start"]
-            assert 0 < run["metrics"]["entropy"] < math.log(countdown.VOCABULARY)
-        # The runs that have ended are taken over, without another check of their policies, and runs with other options
-        # are not mixed with them.
-        notes = re.compile(r"^policy .* was not checked before the training.*\n", re.MULTILINE)
-        assert example("rl_grpo.py", "--policies=mxfp4,mxfp4-rl", *arguments) == notes.sub("", printed)
-        with pytest.raises(SystemExit, match=r"holds a comparison of .*60.*; give another folder"):
-            example("rl_grpo.py", "--policies=mxfp4", *arguments, "--steps=90")
-    finally:
-        torch.set_num_threads(threads)
+    printed = example("rl_grpo.py", "--policies=mxfp4,mxfp4-rl", *arguments)
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    runs = {line["policy"]: line for line in lines if line.get("kind") == "run"}
+    assert list(runs) == ["bf16", "mxfp4", "mxfp4-rl"]
+    for policy, run in runs.items():
+        assert re.search(rf"^ {policy} .* {run['loss']:.4g} ", printed, re.MULTILINE)
+        losses = [loss for _, loss in run["curve"]]
+        assert len(losses) == 60
+        assert sum(losses[-15:]) < sum(losses[:15])
+        assert run["metrics"]["reward"] == pytest.approx(1 - run["loss"], abs=1e-6)
+        assert run["metrics"]["reward"] > run["metrics"]["start"]
+        assert 0 < run["metrics"]["entropy"] < math.log(countdown.VOCABULARY)
+    # The runs that have ended are taken over, without another check of their policies, and runs with other options
+    # are not mixed with them.
+    notes = re.compile(r"^policy .* was not checked before the training.*\n", re.MULTILINE)
+    assert example("rl_grpo.py", "--policies=mxfp4,mxfp4-rl", *arguments) == notes.sub("", printed)
+    with pytest.raises(SystemExit, match=r"holds a comparison of .*60.*; give another folder"):
+        example("rl_grpo.py", "--policies=mxfp4", *arguments, "--steps=90")

@@ -54,3 +54,11 @@ class Offers:
     @fp4graph.hookimpl
     def fp4graph_techniques(self) -> list[type[Technique]]:
         return [self.cls]
+
+
+class Broken:
+    """A plugin that cannot be loaded."""
+
+    @fp4graph.hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        raise RuntimeError("out of order")

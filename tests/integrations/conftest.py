@@ -1,10 +1,6 @@
 """A small LLaMA, and sequences for it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,24 +8,15 @@ import torch
 from tests.helpers import models
 
 
-class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+@pytest.fixture
+def counting():
     """Sequences that count in steps of one to five, modulo the vocabulary."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.arange(24) * (index % 5 + 1) % 64
-        return {"input_ids": tokens, "labels": tokens}
+    rows = (torch.arange(24) * (index % 5 + 1) % 64 for index in range(40))
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 @pytest.fixture
-def counting() -> Counting:
-    return Counting()
-
-
-@pytest.fixture
-def llama() -> Callable[..., Any]:
+def llama():
     """Makes the same two-layer LLaMA every time, with dropout in its attention and the head tied to the embedding."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
     options = {"vocab_size": 64, "attention_dropout": 0.1, "tie_word_embeddings": True, "use_cache": True}

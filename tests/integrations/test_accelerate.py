@@ -1,11 +1,6 @@
 """A loop on Accelerate under a policy, one line added."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +20,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _fresh_accelerator() -> Iterator[None]:
+def _fresh_accelerator():
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
-def loop(llama: Any, counting: Any) -> Callable[..., Any]:
+def loop(llama, counting):
     """Sets a loop up, and gives (accelerator, model, a function that trains some steps and returns their losses)."""
 
-    def make(policy: str = "tetrajet-qema", *, precision: str = "no", **options: Any) -> Any:
+    def make(policy="tetrajet-qema", *, precision="no", **options):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         model = llama()
@@ -43,7 +38,7 @@ def loop(llama: Any, counting: Any) -> Callable[..., Any]:
         data = torch.utils.data.DataLoader(counting, batch_size=8)
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-        def train(steps: int) -> list[float]:
+        def train(steps):
             losses = []
             for _, batch in zip(range(steps), data, strict=False):
                 loss = model(**batch).loss
@@ -59,7 +54,7 @@ def loop(llama: Any, counting: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.long), "bf16"])
-def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision: str) -> None:
+def test_trains_and_goes_on_to_the_last_bit(loop, tmp_path, precision):
     accelerator, model, train = loop(precision=precision)
     first = train(3)
     accelerator.save_state(str(tmp_path / "state"))
@@ -77,7 +72,7 @@ def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision
 
 
 @pytest.mark.long
-def test_a_state_of_another_policy_is_refused(loop: Any, tmp_path: Path) -> None:
+def test_a_state_of_another_policy_is_refused(loop, tmp_path):
     accelerator, _, train = loop("tetrajet")
     train(1)
     accelerator.save_state(str(tmp_path / "state"))
@@ -89,7 +84,7 @@ def test_a_state_of_another_policy_is_refused(loop: Any, tmp_path: Path) -> None
     train(1)
 
 
-def test_it_comes_before_prepare(llama: Any) -> None:
+def test_it_comes_before_prepare(llama):
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())

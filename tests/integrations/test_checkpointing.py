@@ -1,7 +1,5 @@
 """transformers adds a hook to the embedding whenever gradient checkpointing is switched on, and leaves the old ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

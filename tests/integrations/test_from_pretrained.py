@@ -1,7 +1,5 @@
 """``from_pretrained`` under a policy: the model of ``fp4graph.apply``, saved and loaded with its policy and state."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

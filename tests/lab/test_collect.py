@@ -15,6 +15,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
+from tests.lab.trainings import tensorboard
 from tests.model import test_experts as experts
 
 pytestmark = pytest.mark.slow
@@ -55,11 +56,10 @@ def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32)):
         optimizer.zero_grad()
 
 
-def recorded(folder, count, recipe=None, model=None, shape=(8, 32), every=2, **options):
-    """Train ``count`` steps, and return what was recorded."""
-    model, optimizer = make(recipe or policy(), model)
-    with Statistics(model, optimizer, every=every, directory=folder, **options):
-        steps(model, optimizer, count, shape=shape)
+def recorded(folder, count, recipe=None, model=None, shape=(8, 32), **options):
+    trained = make(recipe or policy(), model)
+    with Statistics(*trained, directory=folder, **{"every": 2, **options}):
+        steps(*trained, count, shape=shape)
     return read(folder)
 
 
@@ -113,6 +113,8 @@ def test_channels_that_are_multiplied_apart(tmp_path):
     wait, measure, split = ({"out_control": {"mode": mode}} for mode in ("wait", "measure", "split"))
     recipe = policy(techniques=[wait], phases=[phase(1, measure), phase(2, split)])
     rows = recorded_without_a_trace(recipe, Net, 4, tmp_path, window_every=2)
+    assert set(rows.sites) == {"first", "second", "second#1"}  # a module called twice is two sites with one weight
+    assert {r["site"] for r in rows.rows if r["tensor"] == "weight"} == {"first", "second"}
     only(rows, site="first", tensor="fprop.input", step=4)
     assert {"dgrad", "wgrad"} <= {r["tensor"] for r in rows.rows if (r["site"], r["step"]) == ("second", 4)}
 
@@ -248,14 +250,9 @@ def test_the_rate_of_change_of_outputs(tmp_path):
         assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
-def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
-    rows = recorded(tmp_path, 25, every=5, window=3, window_every=25)
-    assert set(rows.sites) == {"first", "second", "second#1"}
-    assert {r["site"] for r in rows.rows if r["tensor"] == "weight"} == {"first", "second"}
-
-
-def test_evaluations_and_accumulated_batches(tmp_path):
-    """What a step consists of is looked at together; an evaluation in between is not."""
+def test_evaluations_accumulated_batches_and_a_site_without_a_single_token(tmp_path):
+    """What a step consists of is looked at together; an evaluation in between is not. Of an expert that no token was
+    sent to there is nothing to say of its products, but of its weight."""
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
         steps(model, optimizer, 1)
@@ -263,15 +260,8 @@ def test_evaluations_and_accumulated_batches(tmp_path):
             model.eval()(torch.full((3, 32), 1e6))
         model.train()
         steps(model, optimizer, 1, batches=3, start=1)
-    assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
-
-
-def test_a_site_without_a_single_token(tmp_path):
-    """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
-    model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path):
-        steps(model, optimizer, 2)
         steps(model, optimizer, 2, shape=(0, 32))
+    assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
     assert len(tensors(read(tmp_path), 2)) == 9  # six operands, two GEMMs, the gradient
     assert tensors(read(tmp_path), 4) == {"fprop.weight", "dgrad.weight", "weight.grad"}
 
@@ -286,6 +276,9 @@ def test_a_weight_without_elements(tmp_path):
 
 
 def test_only_what_was_asked_for(tmp_path):
+    assert all(METRICS.values())  # each is described
+    rows = recorded(tmp_path / "nothing", 4, "bf16")
+    assert (rows.rows, rows.header["policy"]) == ((), "bf16")
     rows = recorded(tmp_path, 30, metrics=["snr", "confidence"], sites="sec*")
     assert set(rows.sites) == {"second", "second#1"}
     assert {key for row in rows.rows for key in row} == {
@@ -328,11 +321,9 @@ def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
 @pytest.mark.long
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
-    model, optimizer = make(policy(phases=[{"at": 5, "operands": {"backward": "keep"}}]))
-    options = {"window": 2, "window_every": 4, "probe": (torch.zeros(2, 32),)}
-    with Statistics(model, optimizer, every=2, directory=tmp_path, **options), torch.autocast("cpu", torch.bfloat16):
-        steps(model, optimizer, 8)
-    rows = read(tmp_path)
+    recipe = policy(phases=[{"at": 5, "operands": {"backward": "keep"}}])
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = recorded(tmp_path, 8, recipe, window=2, window_every=4, probe=(torch.zeros(2, 32),))
     assert rows.steps == [2, 4, 8]  # the sixth step is the first of its phase
     assert {"wgrad.input", "dgrad", "output"} <= tensors(rows, 4)
     assert {"fprop.input", "output"} <= tensors(rows, 8)
@@ -353,11 +344,6 @@ def test_where_gradients_are_checkpointed(vit, tmp_path):
     assert measured[1] == pytest.approx(measured[0], rel=1e-3)
 
 
-def test_a_model_of_nothing_quantized(tmp_path):
-    rows = recorded(tmp_path, 4, "bf16")
-    assert (rows.rows, rows.header["policy"]) == ((), "bf16")
-
-
 def test_a_resumed_training_goes_on_counting(tmp_path):
     """The optimizer knows how many steps are done; from an earlier checkpoint ``step`` says so."""
     trained = make(policy())
@@ -368,23 +354,16 @@ def test_a_resumed_training_goes_on_counting(tmp_path):
 
 
 def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
-    """StableSPAM's moments, and their count of steps, are reset every so often."""
+    """StableSPAM's moments, and their count of steps, are reset every so often. Closed statistics leave nothing."""
     model = fp4graph.apply(Net(), policy(), backend="eager")
     inner = fp4graph.optim.StableSPAM(model.parameters(), lr=1e-3, reset_interval=4)
     optimizer = fp4graph.prepare_optimizer(model, inner)
     for start in (0, 10):
         with Statistics(model, optimizer, every=5, directory=tmp_path, metrics=["snr"]):
             steps(model, optimizer, 10, start=start)
+        assert not {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
+    steps(model, optimizer, 5)
     assert read(tmp_path).steps == [5, 10, 15, 20]
-
-
-def test_after_it_is_closed_nothing_is_left(tmp_path):
-    model, optimizer = make(policy())
-    Statistics(model, optimizer, every=1, directory=tmp_path).close()
-    steps(model, optimizer, 2)
-    assert read(tmp_path).rows == ()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
 
 
 class Own(torch.optim.Optimizer):
@@ -446,17 +425,11 @@ def test_the_model_was_removed(techniques, tmp_path):
 
 
 def test_in_tensorboard(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     rows = recorded(tmp_path / "s", 4, stream=tmp_path / "events").rows
-    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    got = [(e.step, e.value) for e in events.Scalars("snr_db/first/fprop.input")]
-    values = [r["snr_db"] for r in rows if (r["site"], r["tensor"]) == ("first", "fprop.input")]
-    assert got == [(2, pytest.approx(values[0], rel=1e-4)), (4, pytest.approx(values[1], rel=1e-4))]
-
-
-def test_every_metric_is_described():
-    assert all(METRICS.values())
+    got = {e.step: e.value for e in tensorboard(tmp_path / "events").Scalars("snr_db/first/fprop.input")}
+    values = {r["step"]: r["snr_db"] for r in rows if (r["site"], r["tensor"]) == ("first", "fprop.input")}
+    assert [*values] == [2, 4]
+    assert got == pytest.approx(values, rel=1e-4)
 
 
 def test_gradient_norms(tmp_path):

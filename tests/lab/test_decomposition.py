@@ -100,8 +100,16 @@ def by_hand(x, block):
     return result
 
 
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def program(spec, name, **options):
+    return OperandProgram(spec, parts_of(default_registry().techniques[name](**options)))
+
+
 def test_the_terms_are_their_definitions():
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    x = normal(16, 64)
     x[3, :32] = 0
     parts = decompose(x, QuantSpec("e2m1", 32, ScaleSpec("e8m0", "floor")))
     bias, dead, grid = by_hand(x.numpy(), 32)
@@ -111,15 +119,11 @@ def test_the_terms_are_their_definitions():
     assert (parts.scale_bias != 0).any()
 
 
-def test_an_ideal_scale_has_no_bias():
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+def test_an_ideal_scale_has_no_bias_and_an_axis_is_chosen():
+    x = normal(64, 8)
     parts = decompose(x, QuantSpec("e2m1", 32, ScaleSpec("fp32", "nearest_even")))
     assert not parts.scale_bias.any()
     assert torch.equal(parts.grid_noise + parts.dead_zone, parts.total)
-
-
-def test_along_another_axis():
-    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     spec = QuantSpec("e2m1", 32)
     parts, turned = decompose(x, spec, dim=0), decompose(x.T, spec)
     assert torch.equal(parts.scale_bias, turned.scale_bias.T)
@@ -131,23 +135,17 @@ def test_of_a_whole_program(name):
     """Techniques take part in both quantizations; the sum stays exact."""
     scale = ScaleSpec("e8m0", "nearest_even") if name != "four_over_six" else ScaleSpec("e4m3", "nearest_even")
     spec = QuantSpec("e2m1", 16, scale)
-    technique = default_registry().techniques[name]()
-    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * 3
-    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, parts_of(technique)))
+    plain, helped = decompose(normal(8, 256) * 3, spec), decompose(normal(8, 256) * 3, program(spec, name))
     assert torch.equal(helped.scale_bias + helped.grid_noise + helped.dead_zone, helped.total)
     assert helped.total.square().sum() != plain.total.square().sum()
 
 
-def test_macro_blocks_of_one_block_leave_little_scale_bias():
+def test_macro_blocks_of_one_block_leave_little_scale_bias_and_poisoned_blocks_are_nan():
     """A factor with 10 bits for each block makes every scale ideal to a thousandth."""
-    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even"))
-    macro = default_registry().techniques["macro_block_scaling"](block=32, mantissa_bits=10)
-    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
-    plain, helped = decompose(x, spec), decompose(x, OperandProgram(spec, parts_of(macro)))
+    spec, x = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even")), normal(32, 256)
+    macro = program(spec, "macro_block_scaling", block=32, mantissa_bits=10)
+    plain, helped = decompose(x, spec), decompose(x, macro)
     assert helped.scale_bias.square().sum() < 0.05 * plain.scale_bias.square().sum()
-
-
-def test_poisoned_blocks_are_nan():
     x = torch.ones(1, 64)
     x[0, 3] = torch.inf
     parts = decompose(x, QuantSpec("e2m1", 32))
@@ -185,11 +183,10 @@ def test_the_papers_own_formula(convention, rounding):
 
 
 def test_the_papers_formula_has_one_scale():
-    x = torch.randn(4, 64)
-    macro, fallback = (default_registry().techniques[n]() for n in ("macro_block_scaling", "outlier_fallback"))
-    parts = decompose(x, OperandProgram(QuantSpec("e2m1", 32), parts_of(macro)), definition="printed")
+    x, spec = torch.randn(4, 64), QuantSpec("e2m1", 32)
+    parts = decompose(x, program(spec, "macro_block_scaling"), definition="printed")
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
     with pytest.raises(fp4graph.Error, match="unlike outlier_fallback"):
-        decompose(x, OperandProgram(QuantSpec("e2m1", 32), parts_of(fallback)), definition="printed")
+        decompose(x, program(spec, "outlier_fallback"), definition="printed")
     with pytest.raises(fp4graph.Error, match="ideal or printed"):
-        decompose(x, QuantSpec("e2m1", 32), definition="theirs")
+        decompose(x, spec, definition="theirs")

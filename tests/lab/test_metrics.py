@@ -37,11 +37,9 @@ def test_operand_statistics_of_five_elements():
     assert record["grid_noise"] == pytest.approx((0.25**2 + 0.25**2) / signal, rel=1e-6)
     assert record["interaction"] == pytest.approx(2 * (-(0.25**2) + 0.25 * 0.25) / signal, abs=1e-9)
 
-
-def test_elements_that_are_not_finite_are_counted_and_left_out():
-    sums = m.operand_sums(sampled([1.0, math.nan, 2.0], [1.0, math.nan, math.inf], [1.0, 1.0, 2.0], [1.0, 1.0, 1.0]))
-    assert sums["nonfinite"].item() == 2
-    assert sums["signal"].item() == 1
+    nan, inf = math.nan, math.inf  # are counted and left out
+    sums = m.operand_sums(sampled([1.0, nan, 2.0], [1.0, nan, inf], [1.0, 1.0, 2.0], [1.0, 1.0, 1.0]))
+    assert (sums["nonfinite"].item(), sums["signal"].item()) == (2, 1)
 
 
 @given(st.floats(-9, 9, width=32))
@@ -76,17 +74,10 @@ def test_oscillation_ratio_in_loops(seed):
     quantized = np.round(path * 2) / 2
     quantized[:, 2] = 1  # moves, without effect
     quantized[2, 1] = 9  # does not move, and changes
-    moved, moved_q = np.zeros(4), np.zeros(4)
-    for t in range(1, 6):
-        for i in range(4):
-            moved[i] += abs(path[t, i] - path[t - 1, i])
-            moved_q[i] += abs(quantized[t, i] - quantized[t - 1, i])
+    moved, moved_q = (np.abs(np.diff(way, axis=0)).sum(0) for way in (path, quantized))
     got = m.oscillation_ratio(torch.from_numpy(moved_q), torch.from_numpy(moved))
-    assert got[0].item() == pytest.approx(moved_q[0] / moved[0])
-    assert got[1].item() == math.inf
-    assert got[2].item() == 0
-    nothing = torch.zeros(1)
-    assert m.oscillation_ratio(nothing, nothing).item() == 0
+    assert got[:3].tolist() == pytest.approx([moved_q[0] / moved[0], math.inf, 0])
+    assert m.oscillation_ratio(torch.zeros(1), torch.zeros(1)).item() == 0
 
 
 def test_a_flip_is_a_change_of_value_and_not_of_a_scale():
@@ -115,9 +106,7 @@ def test_scales_by_exponent():
         place + m.LOWEST_EXPONENT: int(count) for place, count in enumerate(sums["scales"].tolist()) if count
     }  # fmt: skip
     assert counted == {0: 2, 1: 1, -126: 1, -149: 1, 127: 1, 8: 1, -9: 1}
-    assert sums["blocks"] == 11
-    assert sums["zero_blocks"] == 1
-    assert sums["limit_blocks"] == 2
+    assert (sums["blocks"], sums["zero_blocks"], sums["limit_blocks"]) == (11, 1, 2)
 
 
 def test_histograms_by_numpy():

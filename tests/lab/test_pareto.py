@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -54,14 +55,11 @@ SWEEP = made(
 )
 
 
-def test_the_reference_is_the_better_baseline_that_came_through():
+def test_scores_by_both_rules_whose_reference_is_the_better_baseline_that_came_through():
     assert SWEEP.reference == 2.0
     diverged, zero = trial(0, None, 0, kind="baseline", state="diverged"), trial(0, 0.0, 0, kind="baseline")
     assert reference_loss([diverged, BASELINES[1], trial(2, 0.5, 0)]) == 2.5
     assert reference_loss([diverged, trial(2, 0.5, 0)]) is reference_loss([zero]) is None
-
-
-def test_scores_by_both_rules():
     found = {s.trial.number: s.scores for s in SWEEP.trials}
     expected = {
         2: (-0.5, -0.5), 3: (0.025, 0.05), 4: (0.02, 0.025), 5: (-0.1 / 3, -0.2), 7: (-0.2, -0.2),
@@ -77,16 +75,10 @@ def test_scores_by_both_rules():
 
 def test_the_best_of_each_family():
     assert [(family, what, s.trial.number) for family, what, s in best(SWEEP, "table")] == [
-        ("Adam", "baseline", 0),
-        ("StableSPAM", "baseline", 1),
-        ("e8m0", "pure FP4", 2),
-        ("e8m0", "best loss", 4),
-        ("e8m0", "best score > 0", 3),
-        ("e8m0", "best score ≤ 0", 5),
-        ("e4m3", "pure FP4", 7),
-        ("e4m3", "best loss", 11),
-        ("e4m3", "best score ≤ 0", 11),
-    ]
+        ("Adam", "baseline", 0), ("StableSPAM", "baseline", 1),
+        ("e8m0", "pure FP4", 2), ("e8m0", "best loss", 4), ("e8m0", "best score > 0", 3), ("e8m0", "best score ≤ 0", 5),
+        ("e4m3", "pure FP4", 7), ("e4m3", "best loss", 11), ("e4m3", "best score ≤ 0", 11),
+    ]  # fmt: skip
     unscored = made([t.trial for t in SWEEP.trials[2:4]])
     assert [(what, s.trial.number) for _, what, s in best(unscored, "table")] == [("pure FP4", 2), ("best loss", 3)]
 
@@ -129,6 +121,10 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule):
     assert axes.get_xlabel() == "complexity Ω [points]"
     assert axes.get_ylabel().startswith("score S = G/")
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MXFP4", "NVFP4", "unquantized"]
+    with pytest.raises(Error, match=r"study 'digits' has nothing to plot.*0 complete trials, 1 diverged"):
+        figure([made([trial(2, None, 0, state="diverged")])], rule)
+    with pytest.raises(Error, match="nothing to plot"):
+        png([made(BASELINES)])
     shown = "\n".join(text.get_text() for text in axes.texts)
     for family in ("e8m0", "e4m3"):
         named = frontier([s for s in SWEEP.complete if s.trial.family == family], rule)
@@ -206,13 +202,6 @@ def test_what_each_choice_came_to():
     assert "inf" in lines[-2]
 
 
-def test_a_figure_of_nothing_is_an_error():
-    with pytest.raises(Error, match=r"study 'digits' has nothing to plot.*0 complete trials, 1 diverged"):
-        figure([made([trial(2, None, 0, state="diverged")])], "table")
-    with pytest.raises(Error, match="nothing to plot"):
-        png([made(BASELINES)])
-
-
 def test_exports_hold_every_trial():
     rows = list(csv.DictReader(io.StringIO(to_csv([SWEEP]))))
     assert [int(row["trial"]) for row in rows] == list(range(12))
@@ -232,10 +221,7 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "results.csv"
     write(path, "first")
 
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(Error, match=r"cannot write .*results\.csv: No space left on device"):
         write(path, "second, longer")
     assert (path.read_text(), os.listdir(path.parent)) == ("first", ["results.csv"])

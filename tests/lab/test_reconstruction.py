@@ -1,9 +1,5 @@
 """Reconstruction errors and scale curves against NumPy and ml_dtypes; the figures as commands."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,14 +8,12 @@ from typer.testing import CliRunner
 
 from fp4graph.lab import reconstruction_error
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from tests.helpers.findings import script
 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The script behind the figures."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "findings"))
-    monkeypatch.delitem(sys.modules, "figures", raising=False)
-    return importlib.import_module("figures")
+    return script("figures", monkeypatch)
 
 
 def test_the_error_of_nvfp4_by_hand(figures):

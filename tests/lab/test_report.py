@@ -15,11 +15,10 @@ from fp4graph.lab.pictures import plots
 from fp4graph.lab.report import PICTURES, write_report
 from fp4graph.lab.runs.train import Run, train
 from tests.helpers.processes import PATIENCE
-from tests.lab.trainings import Block
+from tests.lab.trainings import Block, stop_at
 
 
 def record(folder, lines, outcome):
-    """Write a run's metrics and outcome."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "outcome.json").write_text(json.dumps(outcome))
 
@@ -116,24 +115,26 @@ def test_in_a_browser(page):
 
 
 @pytest.mark.long
-def test_statistics_without_a_run(run, tmp_path):
+def test_statistics_without_a_run_by_the_command(command, run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
-    text = write_report(tmp_path, tmp_path / "other.html").read_text("utf-8")
+    code, out, _ = command("report", tmp_path, "-o", tmp_path / "other.html")
+    assert code == 0
+    assert "open it in a browser" in out
+    text = (tmp_path / "other.html").read_text("utf-8")
+    assert text.startswith("<!doctype html>")
     assert f"<title>{tmp_path.name} under tetrajet</title>" in text
     assert "Curves" not in text
+    with pytest.raises(fp4graph.Error, match="cannot write"):
+        write_report(run, tmp_path / "other.html" / "page.html")
 
 
-def test_a_run_without_statistics(run, tmp_path):
+def test_a_run_without_statistics_and_one_that_diverged(run, tmp_path):
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(run / name, tmp_path)
     text = write_report(tmp_path).read_text("utf-8")
-    assert "No statistics were recorded" in text
-    assert "the run has not ended" in text
-    assert "validation loss at step 100" in text
-
-
-def test_a_run_that_diverged(run, tmp_path):
-    shutil.copy(run / "run.json", tmp_path)
+    for words in ("No statistics were recorded", "the run has not ended", "validation loss at step 100"):
+        assert words in text
+    assert "diverged" not in text
     lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
     record(tmp_path, lines, {"steps": 2, "seconds": 1.0, "diverged": True})
     assert "diverged" in write_report(tmp_path).read_text("utf-8")
@@ -145,14 +146,6 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
     assert all(part(recorded) is None for part in PICTURES)
     assert plots.losses([]) is None
     assert plots.other_metrics([]) is None
-
-
-@pytest.mark.long
-def test_the_command(command, run, tmp_path):
-    code, out, _ = command("report", run, "-o", tmp_path / "page.html")
-    assert code == 0
-    assert "open it in a browser" in out
-    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -170,13 +163,6 @@ def test_folders_that_hold_something_else(tmp_path, make, message):
     make(folder)
     with pytest.raises(fp4graph.Error, match=message):
         write_report(folder)
-
-
-@pytest.mark.long
-def test_a_report_that_cannot_be_written(run, tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(fp4graph.Error, match="cannot write"):
-        write_report(run, tmp_path / "taken" / "page.html")
 
 
 DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--validate-every=9", "--steps=12", "--json"]
@@ -204,13 +190,8 @@ def test_a_resumed_run(tmp_path):
     """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
     run = Run("digits", policy="tetrajet", optimizer="sgd", steps=8, validate_every=4, device="cpu")
     whole = train(run, directory=tmp_path / "whole", statistics=2)
-
-    def stop(step, steps, loss):
-        if step == 7:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(run, directory=tmp_path / "run", statistics=2, tick=stop)
+        train(run, directory=tmp_path / "run", statistics=2, tick=stop_at(7))
     assert read(tmp_path / "run").steps == [2, 4, 6]
     resumed = train(run, directory=tmp_path / "run", statistics=2, resume=True)
     assert resumed.validation_loss == whole.validation_loss

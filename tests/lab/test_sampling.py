@@ -120,14 +120,11 @@ def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention, of_whole):
     one, selection = seen(program, x), Selection((4, 40), None)
     samples = sample(one, selection), of_whole(one, selection)
     sums, of_all = (metrics.operand_sums(each) for each in samples)
-    assert sums["elements"] == 152
-    assert sums["nonfinite"] == 8
+    assert (sums["elements"], sums["nonfinite"]) == (152, 8)
     assert sums == of_all
-    latents, of_all = (
-        metrics.latent_sums(each.ratio, each.element, frozenset({"confidence", "latent"})) for each in samples
-    )
-    for name, value in of_all.items():
-        assert torch.equal(latents[name], value)
+    both = frozenset({"confidence", "latent"})
+    latents, of_all = (metrics.latent_sums(each.ratio, each.element, both) for each in samples)
+    assert all(torch.equal(latents[name], value) for name, value in of_all.items())
 
 
 class Largest(BlockScale):
@@ -140,7 +137,7 @@ class Largest(BlockScale):
 
 
 class Wrapping(Wrapper):
-    mixes = "block"
+    mixes = "block"  # whatever it says
 
     def around(self, quantize, x, context):
         y = quantize(x)
@@ -151,11 +148,9 @@ class Wrapping(Wrapper):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("four_over_six", {}),
-        ("quest_scale", {}),
+        *((name, {}) for name in ("four_over_six", "quest_scale", "scale_gradient")),
         ("smooth_max", {"kind": "softmax"}),
         ("stochastic_rounding", {"range_guard": 1.0625}),
-        ("scale_gradient", {}),
     ],
 )
 def test_techniques_that_mix_no_blocks_are_sampled_in_lines(name, options, convention, of_whole):
@@ -164,13 +159,6 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(name, options, conve
     assert by_block(program)
     one, selection = seen(program, normal(40, 100)), Selection((40, 100), 1000)
     assert same(sample(one, selection), of_whole(one, selection))
-
-
-def test_who_acts_block_by_block():
-    spec = QuantSpec("e2m1", 32)
-    assert by_block(OperandProgram(spec, parts_of(QEma())))
-    assert not by_block(OperandProgram(spec, (Largest(options=None),)))
-    assert not by_block(OperandProgram(spec, (Wrapping(options=None),)))  # whatever it says
 
 
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
@@ -188,6 +176,8 @@ def test_moments_by_many_draws(name):
 
 @pytest.mark.parametrize("name", ["tensor_scaling", "macro_block_scaling", "outlier_fallback"])
 def test_programs_of_techniques_are_quantized_whole(name):
+    assert by_block(with_technique("q_ema"))
+    assert not any(by_block(OperandProgram(E4M3, (part(options=None),))) for part in (Largest, Wrapping))
     program = with_technique(name, QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even")))
     assert not by_block(program)
     x, selection = normal(64, 256), Selection((64, 256), 4000)

@@ -4,7 +4,6 @@ import csv
 import itertools
 import math
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="
     ROWS = list(csv.DictReader(file))
 QUANTIZED = [row for row in ROWS if row["kind"] == "quantized"]
 HALF = 0.0005  # losses and scores are printed with three decimals
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 #: The scores that follow from no loss that rounds to the printed one; the golden file says what is wrong with each.
 DEVIANT = {
@@ -82,13 +82,6 @@ def test_printed_scores_seldom_follow_the_rule_of_the_text():
 
 
 @pytest.mark.parametrize(
-    ("loss", "expected"), [(1.5, 0.25), (2.0, 0.0), (3.0, -0.5), (0.0, 1.0), (-2.0, 2.0), (1, 0.5)]
-)
-def test_gain(loss, expected):
-    assert gain(loss, 2) == expected
-
-
-@pytest.mark.parametrize(
     ("loss", "complexity", "text", "table"),
     [
         (1.5, 0.0, 0.25, 0.25),
@@ -99,35 +92,33 @@ def test_gain(loss, expected):
         (3.0, 0.25, -0.4, -0.5),
         (3.0, 4.0, -0.1, -2.0),
         (2.0, 4.0, 0.0, 0.0),
+        *((diverged, complexity, -math.inf, -math.inf) for diverged in NOT_FINITE for complexity in (0.0, 7.5)),
     ],
 )
 def test_both_rules(loss, complexity, text, table):
+    """A diverged run scores below every other."""
     assert score(loss, 2.0, complexity) == pytest.approx(text, abs=1e-15)
     assert score(loss, 2.0, complexity, "text") == score(loss, 2.0, complexity)
     assert score(loss, 2.0, complexity, rule="table") == table
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_diverged_run_scores_below_every_other(loss):
-    assert gain(loss, 2.0) == -math.inf
-    for rule in ("text", "table"):
-        assert score(loss, 2.0, 0.0, rule) == score(loss, 2.0, 7.5, rule) == -math.inf
+def test_gain():
+    losses = {1.5: 0.25, 2.0: 0.0, 3.0: -0.5, 0.0: 1.0, -2.0: 2.0, 1: 0.5, **dict.fromkeys(NOT_FINITE, -math.inf)}
+    assert {loss: gain(loss, 2) for loss in losses} == losses
 
 
-@pytest.mark.parametrize("reference", [0.0, -1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("loss", [1.0, math.nan])
-@pytest.mark.parametrize("function", [gain, partial(score, complexity=1.0)], ids=["gain", "score"])
-def test_a_reference_that_cannot_divide(function, loss, reference):
-    with pytest.raises(ValueError, match="reference loss must be positive and finite"):
-        function(loss, reference)
+REFERENCE, COMPLEXITY = "reference loss must be positive and finite", "complexity must be finite and at least 0"
 
 
-@pytest.mark.parametrize("complexity", [-0.5, math.nan, math.inf, -math.inf])
-def test_a_complexity_that_is_no_sum_of_weights(complexity):
-    with pytest.raises(ValueError, match="complexity must be finite and at least 0"):
-        score(1.0, 2.0, complexity)
-
-
-def test_an_unknown_rule():
-    with pytest.raises(ValueError, match="unknown rule 'tables' of the score; known: text, table"):
-        score(1.0, 2.0, 1.0, "tables")
+@pytest.mark.parametrize(
+    ("function", "arguments", "says"),
+    [
+        *((gain, (loss, bad), REFERENCE) for loss in (1.0, math.nan) for bad in (0.0, -1.0, *NOT_FINITE)),
+        *((score, (loss, bad, 1.0), REFERENCE) for loss in (1.0, math.nan) for bad in (0.0, -1.0, *NOT_FINITE)),
+        *((score, (1.0, 2.0, bad), COMPLEXITY) for bad in (-0.5, *NOT_FINITE)),
+        (score, (1.0, 2.0, 1.0, "tables"), "unknown rule 'tables' of the score; known: text, table"),
+    ],
+)
+def test_what_has_no_score(function, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        function(*arguments)

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -28,7 +27,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import GROUPS, Gemm
 from fp4graph.technique.site import BlockPosition
 from tests.helpers.commands import run
-from tests.helpers.processes import PATIENCE
+from tests.helpers.processes import PATIENCE, python
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 
@@ -279,19 +278,15 @@ def test_complexity_and_measured_overhead_bind():
 @pytest.mark.process
 @pytest.mark.parametrize("times", [2, 20])
 def test_a_killed_search_goes_on(times, tmp_path):
-    """Killed again and again, a search loses no score and measures none twice."""
     script = (
         "import tests.lab.test_search as t, fp4graph, sys\n"
         "found = fp4graph.search(t.model_of(), t.loss, t.batches(), formats=t.FORMATS, bits=6, folder=sys.argv[1])\n"
         "found.save(sys.argv[1] + '/policy.yaml')\n"
     )
-    folder, kills = tmp_path / "search", 0
-    file = folder / "scores.jsonl"
-    seen = []
+    folder, kills, seen = tmp_path / "search", 0, []
+    file, environment = folder / "scores.jsonl", {**os.environ, "OMP_NUM_THREADS": "1"}
     while not (folder / "policy.yaml").exists():
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        process = subprocess.Popen(python("-c", script, folder), env=environment)
         start = time.monotonic()
         while process.poll() is None and time.monotonic() - start < PATIENCE:
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []

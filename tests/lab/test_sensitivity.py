@@ -15,6 +15,7 @@ import fp4graph
 from fp4graph.lab.sensitivity import Score, Sensitivity
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
+from tests.lab.trainings import Net
 
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0"}}
 #: All six operands of every linear layer, rounded to nearest; under "fp4-first" of the first layer alone.
@@ -153,28 +154,11 @@ def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps():
         assert score.estimate == pytest.approx(score.increase, rel=1e-3)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        return x + F.dropout(self.down(self.norm(self.up(x))), 0.1, self.training)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.head(self.blocks(x))
-
-
 def test_the_model_and_all_random_numbers_stay():
     torch.manual_seed(0)
-    model, batch = fp4graph.apply(Net(), "tetrajet", backend="eager").train(), (torch.randn(8, 32), torch.randn(8, 16))
-    model.head.eval()
+    layers = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 16)
+    model, batch = fp4graph.apply(nn.Sequential(*layers), "tetrajet", backend="eager"), mlp()[1][0]
+    model[3].eval()
     runtime, state = runtime_of(model), copy.deepcopy(model.state_dict())
 
     def generators():
@@ -185,14 +169,14 @@ def test_the_model_and_all_random_numbers_stay():
     assert results[0].scores == results[1].scores
     assert all(score.error > 0 for score in results[0].scores[1:])  # TetraJet draws in the backward
     assert runtime_of(model) is runtime
-    assert (model.training, model.head.training) == (True, False)
+    assert (model.training, model[3].training) == (True, False)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert generators() == before
 
 
 def test_units():
-    model, batch = Net(), (torch.randn(8, 32), torch.randn(8, 16))
+    model, batch = Net(), torch.randn(8, 32)
     sites = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head")
     expected = {
         "site": {site: (site,) for site in sites},
@@ -201,7 +185,9 @@ def test_units():
         "operand": dict.fromkeys(Operand, sites),
     }
     for by, units in expected.items():
-        scores = fp4graph.sensitivity(model, loss, [batch], POLICY, by=by, exact=False).scores
+        scores = fp4graph.sensitivity(
+            model, lambda *call: call[0](call[1])["loss"], [batch], POLICY, by=by, exact=False
+        ).scores
         assert {score.unit: score.sites for score in scores} == units
 
 

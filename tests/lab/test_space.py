@@ -150,10 +150,8 @@ def test_the_plain_configurations_are_the_shipped_pure_policies(table10):
         (rule,) = [rule for rule in configuration.policy.rules if rule.quantizes]
         assert rule.specs == load_policy(shipped).rules[0].specs
     baselines = table10.first()[:2]
-    assert [(b.kind, b.summary, b.policy.complexity, b.policy.quantizes) for b in baselines] == [
-        ("baseline", "Adam", 0, False),
-        ("baseline", "StableSPAM", 0.5, False),
-    ]
+    shown = [(b.kind, b.summary, b.policy.complexity, b.policy.quantizes) for b in baselines]
+    assert shown == [("baseline", "Adam", 0, False), ("baseline", "StableSPAM", 0.5, False)]
 
 
 def test_what_depends_on_several_choices(table10):
@@ -181,12 +179,10 @@ def test_keys_tell_configurations_apart(table10):
     assert again.configuration(configurations[5].assignment).key == configurations[5].key
 
 
-def test_every_shipped_space_is_tested():
-    spaces = Path(fp4graph.lab.sweeps.__file__).with_name("spaces")
-    assert {path.stem for path in spaces.glob("*.yaml")} == {*SHIPPED, "design-space"}
+SPACES = Path(fp4graph.lab.sweeps.__file__).with_name("spaces").glob("*.yaml")
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", sorted({path.stem for path in SPACES} - {"design-space"}))
 def test_every_configuration_is_a_policy(name):
     space = load_space(name)
     assert space.size() == SHIPPED[name]
@@ -293,12 +289,9 @@ def own():
 
 def test_a_space_over_a_shipped_policy(own):
     assert own.size() == 2 * 3 * 2 * 2
-    assert [(c.kind, c.family, dict(c.run)) for c in own.first()] == [
-        ("baseline", "slow", {"lr": 0.001}),
-        ("baseline", "fast", {"lr": 0.01}),
-        ("pure", "plain", {"lr": 0.001}),
-        ("pure", "double", {"lr": 0.001}),
-    ]
+    assert [(c.kind, c.family, *c.run.values()) for c in own.first()] == [
+        ("baseline", "slow", 0.001), ("baseline", "fast", 0.01), ("pure", "plain", 0.001), ("pure", "double", 0.001),
+    ]  # fmt: skip
     chosen = {"recipe": "double", "weights": "averaged", "also averaged": "no", "lr": "high"}
     configuration = own.configuration(chosen)
     assert configuration.summary == "twice, weights averaged, lr high"
@@ -315,7 +308,7 @@ def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not(own):
     assert refused == [a for a in own.assignments() if (a["weights"], a["also averaged"]) == ("ramped", "yes")]
     configuration = own.configuration(refused[0])
     assert configuration.policy is None
-    assert re.match(r"own\.yaml:\d+: .*q_ramping.*q_ema|own\.yaml:\d+: .*q_ema.*q_ramping", str(configuration.error))
+    assert re.match(r"own\.yaml:\d+: (?=.*q_ramping).*q_ema", str(configuration.error))
     assert len({own.configuration(a).key for a in refused}) == 4  # keys tell refused ones apart too
 
 
@@ -364,21 +357,14 @@ def test_the_text_of_a_space_needs_no_other_file(tmp_path):
     assert load_space(written).digest != space.digest
 
 
-def test_rules_that_a_phase_puts_first_are_overlaid():
+def test_rules_that_a_phase_puts_first_are_overlaid_and_a_scales_maximum_goes_with_its_format():
     base = "{default: {}, phases: [{at: 0.5, rules: {before: [{match: {}, quantize: {block: 8}}]}}]}"
     space = parse_space(f"version: 1\nbase: {base}\n{ELEMENTS}", "s.yaml")
     (rule,) = space.configuration({"element": "int4"}).policy.phases[0].policy.rules
     assert {(spec.element.name, spec.block) for spec in rule.specs.values() if spec} == {("int4", 8)}
-
-
-def test_a_scales_maximum_goes_with_its_format():
-    text = """\
-version: 1
-base: {default: {scale: {format: ue5m3, max: 61440}}}
-parameters:
-  scale: {choices: {ue5m3: {}, e4m3: {quantize: {scale: {format: e4m3}}}}}
-"""
-    space = parse_space(text, "s.yaml")
+    base = "{default: {scale: {format: ue5m3, max: 61440}}}"
+    parameters = "parameters: {scale: {choices: {ue5m3: {}, e4m3: {quantize: {scale: {format: e4m3}}}}}}"
+    space = parse_space(f"version: 1\nbase: {base}\n{parameters}\n", "s.yaml")
     policies = [*(c.policy for c in space.first()[1:]), space.configuration({"scale": "e4m3"}).policy]
     assert [policy.default.specs.six[0].scale.format.max for policy in policies] == [61440, 448]
 

@@ -8,13 +8,14 @@ import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -30,7 +31,7 @@ from fp4graph.lab.sweeps import workers as workers_module
 from fp4graph.lab.sweeps.space import load_space, parse_space
 from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
 from fp4graph.lab.sweeps.workers import Job, Workers, propose, work
-from tests.helpers.processes import IMPORTS, PATIENCE
+from tests.helpers.processes import IMPORTS, PATIENCE, python
 from tests.helpers.processes import run as run_process
 from tests.lab import toy
 
@@ -197,28 +198,20 @@ def test_tpe_suggests_configurations_of_the_space_and_none_twice(space, target, 
     assert len(counted(study)) == target
 
 
-def misfit(least):
-    """An objective that refuses policies of this complexity and more."""
-
-    def objective(run, report):
-        policy = fp4graph.load_policy(run.policy)
-        if policy.quantizes and policy.complexity >= least:
-            raise PolicyError("rule 'transformer linears' matched nothing")
-        return toy.objective(run, report)
-
-    return objective
-
-
-def interrupted(run, report):
-    raise KeyboardInterrupt
+def misfit(run, report, least=0.0):
+    """Refuses policies of this complexity and more."""
+    policy = fp4graph.load_policy(run.policy)
+    if policy.quantizes and policy.complexity >= least:
+        raise PolicyError("rule 'transformer linears' matched nothing")
+    return toy.objective(run, report)
 
 
 @pytest.mark.parametrize(
     ("objective", "error", "says", "completed"),
     [
         (toy.broken_baseline, Error, "the baseline 'Adam' failed, and so would all others: no data; put it there", 0),
-        (misfit(0.0), Error, r"the plain configuration 'MXFP4' failed.*matched nothing", 2),
-        (interrupted, KeyboardInterrupt, None, 0),
+        (misfit, Error, r"the plain configuration 'MXFP4' failed.*matched nothing", 2),
+        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt, None, 0),
     ],
     ids=["a failing baseline", "a plain policy that does not fit", "an interrupt"],
 )
@@ -231,7 +224,7 @@ def test_what_ends_a_sweep_takes_its_trial_back(objective, error, says, complete
 
 
 def test_other_policies_that_do_not_fit_the_model_are_refused_one_by_one(study, table10):
-    work(study, table10, 9, objective=misfit(9.0))
+    work(study, table10, 9, objective=partial(misfit, least=9.0))
     complexities = {state: [t.complexity for t in study.trials() if t.state == state] for state in states(study)}
     assert len(complexities["complete"]) == 9
     assert max(complexities["complete"]) < 9 <= min(complexities["refused"])
@@ -426,7 +419,7 @@ def test_no_more_is_begun_than_was_asked_for(study, table10):
 def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(url, table10, tmp_path):
     log, hold = tmp_path / "trained", tmp_path / "hold"
     here = {"cwd": Path(toy.__file__).parent, "env": {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}}
-    command = [sys.executable, toy.__file__, url, str(log), "30", "120"]
+    command = python(toy.__file__, url, log, "30", "120")
     killed = subprocess.Popen(command, start_new_session=True, **here)
 
     def wait(until):
@@ -462,8 +455,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(url, t
 QUICK = ("--steps", "1", "--batch-size", "8", "--validation-batches", "1", "--backend", "eager", "--device", "cpu")
 
 
-def _command(*arguments):
-    return [sys.executable, "-c", "from fp4graph.__main__ import main; main()", *arguments]
+_command = partial(python, "-c", "from fp4graph.__main__ import main; main()")
 
 
 @pytest.mark.long
@@ -546,37 +538,29 @@ def test_a_server_that_is_restarted_in_between_costs_nothing(postgres, table10):
 
 def test_a_study_of_another_sweep_is_refused_and_stays_readable(url, study, table10, small):
     work(study, table10, 4, objective=toy.objective)
-    with pytest.raises(Error, match=r"study 's' in sqlite.* was made with another search space \('design-space', and"):
-        make(url, small)
-    with pytest.raises(Error, match=r"lr unset, and now it is 0.5.*--study"):
-        make(url, table10, run=dataclasses.replace(RUN, lr=0.5))
-    with pytest.raises(Error, match="the task 'digits', and now it is 'gaussian'; with"):
-        make(url, table10, run=Run("gaussian", steps=2))
-    _rewrite(url, fp4graph="0.0.1")
     here = re.escape(fp4graph.__version__)
-    with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"):
-        make(url, table10)
-    assert len(Study.open(url, "s").results().trials) == 4
-    _rewrite(url, format=99)
+
+    def rewrite(**changed):
+        """Change the study's manifest, as another version would have written it."""
+        where = "study_user_attributes where key = 'fp4graph'"
+        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
+            (text,) = database.execute(f"select value_json from {where}").fetchone()
+            new = json.dumps({**json.loads(text), **changed})
+            database.execute("update study_user_attributes set value_json = ? where key = 'fp4graph'", (new,))
+
+    for space, run, manifest, says in (
+        (small, RUN, {}, r"study 's' in sqlite.* was made with another search space \('design-space', and"),
+        (table10, dataclasses.replace(RUN, lr=0.5), {}, r"lr unset, and now it is 0.5.*--study"),
+        (table10, Run("gaussian", steps=2), {}, "the task 'digits', and now it is 'gaussian'; with"),
+        (table10, RUN, {"fp4graph": "0.0.1"}, rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"),
+    ):
+        rewrite(**manifest)
+        with pytest.raises(Error, match=says):
+            make(url, space, run=run)
+        assert len(Study.open(url, "s").results().trials) == 4
+    rewrite(format=99)
     with pytest.raises(Error, match=r"in a form that this version.*does not know; update fp4graph"):
         Study.open(url, "s")
-
-
-def _rewrite(url, **changed):
-    """Change a study's manifest, as another version would have written it."""
-    where = "study_user_attributes where key = 'fp4graph'"
-    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database, database:
-        (text,) = database.execute(f"select value_json from {where}").fetchone()
-        new = json.dumps({**json.loads(text), **changed})
-        database.execute("update study_user_attributes set value_json = ? where key = 'fp4graph'", (new,))
-
-
-def test_a_study_that_something_else_wrote_is_refused(url, table10):
-    optuna.create_study(storage=url, study_name="s").optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    with pytest.raises(Error, match=r"study 's' in sqlite.* is not a sweep"):
-        make(url, table10)
-    with pytest.raises(Error, match="has no study 'z'; it has s"):
-        Study.open(url, "z")
 
 
 BAD_URLS = {
@@ -595,7 +579,7 @@ def test_a_database_that_cannot_be_reached(url):
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_database_of_something_else_is_left_alone(folder, url):
+def test_a_database_of_something_else_is_left_alone(folder, url, table10):
     path = folder / "sweep.db"
     path.write_text("not a database" * 100)
     with pytest.raises(Error, match=r"sweep\.db has not been usable .*: file is not a database; check that"):
@@ -608,29 +592,28 @@ def test_a_database_of_something_else_is_left_alone(folder, url):
         with pytest.raises(Error, match=r"sweep\.db holds no sweep"):
             look()
     assert path.read_bytes() == before
-    optuna.create_study(storage=url, study_name="mine")
+    mine = optuna.create_study(storage=url, study_name="s")
     with pytest.raises(Error, match=r"holds no sweep; give the folder or database"):
         read([url], None)
+    mine.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    with pytest.raises(Error, match=r"study 's' in sqlite.* is not a sweep"):
+        make(url, table10)
+    with pytest.raises(Error, match="has no study 'z'; it has s"):
+        Study.open(url, "z")
 
 
 NOT_USABLE = r"has not been usable for .* the same command resumes"
 
 
-def test_a_database_that_does_not_come_back(url, study, table10):
-    work(study, table10, 2, objective=toy.objective)
-    with database_away(study, url), pytest.raises(Error, match=NOT_USABLE):
-        work(study, table10, 4, objective=toy.objective)
-    work(make(url, table10), table10, 4, objective=toy.objective)
-    assert len(counted(study)) == 4
-
-
 def test_a_database_that_is_away_is_no_failure_of_a_configuration(url, study, table10):
-    work(study, table10, 4, objective=toy.objective)
-
     def away(run, report):
         with database_away(study, url):
             return toy.objective(run, report)
 
+    work(study, table10, 2, objective=toy.objective)
+    with database_away(study, url), pytest.raises(Error, match=NOT_USABLE):
+        work(study, table10, 4, objective=toy.objective)
+    work(make(url, table10), table10, 4, objective=toy.objective)
     with pytest.raises(Error, match=NOT_USABLE):
         work(study, table10, 6, objective=away)
     assert states(study) == ["complete"] * 4 + ["running"]  # until its silence tells

@@ -5,6 +5,9 @@ import struct
 import tarfile
 from hashlib import md5
 from itertools import islice
+from unittest.mock import Mock
+from urllib.error import URLError
+from urllib.request import OpenerDirector
 
 import numpy as np
 import pytest
@@ -32,7 +35,6 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def noise(count, size=(40, 30), seed=0):
-    """``count`` pictures of noise."""
     random = np.random.default_rng(seed)
     return [Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8)) for _ in range(count)]
 
@@ -179,23 +181,12 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
     assert mxfp4(task, **options) == (quantized, False)
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """No address can be opened."""
-    from urllib.error import URLError
-    from urllib.request import OpenerDirector
-
-    def no_network(*_, **__):
-        raise URLError("no network")
-
-    monkeypatch.setattr(OpenerDirector, "open", no_network)
-
-
 @pytest.mark.parametrize(
     ("task", "data", "says"),
     [
         ("mnist", None, r"MNIST is not in .*cache/mnist: .* downloaded \(.*no network.*\).*MNIST/raw has the four"),
         ("cifar10", None, r"CIFAR10 is not in .*: it cannot be downloaded .*\(unpack cifar-10-python.tar.gz in"),
+        ("cifar10", "{tmp}", r"CIFAR10 is not in .*: it cannot be downloaded"),  # its archive is damaged
         ("small-diffusion", None, r"CIFAR10 is not in"),
         ("big-diffusion", None, "task 'big-diffusion' needs FFHQ"),
         ("big-diffusion", "{tmp}", "has 0 images: put at least 50 there"),
@@ -207,20 +198,13 @@ def offline(monkeypatch):
         ("text", "{tmp}/short.txt", "too few for sequences of 64; give more text"),
     ],
 )
-@pytest.mark.usefixtures("offline")
-def test_what_is_not_there_is_to_be_put_somewhere(task, data, says, tmp_path):
+def test_what_is_not_there_is_to_be_put_somewhere(task, data, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(OpenerDirector, "open", Mock(side_effect=URLError("no network")))
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz").close()
     with pytest.raises(Error, match=says):
         train(Run(task, data=data and data.format(tmp=tmp_path), device="cpu"))
-
-
-@pytest.mark.usefixtures("offline")
-def test_a_damaged_archive_is_no_data(tmp_path):
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz"):
-        pass
-    with pytest.raises(Error, match=r"CIFAR10 is not in .*: it cannot be downloaded"):
-        sources.cifar10(str(tmp_path))
 
 
 @pytest.fixture
@@ -368,14 +352,10 @@ def test_text_becomes_tokens_and_back(tmp_path, vocabulary):
 
 def test_batches_are_a_function_of_seed_and_step():
     tokens = np.arange(1000, dtype=np.uint32)
-    rows, again, later, other = (
-        language.batch(tokens, 4, 16, seed=seed, step=step) for seed, step in ((1, 2), (1, 2), (1, 3), (2, 2))
-    )
+    rows, *others = (language.batch(tokens, 4, 16, *place) for place in ((1, 2), (1, 2), (1, 3), (2, 2)))
     assert rows.shape == (4, 16)
     assert (rows.diff(dim=1) == 1).all()
-    assert torch.equal(rows, again)
-    assert not torch.equal(rows, later)
-    assert not torch.equal(rows, other)
+    assert [torch.equal(rows, other) for other in others] == [True, False, False]
     assert language.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
 
 
@@ -390,10 +370,7 @@ def test_the_standard_library_is_text_enough():
 def test_wikitext_comes_from_the_hub_or_from_files(tmp_path, monkeypatch):
     import datasets
 
-    def offline(*_):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     with pytest.raises(Error, match=r"WikiText cannot be downloaded .*put wiki.train.raw and wiki.valid.raw"):
         train(Run("llama-9m", device="cpu"))
     parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}

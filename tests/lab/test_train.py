@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -14,10 +13,10 @@ import sys
 import time
 import weakref
 from contextlib import contextmanager
-from functools import partial
 from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,8 +27,10 @@ from fp4graph.lab.runs.folder import RunFolder, read_metrics, read_outcome, read
 from fp4graph.lab.runs.run import finite
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS
+from tests.helpers.disks import files_no_larger_than
 from tests.helpers.policies import one_rule
-from tests.helpers.processes import PATIENCE
+from tests.helpers.processes import PATIENCE, python
+from tests.lab.trainings import stop_at, tensorboard
 
 #: A ViT on a few digits.
 SHORT = {"task": "digits", "batch_size": 16, "validation_batches": 2, "device": "cpu", "steps": 6, "validate_every": 2}
@@ -50,14 +51,8 @@ def curves(folder):
 
 
 def stopped(chosen, folder, step):
-    """Train, and interrupt at the validation of ``step``."""
-
-    def stop(number, loss):
-        if number == step:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(chosen, directory=folder, report=stop)
+        train(chosen, directory=folder, report=stop_at(step))
 
 
 @pytest.mark.slow
@@ -156,21 +151,9 @@ def test_complexity_counts_the_optimizer(options, complexity):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_report_hears_each_validation_and_may_end_the_training(tmp_path):
-    heard = []
-    outcome = train(run(), report=lambda *validation: heard.append(validation))
-    assert heard == [(step, validation) for step, _, validation in losses(outcome)]
-    assert [step for step, _ in heard] == [2, 4, 6]
-    stopped(run(), tmp_path, 4)
-    assert read_outcome(tmp_path) is None
-    assert read_metrics(tmp_path)[-1]["step"] == 4
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_watch_is_entered_with_the_prepared_model_and_optimizer_and_keeps_no_model_alive():
+def test_report_hears_each_validation_and_watch_has_model_and_optimizer_and_keeps_no_model_alive(tmp_path):
     """A sweep trains hundreds in one process."""
-    events, kept = [], []
+    events, kept, heard = [], [], []
 
     @contextmanager
     def watching(model, optimizer):
@@ -180,10 +163,15 @@ def test_watch_is_entered_with_the_prepared_model_and_optimizer_and_keeps_no_mod
         yield
         events.append("left")
 
-    train(run(policy="tetrajet-qema"), watch=watching)
+    outcome = train(run(policy="tetrajet-qema"), watch=watching, report=lambda *validation: heard.append(validation))
     assert events == ["VisionTransformer"] * 6 + ["left"]
     gc.collect()
     assert kept[0]() is None
+    assert heard == [(step, validation) for step, _, validation in losses(outcome)]
+    assert [step for step, _ in heard] == [2, 4, 6]
+    stopped(run(), tmp_path, 4)
+    assert read_outcome(tmp_path) is None
+    assert read_metrics(tmp_path)[-1]["step"] == 4
 
 
 @pytest.mark.slow
@@ -200,8 +188,6 @@ def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path):
 
 @pytest.mark.slow
 def test_the_record_holds_the_options_and_the_result(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     chosen, folder = run(policy="tetrajet", optimizer="adamw", lr=1e-3), tmp_path / "new" / "folder"
     outcome = train(chosen, directory=folder)
     record = read_run(folder)
@@ -218,9 +204,7 @@ def test_the_record_holds_the_options_and_the_result(tmp_path):
     assert [(line["step"], line["lr"]) for line in steps] == [(step, 1e-3) for step in range(1, 7)]
     assert [line["seconds"] for line in steps] == sorted(line["seconds"] for line in steps)
     assert sum(line["train_loss"] for line in steps[:2]) / 2 == pytest.approx(outcome.history[0].train_loss)
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("validation_loss")]
+    shown = [(event.step, event.value) for event in tensorboard(folder / "tensorboard").Scalars("validation_loss")]
     assert shown == [(step, pytest.approx(validation)) for step, _, validation in losses(outcome)]
 
 
@@ -253,12 +237,8 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_
     uninterrupted = train(chosen, directory=tmp_path / "whole", resume=True)  # no run to resume: training begins
     assert losses(uninterrupted) == losses(train(chosen))
 
-    def stop(step, steps, loss):
-        if step == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(chosen, directory=tmp_path / "stopped", tick=stop)
+        train(chosen, directory=tmp_path / "stopped", tick=stop_at(3))
     assert [line["step"] for line in read_metrics(tmp_path / "stopped")] == [1, 2]
     train(chosen, directory=tmp_path / "stopped", resume=True)
     assert curves(tmp_path / "stopped") == curves(tmp_path / "whole")
@@ -307,7 +287,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     """SIGKILL between validations, from outside."""
     folder, options = tmp_path / "run", {**SHORT, "steps": 400, "validate_every": 20}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "task"]
-    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "train", "digits", *words]
+    command = python("-c", "from fp4graph.__main__ import main; main()", "train", "digits", *words)
     process = subprocess.Popen([*command, f"--output={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE
     while not any(line["step"] > 25 for line in read_metrics(folder)) and time.monotonic() < deadline:
@@ -325,19 +305,6 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     assert read_metrics(folder) == lines
     assert train(chosen, directory=folder, resume=True, report=lambda *_: None).steps == 400
     assert [line["step"] for line in read_metrics(folder) if "lr" in line] == list(range(1, 401))
-
-
-@contextmanager
-def files_no_larger_than(size):
-    """The kernel refuses to write more into a file, as it does on a full disk: after the part that fits."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path):
@@ -373,15 +340,10 @@ def test_an_invalid_record_is_an_error(read, content, says, tmp_path):
         read(tmp_path)
 
 
-def test_a_file_in_the_records_place(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(Error, match=r"cannot write .*run: .*; give another folder"):
-        train(run(), directory=tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"directory": Path(__file__)}, r"cannot write .*test_train\.py: .*; give another folder"),
         ({"task": "gausian"}, "unknown task 'gausian'; did you mean 'gaussian'"),
         ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam"),
         ({"dtype": "fp16"}, "unknown dtype 'fp16'; known: bf16, fp32|did you mean 'bf16'"),
@@ -410,7 +372,9 @@ def test_a_file_in_the_records_place(tmp_path):
 )
 def test_a_mistake_is_one_sentence(options, says):
     with pytest.raises(Error, match=says):
-        train(run(**options))
+        train(
+            run(**{name: options[name] for name in options if name != "directory"}), directory=options.get("directory")
+        )
 
 
 @pytest.mark.slow
@@ -472,48 +436,31 @@ def test_the_command_says_what_is_wrong(command, arguments, says):
     assert says in error
 
 
-class Calls:
-    """A module that keeps each call of any of its functions, and is a context."""
-
-    def __init__(self, name, methods):
-        self.__name__, self.__spec__, self.calls = name, ModuleSpec(name, None), []
-        for method in methods:
-            setattr(self, method, partial(self.called, method))
-
-    def called(self, method, *args, **options):
-        self.calls.append((method, args, options))
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.calls.append(("ended", (), {}))
-
-
 @pytest.mark.long
 def test_the_command_streams_to_every_tracker(command, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    methods = {"wandb": ("init", "define_metric", "log"), "mlflow": ("start_run", "log_params", "log_metrics")}
-    modules = {name: Calls(name, called) for name, called in methods.items()}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    trackers = []
+    for name, begin, *others in (
+        ("wandb", "init", "define_metric", "log"),
+        ("mlflow", "start_run", "log_params", "log_metrics"),
+    ):
+        tracker = MagicMock(spec=[begin, *others, "__enter__", "__exit__"])
+        tracker.__name__, tracker.__spec__ = name, ModuleSpec(name, None)
+        tracker.__enter__.return_value = getattr(tracker, begin).return_value = tracker
+        monkeypatch.setitem(sys.modules, name, tracker)
+        trackers.append(tracker)
     streams = [f"--stream={name}" for name in ("tensorboard", "wandb", "mlflow")]
     code, _, err = command(*BRIEF, "--policy=mxfp4", "--statistics=1", "--output=here", *streams)
     assert code == 0, err
-    events = EventAccumulator("here/tensorboard")
-    events.Reload()
+    events = tensorboard("here/tensorboard")
     expected = [event.value for event in events.Scalars("validation_loss")]
     assert len(expected) == 2
     assert any(tag.startswith("snr_db/blocks.0.") for tag in events.Tags()["scalars"])
-    calls = {name: module.calls for name, module in modules.items()}
-    wandb = [args[0] for method, args, _ in calls["wandb"] if method == "log"]
-    mlflow = [(args[0], options["step"]) for method, args, options in calls["mlflow"] if method == "log_metrics"]
+    wandb = [call.args[0] for call in trackers[0].log.mock_calls]
+    mlflow = [(call.args[0], call.kwargs["step"]) for call in trackers[1].log_metrics.mock_calls]
     assert [v["fp4graph/validation_loss"] for v in wandb if "fp4graph/validation_loss" in v] == pytest.approx(expected)
     validations = [(step, v["validation_loss"]) for v, step in mlflow if "validation_loss" in v]
     assert validations == [(step, pytest.approx(loss)) for step, loss in enumerate(expected, 1)]
     assert any(name.startswith("fp4graph/snr_db/blocks.0.") for v in wandb for name in v)
     assert any(name.startswith("snr_db/blocks.0.") for v, _ in mlflow for name in v)
-    assert {seen[-1][0] for seen in calls.values()} == {"ended"}
-    assert calls["wandb"][0][2]["config"]["policy"] == "mxfp4"
+    assert {tracker.mock_calls[-1][0] for tracker in trackers} == {"__exit__"}
+    assert trackers[0].init.call_args.kwargs["config"]["policy"] == "mxfp4"

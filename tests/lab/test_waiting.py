@@ -1,7 +1,5 @@
 """A training that has made no step yet says that it compiles."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -21,9 +19,12 @@ def wait_for(condition):
 
 
 def test_it_counts_graphs_until_the_first_step(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.02)
     said = []
-    with waiting(lambda text, first: said.append((text, first))) as stepped:
+    with waiting(lambda *words: said.append(words)) as stepped:
+        stepped()
+    assert said == []  # of a fast training
+    monkeypatch.setattr(module, "PATIENCE", 0.02)
+    with waiting(lambda *words: said.append(words)) as stepped:
         wait_for(lambda: said)
         assert said[0] == ("preparing the first step", True)
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
@@ -35,32 +36,18 @@ def test_it_counts_graphs_until_the_first_step(monkeypatch):
         assert len(said) == count
 
 
-def test_a_fast_training_says_nothing():
-    said = []
-    with waiting(lambda *words: said.append(words)) as stepped:
-        stepped()
-    assert said == []
-
-
 def test_without_a_terminal_there_are_lines(monkeypatch, capsys):
     monkeypatch.setattr(module, "PATIENCE", 0.02)
     monkeypatch.setattr(train, "EVERY", 10.0)
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    seen: list[str] = []
-
-    def is_preparing():
-        seen.append(capsys.readouterr().err)
-        return "preparing the first step" in "".join(seen)
-
+    now = [0.0]
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with train.progress_of(Run("digits"), quiet=False) as (tick, report):
-        wait_for(is_preparing)
+        wait_for(lambda: "preparing the first step" in capsys.readouterr().err)
         for step in range(1, 26):
-            clock.now = float(step)
+            now[0] = float(step)
             tick(step, 25, 2.0)
         report(25, 1.5)
-    text = "".join([*seen, capsys.readouterr().err])
-    lines = [line for line in text.splitlines() if line.startswith("step")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
     assert lines == [
         "step 11 of 25: loss 2, 1 steps/s", "step 22 of 25: loss 2, 1 steps/s", "step 25: validation loss 1.5",
     ]  # fmt: skip

@@ -46,12 +46,10 @@ def objective(run, report):
 
 
 def broken_baseline(run, report):
-    """Needs what is not there."""
     raise Error("no data; put it there")
 
 
 def slow(run, report):
-    """Longer than any test."""
     time.sleep(600)
     return objective(run, report)
 

@@ -65,6 +65,25 @@ def returning(policy, seed, log):
     return {"loss": losses[-1], "square": STEPS**2}
 
 
+def tensorboard(folder):
+    """What was written for TensorBoard, as it reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def stop_at(step):
+    """A hook of a training that interrupts it at this step."""
+
+    def stop(number, *_):
+        if number == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def slow(policy, seed, log):
     """Note in a ledger beside the runs when a run begins, and take a fifth of a second."""
     model, optimizer = applied(policy, seed)
