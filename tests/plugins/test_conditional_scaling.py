@@ -7,13 +7,8 @@ import math
 import pytest
 import torch
 
-import fp4graph
-from fp4graph.errors import PolicyError
-from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
 from tests.helpers.policies import loaded, quantizer
+from tests.plugins.layer import Layer, gaussian
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #: Positive values and the codes' parities: position in the list is the code, subnormals m/8·2^(1-bias) first.
@@ -40,13 +35,8 @@ def policy(options=None, *, more=(), operands=None, **scale):
     return loaded("conditional_scaling", options, more=more, operands=operands, quantize=quantize)
 
 
-def program(options=None, **more):
-    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
-
-
-def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
-    (term,) = program(options, **more).operand(operand)(x)
-    return term.product()
+layer = Layer(policy)
+quantized = layer.quantized
 
 
 def expected(x, number="e4m3"):
@@ -79,8 +69,7 @@ def expected(x, number="e4m3"):
 
 def spread(rows, decades, width=64, seed=0):
     """Gaussian rows whose sizes lie over so many powers of ten."""
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    return x * torch.logspace(0, -decades, rows)[:, None]
+    return gaussian(rows, width, seed=seed) * torch.logspace(0, -decades, rows)[:, None]
 
 
 @pytest.mark.slow
@@ -99,7 +88,7 @@ def test_case_one_centres_the_scales(decades, number, width):
 def test_the_centre_is_the_formats():
     """The largest and the smallest block's scales are equally far from the ends of the range, in factors."""
     x = spread(30, 3)
-    q = program().operand(Operand.FPROP_INPUT).quantize(x)
+    q = layer.quantize(x)
     ideal = 6 / q.z.double()
     assert math.isclose((ideal.max() * ideal.min()).item(), 448 * 2.0**-9, rel_tol=1e-5)
     m = x.reshape(30, 4, 16).abs().amax(2).double()
@@ -133,7 +122,7 @@ def test_the_case_changes_at_the_formats_range(number, ratio):
 def test_case_two_maps_the_scales_to_the_whole_range():
     """s̃ = a·s + b, whose ends are t and T; with its own γ."""
     maxima = [3e6, 1e4, 2.0, 1.0, 0.4]
-    q = program().operand(Operand.FPROP_INPUT).quantize(block_maxima(*maxima))
+    q = layer.quantize(block_maxima(*maxima))
     s = [6 / m for m in maxima]
     a = (448 - 2.0**-9) / (s[-1] - s[0])
     b = 448 - a * s[-1]
@@ -157,7 +146,7 @@ def test_in_case_two_every_block_rounds_to_zero(decades):
     assert case == 2
     assert (y == 0).all()
     assert (quantized(x) == 0).all()
-    ratio = program().operand(Operand.FPROP_INPUT).quantize(x).ratio.abs().max()
+    ratio = layer.quantize(x).ratio.abs().max()
     assert ratio < 2 * 6 * 2.0**-9 / 448
 
 
@@ -176,44 +165,16 @@ def test_zeros_poison_and_empty():
         torch.testing.assert_close(quantized(x * tiny) / tiny, quantized(x), rtol=1e-5, atol=0)
 
 
-def test_eager_and_inductor_agree(inductor):
-    tensors = spread(50, 3, 100), spread(30, 7, 64), spread(33, 0, 90, seed=1)
-    compiled = inductor(lambda x: quantized(x), tensors[0])
-    assert all(torch.equal(quantized(x), compiled(x)) for x in tensors)
-
-
 def test_the_backward_scales_every_operand():
-    x, w, dy = spread(40, 1).requires_grad_(), spread(8, 2, seed=1).requires_grad_(), spread(40, 3, 8, seed=2)
-    y = site_function(program(), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
-    y.backward(dy)
+    x, w, dy = spread(40, 1), spread(8, 2, seed=1), spread(40, 3, 8, seed=2)
+    y, dx, dw = layer.products(x, w, dy)
 
     def q(t):
-        return expected(t.detach().contiguous())[0].float()
+        return expected(t.contiguous())[0].float()
 
     torch.testing.assert_close(y, q(x) @ q(w).mT, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(x.grad, q(dy) @ q(w.mT).mT, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(w.grad, q(dy.mT) @ q(x.mT).mT, rtol=1e-4, atol=1e-5)
-
-
-def test_only_the_chosen_operands():
-    x = spread(40, 2)
-    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even", "encode"))
-    plain = fp4graph.fake_quantize(x, spec)
-    assert torch.equal(quantized(x, {"operands": ["gradients"]}), plain)
-    assert not torch.equal(quantized(x, {"operands": ["gradients"]}, Operand.DGRAD_GRAD_OUTPUT), plain)
-
-
-@pytest.mark.parametrize(
-    ("options", "more", "message"),
-    [
-        ({}, {"more": ["tensor_scaling"]}, "cannot share a site"),
-        ({}, {"more": [{"macro_block_scaling": {"block": 64}}]}, "cannot share a site"),
-        ({}, {"more": ["smooth_max"]}, "cannot share a site"),
-    ],
-)
-def test_wrong_options_are_named(options, more, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options, **more)
+    torch.testing.assert_close(dx, q(dy) @ q(w.mT).mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dw, q(dy.mT) @ q(x.mT).mT, rtol=1e-4, atol=1e-5)
 
 
 def test_a_decode_operand_may_be_left_out():
