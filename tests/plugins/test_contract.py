@@ -44,6 +44,7 @@ def test_an_unknown_option_is_refused(name: str) -> None:
         ("outlier_clamp", {"operands": ["fprop.input", "gradients"], "quantile": 0.97, "residual": False}, 0.5),
         ("outlier_clamp", {}, 2.0),
         ("outlier_fallback", {"operands": ["fprop.input", "gradients"], "threshold": 0.01}, 1.5),
+        ("smooth_swiglu", {}, 0.5),
     ],
 )
 def test_a_policy_writes_the_options_down(name: str, options: dict[str, Any], omega: float) -> None:
