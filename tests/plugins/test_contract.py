@@ -241,8 +241,10 @@ def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, sharing: Any) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", [3, 13, 23])
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize(
+    ("case", "at"),  # q_ramping: in a detection, at its end, while gradients add up, in the second one
+    [(case, at) for case in STEPS for at in ((3, 8, 13, 23) if "q_ramping" in case else (23,))],
+)
 def test_steps_resume_to_the_bit(case: str, at: int, dtype: torch.dtype) -> None:
     assert_resumes(lambda: stepped(*STEPS[case], linear(dtype)), pushes(45, dtype), at)
 
