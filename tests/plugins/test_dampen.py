@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import partial
 
@@ -57,16 +56,6 @@ def test_it_is_what_autograd_makes_of_the_loss_term():
     leaf = w.double().requires_grad_()
     ((task.double() * leaf).sum() + 0.3 * (leaf - fp4graph.fake_quantize(w, SPEC).double()).square().sum()).backward()
     torch.testing.assert_close(applied.weight.grad.double(), leaf.grad, rtol=1e-6, atol=1e-7)
-
-
-def test_the_term_pulls_weights_to_their_values():
-    applied, optimizer = prepared({"strength": 0.2})
-    error = []
-    for _ in range(21):
-        error.append((applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item())
-        step(applied, optimizer, torch.zeros(6, 64))
-    assert all(b <= a for a, b in itertools.pairwise(error))
-    assert error[-1] < 0.05 * error[0]
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25])

@@ -135,21 +135,6 @@ def test_a_pause_between_two_turns_is_none():
     assert one_weight([2.4, 2.6, 2.7, 2.8, 2.4], momentum=0.5, threshold=0.4)[-1][1]
 
 
-def test_frozen_weights_stay_whatever_moves_them():
-    """Adam's momentum and weight decay move weights that have no gradient."""
-    applied, optimizer = prepared(make=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5))
-    for grad in wandering(60):
-        step(applied, optimizer, grad)
-    frozen = remembered(applied, optimizer, "frozen").clone()
-    before = applied.weight.detach().clone()
-    assert frozen.any()
-    assert not frozen.all()
-    for _ in range(5):
-        step(applied, optimizer, torch.zeros(6, 64))
-    assert torch.equal(applied.weight[frozen], before[frozen])
-    assert not torch.equal(applied.weight, before)
-
-
 def test_state_of_bf16_weights_is_as_wide_as_it_needs():
     applied, optimizer = prepared(dtype=torch.bfloat16)
     step(applied, optimizer, *wandering(1, torch.bfloat16))

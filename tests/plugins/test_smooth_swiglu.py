@@ -83,19 +83,6 @@ def test_the_backward_reads_the_fprop_operands_scaled_back(data):
     assert torch.equal(dw, dy.mT @ (quantize(x / s) * s))
 
 
-def test_small_channels_survive_beside_large_ones(data):
-    """In a block with a large channel the others become zero, unless they are divided by their own maxima."""
-    x, w, _ = data
-    x = x.clone()
-    x[:, ::16] *= 100
-    fprop = program().fprop
-    (smooth,) = fprop.left(fprop.rotate(x, w, None).left)
-    others = torch.arange(96) % 16 > 0
-    lost, lost_smooth = ((q == 0)[:, others].float().mean() for q in (quantize(x), smooth.values))
-    assert lost > 0.8
-    assert lost_smooth < lost / 2
-
-
 def test_the_unquantized_function_is_unchanged(data):
     """To fp32's rounding; exactly where s is a power of two and the data have bits to spare."""
     x, w, _ = data

@@ -93,13 +93,6 @@ def test_other_adamws_differ_by_rounding(foreach):
     assert_close(model, reference, rtol=1e-10, atol=1e-12)
 
 
-def test_it_is_not_plain_adamw():
-    (model, optimizer), (plain, _) = both()
-    push(fused_adamw(plain.parameters()), plain.parameters(), gradients(5))
-    push(optimizer, model.parameters(), gradients(5))
-    assert not same(model.parameters(), plain.parameters())
-
-
 def test_gradients_are_conditioned_in_place_and_in_batches(monkeypatch):
     expected, optimizer = prepared(fused_adamw, CONDITIONING)
     stream = gradients(12)

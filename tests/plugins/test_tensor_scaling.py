@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import fp4graph
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import NVFP4, loaded, quantizer
@@ -98,15 +97,6 @@ def test_a_macro_block_at_the_end_may_be_incomplete(x):
 def test_commutes_with_powers_of_two(x, scale, exponent):
     f = layer.operand(quantize=quantizer(16, scale, "nearest_even"))
     assert torch.equal(total(f(x * 2.0**exponent)), total(f(x)) * 2.0**exponent)
-
-
-def test_a_tensor_scale_saves_small_blocks_from_underflow():
-    """E4M3 scales alone cannot tell 1e-4 from 0; with a tensor scale they can."""
-    x = gaussian(4, 64, seed=1) * 1e-5
-    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
-    scaled = quantized(x)
-    assert (plain - x).norm() / x.norm() > 0.9
-    assert (scaled - x).norm() / x.norm() < 0.15
 
 
 def test_zeros_subnormals_and_poison():
