@@ -9,24 +9,9 @@ import torch
 
 from tests.helpers.policies import loaded, quantizer
 from tests.plugins.layer import Layer, gaussian
+from tests.recipes.arithmetic import SCALES, round_nearest, round_scale
 
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-#: Positive values and the codes' parities: position in the list is the code, subnormals m/8·2^(1-bias) first.
-FORMATS = {
-    "e4m3": [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1],
-    "ue5m3": [m / 8 * 2.0**-14 for m in range(8)]
-    + [(1 + m / 8) * 2.0**e for e in range(-14, 17) for m in range(8)][:-1],
-}
-
-
-def nearest(v, values):
-    """To nearest, ties to the even code."""
-    below = max(i for i, value in enumerate(values) if value <= v)
-    if below == len(values) - 1:
-        return values[-1]
-    low, high = values[below], values[below + 1]
-    up = v - low > high - v or (v - low == high - v and below % 2 == 1)
-    return high if up else low
+FORMATS = ("e4m3", "ue5m3")
 
 
 def policy(options=None, *, more=(), operands=None, **scale):
@@ -41,8 +26,7 @@ quantized = layer.quantized
 
 def expected(x, number="e4m3"):
     """(h(X), case) in float64."""
-    scales = FORMATS[number]
-    largest, smallest = scales[-1], scales[1]
+    largest, smallest = SCALES[number][-1], SCALES[number][1]
     blocks = [(r, c) for r in range(x.shape[0]) for c in range(0, x.shape[1], 16)]
     m = {(r, c): x[r, c : c + 16].abs().max().item() for r, c in blocks}
     g, g_min = max(m.values()), min(v for v in m.values() if v > 0)
@@ -54,16 +38,14 @@ def expected(x, number="e4m3"):
         s = 6 / largest_here
         if case == 1:
             gamma = math.sqrt(largest * smallest * g * g_min) / 6
-            q = nearest(gamma * s, scales)
+            q = round_scale(gamma * s, number)
         else:
             gamma = g * largest / 6
             a = (largest - smallest) / (6 / g_min - 6 / g)
             b = largest - a * 6 / g_min
-            q = nearest(a * s + b, scales)
-        q = max(q, smallest)
-        for i in range(c, min(c + 16, x.shape[1])):
-            v = x[r, i].item()
-            y[r, i] = gamma / q * math.copysign(nearest(min(abs(q / gamma * v), 6), E2M1), v)
+            q = round_scale(a * s + b, number)
+        block = x[r, c : c + 16].double().numpy()
+        y[r, c : c + 16] = torch.from_numpy(gamma / q * round_nearest(q / gamma * block, "e2m1"))
     return y, case
 
 
@@ -115,7 +97,7 @@ def test_case_two_maps_the_scales_to_the_whole_range():
     s = [6 / m for m in maxima]
     a = (448 - 2.0**-9) / (s[-1] - s[0])
     b = 448 - a * s[-1]
-    expected_scales = torch.tensor([max(nearest(a * v + b, FORMATS["e4m3"]), 2.0**-9) for v in s])
+    expected_scales = torch.tensor([float(round_scale(a * v + b, "e4m3")) for v in s])
     assert torch.equal(q.scale.flatten(), expected_scales)
     assert q.scale.flatten()[0] == 2.0**-9
     assert q.scale.flatten()[-1] == 448

@@ -24,29 +24,17 @@ from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, quantizer
 from tests.plugins.layer import DRAW, Layer, gaussian
+from tests.recipes import arithmetic
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
-GRID = np.concatenate([-E2M1[:0:-1], E2M1])
-E4M3 = np.array(
-    sorted(
-        {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
-    )
-)
-E8M0 = 2.0 ** np.arange(-60.0, 60)
-SCALES = {"e4m3": E4M3, "e8m0": E8M0}
+SCALES = {name: arithmetic.SCALES[name] for name in ("e4m3", "e8m0")}
+GRID, E4M3, E8M0 = arithmetic.ELEMENTS["e2m1"], *SCALES.values()
 
 
 def nearest(x, values):
     """To nearest, ties to even code; for powers of two ties go up, as everywhere in this project."""
-    out = []
-    for v in np.atleast_1d(x):
-        i = int(np.clip(np.searchsorted(values, v, side="right") - 1, 0, len(values) - 2))
-        low, high = values[i], values[i + 1]
-        middle = (low + high) / 2
-        code = abs(i - (len(values) // 2 if values is GRID else 0))
-        up = v > middle or (v == middle and (values is E8M0 or code % 2 == 1))
-        out.append(high if up else low)
-    return np.array(out).reshape(np.shape(x))
+    if values is GRID:
+        return arithmetic.round_nearest(x, "e2m1")
+    return arithmetic.round_scale(x, "e4m3" if values is E4M3 else "e8m0")
 
 
 def interval(x, values):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.helpers.experts import Mixture, tokens
 from tests.helpers.policies import NVFP4, loaded
 from tests.helpers.training import applied, prepared, uncompiled
+from tests.recipes.arithmetic import round_nearest
 
 SCALED = {"tensor_scaling": {"operands": ["fprop.weight"]}}
 EXACT = {"fprop.input": "keep", "backward": "keep", "dgrad.weight": "fprop"}
@@ -20,16 +21,11 @@ LR, FACTOR, BETAS, EPS = 1e-3, 7.0, (0.8, 0.9), 1e-7
 
 policy = partial(loaded, "learned_scale", quantize=NVFP4, operands=EXACT, more=[SCALED])
 OPTIONS = {"lr_factor": FACTOR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS}
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def nearest(u: Tensor) -> Tensor:
     """E2M1 to nearest, ties to the even code, saturating."""
-    magnitude = u.abs().clamp(max=6)
-    upper = torch.searchsorted(E2M1, magnitude.contiguous()).clamp(min=1)
-    low, high, middle = E2M1[upper - 1], E2M1[upper], (E2M1[upper - 1] + E2M1[upper]) / 2
-    up = (magnitude > middle) | ((magnitude == middle) & (upper % 2 == 0))
-    return torch.where(up, high, low).copysign(u)
+    return torch.from_numpy(round_nearest(u.detach().numpy(), "e2m1"))
 
 
 def e4m3(s: Tensor) -> Tensor:

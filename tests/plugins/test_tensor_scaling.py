@@ -14,6 +14,7 @@ from fp4graph.technique.operands import Operand
 from tests.helpers.policies import NVFP4, loaded, quantizer
 from tests.helpers.training import applied
 from tests.plugins.layer import Layer, gaussian
+from tests.recipes.arithmetic import round_nearest
 
 policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
 
@@ -32,14 +33,8 @@ def nvfp4(x, largest=448.0, granularity=None):
     encode = largest * 6 / amax
     scale = (blocks.abs().amax(2, keepdim=True) / 6 * encode).float().to(torch.float8_e4m3fn).double()
     scale = torch.where(scale == 0, 2.0**-9, scale)
-    u = blocks * encode / scale
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0], dtype=torch.float64)
-    distance = (u.abs().clamp(max=6)[..., None] - values).abs()
-    # even codes win ties: a tie has two equal minima, next to each other
-    code = torch.where(
-        distance.argmin(-1) % 2 == 0, distance.argmin(-1), values.numel() - 1 - distance.flip(-1).argmin(-1)
-    )
-    return (values[code] * u.sign() * scale / encode).reshape(x.shape)
+    codes = torch.from_numpy(round_nearest((blocks * encode / scale).numpy(), "e2m1"))
+    return (codes * scale / encode).reshape(x.shape)
 
 
 @pytest.fixture
