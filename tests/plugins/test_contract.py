@@ -13,6 +13,7 @@ from torch import nn
 import fp4graph
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
 from tests.helpers.catalogue import OPTIONS, TRAINING, policy_of
 from tests.helpers.floats import assert_same_bits
 from tests.helpers.models import Mlp
@@ -21,6 +22,7 @@ from tests.helpers.steps import assert_resumes, differences, push, through_file
 from tests.helpers.training import applied, prepared
 from tests.plugins.layer import KEY, Layer, draw, gaussian
 
+TECHNIQUES = default_registry().techniques
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
 E8M0 = quantizer(16, rounding="nearest_even")
 ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
@@ -34,6 +36,14 @@ GRADIENTS = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT)
 def test_an_unknown_option_is_refused(name: str) -> None:
     with pytest.raises(fp4graph.PolicyError, match=rf"unknown option 'colour' of .*\.{name};"):
         loaded(name, {"colour": 1}, quantize=NVFP4)
+
+
+@pytest.mark.parametrize("operands", [[], ["fprop.wieght"]])
+@pytest.mark.parametrize("name", [name for name, cls in TECHNIQUES.items() if "operands" in cls.model_fields])
+def test_operands_that_do_not_exist_are_refused(name: str, operands: list[str]) -> None:
+    message = "unknown operand 'fprop.wieght'" if operands else "empty list"
+    with pytest.raises(fp4graph.PolicyError, match=message):
+        loaded(name, {"operands": operands}, quantize=NVFP4)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "conditional_scaling": [
         ({}, r"write scale: \{convention: encode\} for fprop.input"),
-        ({"operands": ["dgrad.input"]}, "unknown operand 'dgrad.input'"),
-        ({"case": 2}, "unknown option 'case'"),
     ],
     "dampen": [
         ({"strength": 0}, "strength must be above 0"),
@@ -44,7 +42,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "four_over_six": [
         ({"measure": "l2"}, "must be 'mse', 'mae' or 'amax'"),
-        ({"operands": ["fprop.inputs"]}, "unknown operand 'fprop.inputs'"),
     ],
     "freeze": [
         ({"momentum": 0}, "momentum must be above 0"),
@@ -73,17 +70,12 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"rank": 0}, "at least 1"),
         ({"rank": 1.5}, "rank"),
         ({"iterations": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
-        ({"ranks": 4}, "unknown option 'ranks'"),
     ],
     "macro_block_scaling": [
         ({"block": 40}, "block 40 is not a multiple of the block of .*, 16 elements"),
         ({"block": 0}, "at least 1"),
         ({"mantissa_bits": 0}, "at least 1"),
         ({"mantissa_bits": 11}, "at most 10"),
-        ({"operands": ["weihgts"]}, "unknown operand 'weihgts'"),
-        ({"operands": []}, "empty list"),
     ],
     "mean_split": [({"operands": ["weights"]}, "cannot act on 'weights'")],
     "osci_reset": [
@@ -104,18 +96,12 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"quantile": 0.5}, "above 0.5"),
         ({"quantile": 1}, "below 1"),
         ({"quantile": math.nan}, "quantile"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"residuals": True}, "unknown option 'residuals'"),
     ],
     "outlier_fallback": [
         ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
         ({"fraction": 0}, "above 0"),
         ({"fraction": 1.5}, "at most 1"),
         ({"threshold": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"fractoin": 0.1}, "unknown option 'fractoin'"),
     ],
     "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
     "q_ramping": [
@@ -137,7 +123,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "smooth_swiglu": [
         ({"power_of_two": "sometimes"}, "must be true or false"),
-        ({"power": 2}, "unknown option 'power'"),
     ],
     "stable_spam": [
         ({"gamma1": 1}, "gamma1 must be below 1"),
@@ -150,13 +135,10 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "step_gradient": [
         ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'; choose from"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
         ({"kind": "dge", "k": 1}, "must be above 1"),
         ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
     ],
     "stochastic_rounding": [
-        ({"operands": ["sideways"]}, "unknown operand 'sideways'"),
-        ({"operands": []}, "empty list"),
         ({"operands": "forward"}, "backward"),
         ({"range_guard": 1}, "guards nothing"),
         ({"range_guard": 0}, "above 0"),
@@ -169,8 +151,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"headroom": 0}, "above 0"),
         ({"headroom": 2}, "at most 1"),
         ({"hold_steps": 0}, "at least 1"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand"),
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
         ({"gradient_target": 448, "operands": ["forward"]}, "operands lists no dY"),
         ({"input_granularity": "row", "operands": ["weights"]}, "operands lists no X"),
