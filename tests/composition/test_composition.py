@@ -15,70 +15,21 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
-from fp4graph.technique.site import SiteView
+from tests.helpers.catalogue import OPTIONS, TRAINING, policy_of
+from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.sites import program_of
+from tests.helpers.training import applied, prepared
 
 pytestmark = pytest.mark.slow
 
-#: Options of every shipped technique, each at several values.
-OPTIONS: dict[str, dict[str, list[Any]]] = {
-    "stochastic_rounding": {
-        "operands": ["backward", "all_activation", ["gradients"], ["forward", "wgrad"]],
-        "bits": [24, 8],
-        "range_guard": [None, 0.75, 1.0625],
-    },
-    "stochastic_scale_rounding": {"operands": [["forward", "backward"], ["gradients"]]},
-    "hadamard": {
-        "scope": ["all", "backward", ["wgrad"]],
-        "block": [16, 4, 32],
-        "kind": ["random", "deterministic"],
-        "resample": ["step", "never"],
-    },
-    "tensor_scaling": {
-        "granularity": ["tensor", "row", 32],
-        "hold_steps": [1, 1, 3],
-        "headroom": [1.0, 0.5],
-        "target": [None, 256.0],
-        "operands": [["forward", "backward"], ["backward"]],
-    },
-    "tensor_scaling_gradient": {"kind": ["ignore", "absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
-    "smooth_max": {"kind": ["absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
-    "quest_scale": {"c": [2.92247856, 4.0]},
-    "step_gradient": {"kind": ["spline", "dge", "sigmoid", "clip", "ste"], "operands": [["forward"], ["fprop.weight"]]},
-    "scale_gradient": {"kind": ["spline", "dge", "ste"], "range": ["all", "low"]},
-    "q_ema": {"beta": [0.998, 0.9]},
-    "learned_scale": {"init": ["amax", "mse"], "lr_factor": [10.0]},
-    "dampen": {"strength": [1e-2], "total_steps": [None, 10]},
-    "freeze": {"momentum": [0.5], "threshold": [0.1]},
-    "smooth_swiglu": {"power_of_two": [False, True]},
-    "macro_block_scaling": {"block": [32, 64], "mantissa_bits": [1, 3]},
-    "outlier_fallback": {"fraction": [0.1, 0.5], "operands": [["forward"], ["backward"]]},
-    "adaptive_quantization_noise": {
-        "sigma_start": [1e-2],
-        "sigma_end": [1e-3],
-        "stages": [2, 5],
-        "steps_per_stage": [1],
-        "kind": ["additive", "multiplicative"],
-    },
-    "outlier_clamp": {"quantile": [0.99, 0.9], "residual": [True, False]},
-    "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
-    "element_choice": {"others": [["int4"], ["int4", "e3m0"]], "selector": ["mse", "mae", "amax"]},
-    "four_over_six": {"measure": ["mse", "mae", "amax"]},
-    "conditional_scaling": {},
-    "ms_eden": {"block": [16, 32], "fill": [0.988125, 1.0]},
-    "mean_split": {},
-    "out_control": {"mode": ["measure", "wait"], "channels": [0.1, 0.5]},  # the split comes after measuring
-    "osci_reset": {"every": [4], "track": [1, 2], "threshold": [8.0, 2.0]},
-}
 SCALES = st.one_of(
     st.fixed_dictionaries(
         {
@@ -119,14 +70,7 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
         "block": draw(st.sampled_from([16, 32, [16, 16]])),
         "scale": draw(SCALES),
     }
-    rule = {
-        "name": "linears",
-        "match": {"op": "linear"},
-        "quantize": quantize,
-        "operands": source,
-        "techniques": [draw(technique(name)) for name in names],
-    }
-    return {"version": 1, "name": "random", "rules": [rule]}
+    return one_rule(*[draw(technique(name)) for name in names], quantize=quantize, operands=source)
 
 
 class SwiGlu(nn.Module):
@@ -157,8 +101,7 @@ def loaded(data: dict[str, Any]) -> Policy:
 
 def test_the_catalogue_is_complete() -> None:
     own = {name for name in default_registry().techniques if default_registry().origin(name) == name}
-    training = {"q_ramping", "loss_scaling", "stable_spam"}
-    assert own - training == OPTIONS.keys()
+    assert own == OPTIONS.keys() | TRAINING.keys()
     for name, options in OPTIONS.items():
         fields = default_registry().techniques[name].model_fields
         assert options.keys() <= fields.keys(), name
@@ -177,8 +120,8 @@ quick = settings(
 def test_any_combination_trains(data: dict[str, Any]) -> None:
     policy = loaded(data)
     torch._dynamo.reset()
-    model = fp4graph.apply(SwiGlu(), policy, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model = applied(SwiGlu(), policy)
+    optimizer = prepared(model, lr=1e-3)
     x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
@@ -201,9 +144,7 @@ def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
     policy = loaded(data)
     kinds = {t.name: getattr(t, "kind", None) for t in policy.rules[0].techniques}
     assume("softmax" not in (kinds.get("smooth_max"), kinds.get("tensor_scaling_gradient")))
-    site = SiteView("down", "linear", 72, 40, 2880, producer="swiglu")
-    program = plan_site(site, policy.rules[0]).program
-    assert program is not None
+    program = program_of(policy, inputs=72, outputs=40, producer="swiglu")
     x = torch.randn(24, 72, generator=torch.Generator().manual_seed(0))
     weights = {
         slot.technique: {slot.entry.name: slot.entry.init(x)}
@@ -227,18 +168,10 @@ def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
 
 
 def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() -> None:
-    policy = {
-        "version": 1,
-        "name": "p",
-        "extends": "ue5m3-d50",
-        "techniques": [{"tensor_scaling": {"hold_steps": 2}}, "q_ema"],
-        "default": "keep",
-        "rules": [
-            {"match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 16, "scale": {"format": "e4m3"}}}
-        ],
-    }
-    model = fp4graph.apply(SwiGlu(), policy, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    techniques = [{"tensor_scaling": {"hold_steps": 2}}, "q_ema"]
+    policy = one_rule(quantize=NVFP4, extends="ue5m3-d50", default="keep", techniques=techniques)
+    model = applied(SwiGlu(), policy)
+    optimizer = prepared(model, lr=1e-3)
     x, held = torch.randn(24, 40), []
     for _ in range(3):
         model(x).square().mean().backward()
@@ -254,30 +187,16 @@ def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() ->
 )
 def test_every_pair_runs_or_is_refused(pair: tuple[str, str]) -> None:
     """Each two techniques at their first options: a finite product and finite gradients, or one clear refusal."""
-    classes = default_registry().techniques
-    names = [*pair]
-    for name in pair:
-        names += sorted(classes[name].requires - set(names))
-    quantize = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
-    if "conditional_scaling" in pair:
-        quantize["scale"]["convention"] = "encode"  # type: ignore[index]
-    entries = [
-        {name: {option: values[0] for option, values in OPTIONS[name].items() if option != "relative"}}
-        for name in names
-    ]
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": entries}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
         try:
-            policy = load_policy({"version": 1, "name": "p", "rules": [rule]})
+            policy = load_policy(policy_of(*pair))
         except PolicyError as error:
-            refusal = str(error)
-            policy = None
+            policy, refusal = None, str(error)
     if policy is None:
         assert any(name in refusal for name in pair)
         return
-    program = plan_site(SiteView("down", "linear", 40, 24, 960, producer="swiglu"), policy.rules[0]).program
-    assert program is not None
+    program = program_of(policy, inputs=40, outputs=24, producer="swiglu")
     x = torch.randn(20, 40).requires_grad_()
     w = torch.randn(24, 40).requires_grad_()
     state = tuple(slot.entry.init(w.detach()) for slot in program.state)

@@ -108,3 +108,25 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def assert_resumes(make: Callable[[], Made], stream: Stream, at: int) -> tuple[Made, Made]:
+    """Take the steps of ``stream``, and again the steps from ``at`` on after loading from a file: to the same bits.
+
+    Returns:
+        What ``make()`` returned, a model and its optimizer: that of the whole run, and that of the resumed one.
+    """
+    (model, optimizer), (other, its) = whole, resumed = make(), make()
+    push(optimizer, model.parameters(), stream[:at])
+    weights, state = through_file((model.state_dict(), optimizer.state_dict()))
+    other.load_state_dict(weights)
+    its.load_state_dict(state)
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+    for each, which in (whole, resumed):
+        push(which, each.parameters(), stream[at:])
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+    assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])
+    return whole, resumed

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -21,32 +20,3 @@ def inductor() -> Callable[..., Callable[..., Any]]:
         return torch.compile(graph, fullgraph=True, dynamic=True)
 
     return compiled
-
-
-class Sharing(nn.Module):
-    """One weight, used twice: ALBERT's way, by two names of one module, or tied, by two modules with one parameter."""
-
-    def __init__(self, linear: nn.Linear, how: str) -> None:
-        super().__init__()
-        self.first = linear
-        self.second = linear
-        if how == "tied parameters":
-            self.second = nn.Linear(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
-            self.second.weight = linear.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) + self.second(x)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.first.weight
-
-    @property
-    def bias(self) -> nn.Parameter:
-        return self.first.bias
-
-
-@pytest.fixture(params=["shared module", "tied parameters"])
-def sharing(request: pytest.FixtureRequest) -> Callable[[nn.Linear], Sharing]:
-    """``sharing(linear)``: a model that uses the weight of ``linear`` twice."""
-    return lambda linear: Sharing(linear, request.param)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import math
 from functools import partial
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.errors import PolicyError, PolicyWarning
 from tests.helpers.policies import TIES_UP, with_technique
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
@@ -61,30 +58,6 @@ def test_it_is_what_autograd_makes_of_the_loss_term():
     torch.testing.assert_close(applied.weight.grad.double(), leaf.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_a_weight_that_is_used_twice_gets_the_term_once(sharing):
-    """Nagel et al.'s term is of the weight, not of its uses. With a schedule: λ is that of the first of four steps."""
-    first_of_four = 0.15 * (1 - math.sqrt(0.5))
-    for options, factor in (({"strength": 0.3}, 0.3), ({"strength": 0.3, "total_steps": 4}, first_of_four)):
-        applied = fp4graph.apply(sharing(model()), policy(options), backend="eager")
-        optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.5))
-        w = applied.weight.detach().clone()
-        task = torch.randn(6, 64)
-        step(applied, optimizer, task)
-        expected = task.double() + 2 * factor * (w.double() - fp4graph.fake_quantize(w, SPEC).double())
-        torch.testing.assert_close(applied.weight.grad.double(), expected, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(applied.weight.double(), w.double() - 0.5 * expected, rtol=1e-6, atol=1e-7)
-
-
-def test_the_term_pulls_weights_to_their_values():
-    applied, optimizer = prepared({"strength": 0.2})
-    error = [(applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item()]
-    for _ in range(20):
-        step(applied, optimizer, torch.zeros(6, 64))
-        error.append((applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item())
-    assert all(b <= a for a, b in itertools.pairwise(error))
-    assert error[-1] < 0.05 * error[0]
-
-
 @pytest.mark.parametrize("start", [0.0, 0.25])
 def test_strength_rises_along_half_a_cosine(start):
     total = 8
@@ -122,29 +95,6 @@ def test_loss_scaling_and_clipping_come_before_it():
     assert term.norm() > clipped.norm()
 
 
-def test_a_resumed_run_is_the_run():
-    grads = [torch.randn(6, 64) for _ in range(6)]
-
-    def make(p):
-        return torch.optim.AdamW(p, lr=1e-2)
-
-    applied, optimizer = prepared({"total_steps": 6}, make=make)
-    for grad in grads[:3]:
-        step(applied, optimizer, grad)
-    file = io.BytesIO()
-    torch.save((applied.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    other, its = prepared({"total_steps": 6}, make=make)
-    other.load_state_dict(weights)
-    its.load_state_dict(state)
-    assert its.state[other.weight]["fp4graph.dampen.steps"].item() == 3
-    for grad in grads[3:]:
-        step(applied, optimizer, grad)
-        step(other, its, grad)
-    assert torch.equal(applied.weight, other.weight)
-
-
 def test_it_shares_a_rule_with_q_ema():
     """Q(W) is then the value that q_ema chooses, which the forward multiplies with."""
     applied = fp4graph.apply(model(), policy({"strength": 0.5}, more=["q_ema"]), backend="eager")
@@ -155,16 +105,3 @@ def test_it_shares_a_rule_with_q_ema():
         applied._fp4graph_q_ema_weight.copy_(applied.weight + 0.2)
     step(applied, optimizer, torch.zeros(6, 64))
     torch.testing.assert_close(applied.weight.grad[:, 1], torch.full((6,), 2.4 - 3.0))
-
-
-def test_a_stochastic_weight_is_refused_however_it_came_about():
-    with pytest.raises(PolicyError, match="noise of mean zero"):
-        fp4graph.load_policy(policy(operands={"fprop.weight": {"rounding": "stochastic"}}))
-    with pytest.raises(PolicyError, match="noise of mean zero"):
-        fp4graph.load_policy(policy(more=[{"stochastic_rounding": {"operands": ["forward"]}}]))
-
-
-@pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
-def test_without_a_quantized_weight_it_is_inert(where):
-    with pytest.warns(PolicyWarning, match="no effect"):
-        fp4graph.load_policy(policy(**where))

@@ -10,18 +10,13 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import PolicyError, PolicyWarning
-from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
-from fp4graph.numerics import noise
-from fp4graph.numerics.draw import Draw
+from fp4graph.errors import PolicyWarning
 from fp4graph.numerics.formats import E2M1
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
 from tests.helpers import oracle
 from tests.helpers.policies import loaded
+from tests.plugins.layer import Layer, gaussian
 
-DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 MEASURES = {
     "mse": lambda errors: sum(e * e for e in errors),
     "mae": lambda errors: sum(abs(e) for e in errors),
@@ -35,21 +30,8 @@ def policy(options=None, *, more=(), operands=None, element="e2m1", block=16, el
     return loaded("four_over_six", options, more=more, operands=operands, quantize=quantize)
 
 
-def program(options=None, **more):
-    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
-
-
-def quantization(x, options=None, operand=Operand.FPROP_INPUT, **more):
-    return program(options, **more).operand(operand).quantize(x, DRAW)
-
-
-def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
-    (term,) = program(options, **more).operand(operand)(x, DRAW)
-    return term.product()
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+layer = Layer(policy)
+quantization, quantized = layer.quantize, layer.quantized
 
 
 def block_choice(values, spec, measure="mse"):
@@ -147,16 +129,6 @@ def test_a_saturated_scale_is_not_taken_though_it_errs_less():
     assert quantized(x, convention="encode")[0, :2].tolist() == [2048.0, 1024.0]
 
 
-def test_it_errs_less_than_six_alone():
-    x = gaussian(256, 256)
-    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
-    before, after = ((q - x).square().mean() for q in (plain, quantized(x)))
-    assert after < 0.95 * before
-    by_block = ((q - x).reshape(-1, 16).double().square().sum(1) for q in (plain, quantized(x)))
-    six, chosen = by_block
-    assert (chosen <= six).all()
-
-
 def test_stochastic_rounding_keeps_the_choice_of_nearest():
     x = gaussian(64, 64)
     nearest, stochastic = quantization(x), quantization(x, elements="stochastic")
@@ -184,44 +156,6 @@ def test_blocks_of_two_axes_share_one_choice():
     for rows, columns in itertools.product((slice(0, 16), slice(16, 32)), repeat=2):
         deq, _, _ = block_choice(w[rows, columns].flatten().tolist(), spec)
         assert torch.equal(y[rows, columns].flatten(), torch.tensor(deq))
-
-
-def test_only_the_chosen_operands():
-    x = gaussian(64, 64)
-    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
-    assert torch.equal(quantized(x, {"operands": ["weights"]}), plain)
-    assert not torch.equal(quantized(x, {"operands": ["weights"]}, Operand.DGRAD_WEIGHT), plain)
-
-
-@pytest.mark.parametrize("measure", [pytest.param("mse", marks=pytest.mark.long), "amax"])
-def test_eager_and_inductor_agree(measure, inductor):
-    tensors = gaussian(300, 512), gaussian(65, 100, seed=1)
-    compiled = inductor(lambda x: quantized(x, {"measure": measure}), tensors[0])
-    assert all(torch.equal(quantized(x, {"measure": measure}), compiled(x)) for x in tensors)
-
-
-def test_the_gradient_is_straight_through():
-    x, w = gaussian(40, 64).requires_grad_(), gaussian(8, 64, seed=1).requires_grad_()
-    keep = program(operands={"backward": "keep"})
-    y = site_function(keep, "linear", 1.0, 1.0)(x, w, None, None, None, 0)
-    dy = gaussian(40, 8, seed=2)
-    y.backward(dy)
-    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
-    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "more", "message"),
-    [
-        ({}, {"element": "int4"}, "values 4 and 6 of e2m1, and .* is int4"),
-        ({}, {"operands": {"gradients": {"element": "e3m0"}}}, "is e3m0"),
-        ({}, {"more": ["stochastic_scale_rounding"]}, "rounded stochastically"),
-        ({}, {"more": ["smooth_max"]}, "cannot share a site"),
-    ],
-)
-def test_wrong_options_are_named(options, more, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options, **more)
 
 
 @pytest.mark.slow

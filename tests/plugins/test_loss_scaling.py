@@ -7,19 +7,22 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.errors import PolicyError
 from fp4graph.training import checkpoint
 from tests.helpers.policies import TIES_UP, one_rule
+from tests.helpers.training import applied
+from tests.helpers.training import prepared as prepare
+
+PLAIN = one_rule(quantize=TIES_UP)
 
 
 def policy(options=None, *, more=()):
-    return one_rule(quantize=TIES_UP, techniques=[*more, {"loss_scaling": options or {}}])
+    return {**PLAIN, "techniques": [*more, {"loss_scaling": options or {}}]}
 
 
-def prepared(data, make=lambda p: torch.optim.AdamW(p, lr=1e-2)):
+def prepared(data, make=torch.optim.AdamW, **options):
     torch.manual_seed(0)
-    model = fp4graph.apply(nn.Linear(64, 8), data, backend="eager")
-    return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
+    model = applied(nn.Linear(64, 8), data)
+    return model, prepare(model, make, **options)
 
 
 def step(model, optimizer, scaler, factor=1.0, *, unscale=False, half=False):
@@ -42,38 +45,32 @@ def test_the_policy_turns_torchs_scaler_on():
     scaler = fp4graph.grad_scaler(model)
     assert type(scaler) is torch.amp.GradScaler
     assert scaler.is_enabled()
-    got = (
-        scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-    )  # fmt: skip
-    assert got == (128.0, 3.0, 0.25, 7)
+    assert scaler.get_scale() == 128.0
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
     assert fp4graph.load_policy(policy()).complexity == 0.5
 
 
-def test_the_defaults_are_torchs():
-    model, _ = prepared(policy())
-    assert fp4graph.grad_scaler(model).state_dict() == torch.amp.GradScaler("cpu").state_dict()
+@pytest.mark.parametrize(
+    "data", [policy(), {"version": 1, "name": "p", "default": "keep", "techniques": ["loss_scaling"]}]
+)
+def test_the_defaults_are_torchs_also_where_nothing_is_quantized(data):
+    scaler = fp4graph.grad_scaler(prepared(data)[0])
+    assert scaler.is_enabled()
+    assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
 
 
 @pytest.mark.slow
 def test_without_it_the_scaler_does_nothing():
-    data = policy()
-    del data["techniques"]
-    model, optimizer = prepared(data)
+    model, optimizer = prepared(PLAIN)
     scaler = fp4graph.grad_scaler(model)
     assert not scaler.is_enabled()
     step(model, optimizer, scaler)
     assert scaler.get_scale() == 1.0
 
 
-def test_it_acts_where_nothing_is_quantized():
-    data = {"version": 1, "name": "p", "default": "keep", "techniques": ["loss_scaling"]}
-    model, _ = prepared(data)
-    assert fp4graph.grad_scaler(model).is_enabled()
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_the_scale_grows_and_backs_off(half):
-    model, optimizer = prepared(policy({"init_scale": 4.0, "growth_interval": 3}), lambda p: torch.optim.SGD(p, lr=0.1))
+    model, optimizer = prepared(policy({"init_scale": 4.0, "growth_interval": 3}), torch.optim.SGD, lr=0.1)
     scaler = fp4graph.grad_scaler(model)
     scales = []
     for factor in (1, 1, 1, 1, float("inf"), 1, 1, 1):
@@ -83,7 +80,7 @@ def test_the_scale_grows_and_backs_off(half):
 
 
 def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
-    model, optimizer = prepared(policy({"init_scale": 2.0**24}), lambda p: torch.optim.SGD(p, lr=1e-3))
+    model, optimizer = prepared(policy({"init_scale": 2.0**24}), torch.optim.SGD, lr=1e-3)
     scaler = fp4graph.grad_scaler(model)
     before, skipped = model.weight.detach().clone(), 0
     for _ in range(20):
@@ -96,10 +93,8 @@ def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
 
 def test_a_powers_scale_changes_no_bit_of_fp32_training():
     """Scales of 8 bits have the exponents of fp32, so a power of two passes through every quantizer."""
-    plain = policy()
-    del plain["techniques"]
     weights = []
-    for data in (plain, policy({"init_scale": 1024.0})):
+    for data in (PLAIN, policy({"init_scale": 1024.0})):
         model, optimizer = prepared(data)
         scaler = fp4graph.grad_scaler(model)
         for _ in range(3):
@@ -114,9 +109,7 @@ def test_a_powers_scale_changes_no_bit_of_fp32_training():
 def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
     """Their hooks do not run, and nothing that they keep changes."""
     techniques = [{"dampen": {"total_steps": 10}}, "freeze", "q_ema", "stable_spam"]
-    model, optimizer = prepared(
-        policy(more=techniques), make=lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.9), fused=fused)
-    )
+    model, optimizer = prepared(policy(more=techniques), betas=(0.8, 0.9), fused=fused)
     scaler = fp4graph.grad_scaler(model)
     step(model, optimizer, scaler, unscale=unscale)
 
@@ -138,7 +131,7 @@ def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
 
 def test_hooks_see_unscaled_gradients():
     """A fused optimizer unscales them inside its step, after the hooks."""
-    model, optimizer = prepared(policy(more=["dampen"]), make=lambda p: torch.optim.AdamW(p, fused=True))
+    model, optimizer = prepared(policy(more=["dampen"]), fused=True)
     with pytest.raises(fp4graph.Error, match=r"call scaler\.unscale_\(optimizer\)"):
         step(model, optimizer, fp4graph.grad_scaler(model))
 
@@ -162,10 +155,3 @@ def test_a_resumed_run_is_the_run(tmp_path):
     assert its_scaler.state_dict() == scaler.state_dict()
     assert its_scaler.get_scale() == 8.0
     assert torch.equal(model.weight, other.weight)
-
-
-def test_it_belongs_to_the_policy_not_to_a_rule():
-    data = policy()
-    data["rules"][0]["techniques"] = data.pop("techniques")
-    with pytest.raises(PolicyError, match="move it to the policy's techniques"):
-        fp4graph.load_policy(data)

@@ -8,23 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import fp4graph
-from fp4graph.errors import PolicyError
-from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
 from tests.helpers.policies import loaded, quantizer
+from tests.plugins.layer import DRAW, Layer, draw
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 NVFP4 = ("e4m3", "nearest_even")
-DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key draws from
 
 
@@ -33,18 +27,16 @@ def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", 
     return loaded("low_rank_residual", options, after=others, quantize=quantize, **rule)
 
 
-def site(options=None, **more):
-    return plan_site(SiteView("fc", "linear", 96, 64, 96 * 64), policy(options, **more).rules[0]).program
+layer = Layer(policy, 96, 64)
 
 
-def terms(w, options=None, operand=Operand.FPROP_WEIGHT, draw=DRAW, **more):
-    return [term.product() for term in site(options, **more).operand(operand)(w, draw)]
+def terms(w, options=None, **more):
+    return layer.terms(w, options, Operand.FPROP_WEIGHT, **more)
 
 
 def acting(w, options=None, **more):
     """The technique and its context at fprop.weight."""
-    program = site(options, **more).operand(Operand.FPROP_WEIGHT)
-    return program.acting(w, DRAW, None)[0]
+    return layer.operand(options, Operand.FPROP_WEIGHT, **more).acting(w, DRAW, None)[0]
 
 
 def decaying(n, k, power=0.7, seed=0):
@@ -96,14 +88,6 @@ def test_it_comes_near_the_best_approximation(power):
     assert errors[3] < 1.02 * optimum
 
 
-def test_a_matrix_of_low_rank_is_its_approximation():
-    rng = torch.Generator().manual_seed(0)
-    w = torch.randn(64, 5, generator=rng) @ torch.randn(5, 96, generator=rng)
-    part, low_rank = terms(w)
-    torch.testing.assert_close(low_rank, w, rtol=0, atol=1e-5)
-    assert part.abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("shape", [(64, 96), (8, 96), (64, 8), (1, 96), (64, 1), (1, 1)])
 def test_rank_may_exceed_the_matrix(shape):
     w = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
@@ -128,18 +112,9 @@ def test_the_terms_sum_to_w_to_half_a_unit_of_the_remainder(dtype, quantized):
     torch.testing.assert_close(low_rank.float(), reference, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-7)
 
 
-def test_the_error_of_a_product_goes_down():
-    x = torch.randn(128, 96, generator=torch.Generator().manual_seed(1))
-    w = with_strong_directions(64, 96)
-    exact = x @ w.mT
-    plain = (x @ fp4graph.fake_quantize(w, SPEC).mT - exact).norm()
-    kept, quantized = ((x @ sum(terms(w, {"quantize_components": q})).mT - exact).norm() for q in (False, True))
-    assert kept < quantized < plain / 2
-
-
 def test_the_product_of_a_layer():
     x, w = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), with_strong_directions(64, 96)
-    y = site_function(site(), "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    y, _, _ = layer.products(x, w, torch.zeros(40, 64))
     _, low_rank = terms(w, draw=OF_WEIGHT)
     left = fp4graph.fake_quantize(x, SPEC).double()
     expected = left @ low_rank.double().mT + left @ fp4graph.fake_quantize(w - low_rank, SPEC).double().mT
@@ -188,10 +163,8 @@ def test_commutes_with_powers_of_two(quantized, scale):
 
 def test_it_is_the_same_at_every_forward():
     w = with_strong_directions(64, 96)
-    key = DRAW.key
-    first, later, other_rank, other_seed = (
-        terms(w, draw=Draw(key, noise.make_step(*step)))[1] for step in ((0, 0, 0), (0, 0, 7), (0, 3, 7), (1, 0, 0))
-    )
+    draws = draw(), draw(7), draw(7, rank=3), draw(seed=1)
+    first, later, other_rank, other_seed = (terms(w, draw=each)[1] for each in draws)
     assert torch.equal(first, later)
     assert torch.equal(first, other_rank)
     assert not torch.equal(first, other_seed)
@@ -232,17 +205,10 @@ def test_every_matrix_of_a_batch_has_its_own(quantized):
     assert max(errors) < (0.02 if quantized else 1e-5)
 
 
-def test_only_the_chosen_operands_are_decomposed():
-    w = with_strong_directions(64, 96)
-    (term,) = terms(w, operand=Operand.FPROP_INPUT)
-    assert torch.equal(term, fp4graph.fake_quantize(w, SPEC))
-    assert len(terms(w, {"operands": ["inputs"]}, operand=Operand.WGRAD_INPUT)) == 2
-    assert len(terms(w, {"operands": ["inputs"]})) == 1
-
-
 def test_a_tensor_scale_is_that_of_the_remainder():
     w = with_strong_directions(64, 96)
-    part, low_rank = site(scale=NVFP4, others=["tensor_scaling"]).operand(Operand.FPROP_WEIGHT)(w, DRAW)
+    operand = layer.operand(None, Operand.FPROP_WEIGHT, scale=NVFP4, others=["tensor_scaling"])
+    part, low_rank = operand(w, DRAW)
     gamma = (w - low_rank.values).abs().max() / (6 * 448)
     mantissa = gamma / 2 ** gamma.log2().floor()  # its power of two goes before the GEMM
     torch.testing.assert_close(part.multiplier, mantissa, rtol=1e-6, atol=0)
@@ -253,7 +219,8 @@ def test_a_tensor_scale_is_that_of_the_remainder():
 
 def test_hadamard_rotates_before():
     x, w = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), with_strong_directions(64, 96)
-    program = site(others=[{"hadamard": {"kind": "deterministic", "block": 32}}])
+    beside = {"others": [{"hadamard": {"kind": "deterministic", "block": 32}}]}
+    program = layer.program(**beside)
     h = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(5):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
@@ -264,7 +231,7 @@ def test_hadamard_rotates_before():
     expected = subspace_iteration(rotated, 16, 2, context)
     torch.testing.assert_close(found[1].values.double(), expected, rtol=0, atol=1e-5)
     assert (total(found) - rotated).norm() / rotated.norm() < 0.05
-    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    y, _, _ = layer.products(x, w, torch.zeros(40, 64), **beside)
     plain = fp4graph.fake_quantize(x, SPEC) @ fp4graph.fake_quantize(w, SPEC).mT
     assert (y - x @ w.mT).norm() < (plain - x @ w.mT).norm()
 
@@ -276,65 +243,36 @@ def test_hadamard_rotates_before():
         ({}, torch.float32, 1e-5),
         ({}, torch.bfloat16, 2e-3),  # a rounding to bf16 or to a code may go the other way
         ({"rank": 5, "quantize_components": True}, torch.float32, 2e-2),
+        ({"rank": 4}, "batches", 1e-5),
     ],
 )
 def test_eager_and_inductor_agree(options, dtype, far, inductor):
     """To what the last bits of LAPACK's QR and of a BLAS's products come to, relative to W."""
 
     def f(w):
-        return tuple(term.values for term in site(options).operand(Operand.FPROP_WEIGHT)(w, DRAW))
+        return tuple(term.values for term in layer.operand(options, Operand.FPROP_WEIGHT)(w, DRAW))
 
-    tensors = [with_strong_directions(*shape) for shape in ((130, 70), (200, 90))]
-    tensors[1][3, 5] = math.nan
-    compiled = inductor(f, tensors[0].to(dtype))
+    if dtype == "batches":
+        tensors = [torch.stack([with_strong_directions(40, 70, seed=seed) for seed in range(3)])]
+    else:
+        tensors = [with_strong_directions(*shape).to(dtype) for shape in ((130, 70), (200, 90))]
+        tensors[1][3, 5] = math.nan
+    compiled = inductor(f, tensors[0])
     for w in tensors:
-        for a, b in zip(f(w.to(dtype)), compiled(w.to(dtype)), strict=True):
+        for a, b in zip(f(w), compiled(w), strict=True):
             assert torch.equal(a.isnan(), b.isnan())
             assert (a.float() - b.float()).nan_to_num().norm() <= far * w.nan_to_num().norm()
 
 
-@pytest.mark.long
-def test_eager_and_inductor_agree_on_batches(inductor):
-    def f(w):
-        return tuple(term.values for term in site({"rank": 4}).operand(Operand.FPROP_WEIGHT)(w, DRAW))
-
-    batch = torch.stack([with_strong_directions(40, 70, seed=seed) for seed in range(3)])
-    for a, b in zip(f(batch), inductor(f, batch)(batch), strict=True):
-        assert (a - b).norm() <= 1e-5 * batch.norm()
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_the_gradient_is_straight_through(quantized):
-    x, w = torch.randn(40, 96, requires_grad=True), with_strong_directions(64, 96).requires_grad_()
-    program = site({"quantize_components": quantized}, operands={"backward": "keep"})
-    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
-    dy = torch.randn(40, 64)
-    y.backward(dy)
-    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
-    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
-
-
 def test_what_dgrad_reads_from_fprop_has_both_terms():
-    x, w = torch.randn(40, 96, requires_grad=True), with_strong_directions(64, 96)
-    program = site(operands={"wgrad": "keep", "dgrad.grad_output": "keep", "dgrad.weight": "fprop"})
-    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
-    dy = torch.randn(40, 64)
-    y.backward(dy)
-    torch.testing.assert_close(x.grad, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
+    x, w, dy = torch.randn(40, 96), with_strong_directions(64, 96), torch.randn(40, 64)
+    exact = {"wgrad": "keep", "dgrad.grad_output": "keep", "dgrad.weight": "fprop"}
+    _, dx, _ = layer.products(x, w, dy, operands=exact)
+    torch.testing.assert_close(dx, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
 
 
-def test_a_moving_average_of_the_weight_does_not_round_its_remainder():
-    with pytest.raises(PolicyError, match=r"q_ema rounds fprop\.weight by the weight's moving average"):
-        policy(others=["q_ema"])
+def test_a_moving_average_of_the_weight_may_stand_beside_another_operand():
     assert policy({"operands": ["fprop.input"]}, others=["q_ema"])
-
-
-def test_the_policy_writes_its_options_down():
-    loaded = policy({"rank": 4, "operands": ["weights"]})
-    assert loaded.complexity == 3.0
-    written = yaml.safe_load(loaded.to_yaml())
-    assert written["rules"][0]["techniques"] == [{"low_rank_residual": {"operands": ["weights"], "rank": 4}}]
-    assert fp4graph.load_policy(written) == loaded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

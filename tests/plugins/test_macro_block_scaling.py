@@ -1,4 +1,4 @@
-"""macro_block_scaling against its equation in exact fractions, and the error component that it is there to reduce."""
+"""macro_block_scaling against its equation in exact fractions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import PolicyError
-from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import plan_site
-from fp4graph.numerics.formats import E2M1
-from fp4graph.numerics.scaling import block_scale
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
 from tests.helpers.policies import loaded
+from tests.plugins.layer import Layer, gaussian
 
 OPTIONS = {"block": 64}
 
@@ -26,13 +21,9 @@ def policy(options=None, *, block=16, element="e2m1", more=(), operands=None, **
     return loaded("macro_block_scaling", options, more=more, operands=operands, quantize=quantize)
 
 
-def program(options=None, **more):
-    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
-
-
-def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
-    (term,) = program(options, **more).operand(operand)(x)
-    return term.product()
+layer = Layer(policy)
+quantized = layer.quantized
+SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
 
 
 def factor(largest, bits=3, qmax=Fraction(6)):
@@ -58,10 +49,6 @@ def expected(x, macro, spec, bits=3, qmax=6):
     return y
 
 
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def log_normal(*shape, seed=0):
     return torch.exp(gaussian(*shape, seed=seed)) * gaussian(*shape, seed=seed + 1).sign()
 
@@ -79,8 +66,7 @@ def test_each_macro_block_has_the_mantissa_of_its_largest_block(width, rounding)
 @pytest.mark.parametrize("bits", [1, 2, 7, 10])
 def test_mantissa_bits(bits):
     x = log_normal(20, 192)
-    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
-    assert torch.equal(quantized(x, {**OPTIONS, "mantissa_bits": bits}), expected(x, 64, spec, bits))
+    assert torch.equal(quantized(x, {**OPTIONS, "mantissa_bits": bits}), expected(x, 64, SPEC, bits))
 
 
 @pytest.mark.slow
@@ -102,51 +88,12 @@ def test_the_largest_block_loses_its_scale_bias(rounding):
     maxima = torch.cat([edges, 6 * torch.exp2(torch.rand(500))])
     x = gaussian(maxima.numel(), 64).clamp(-1, 1)
     x[:, 20] = maxima
-    q = program(OPTIONS, rounding=rounding).operand(Operand.FPROP_INPUT).quantize(x)
+    q = layer.quantize(x, OPTIONS, rounding=rounding)
     scale = (q.scale * q.group_scale)[:, 1, 0].double()
     ideal = maxima.double() / 6
     assert (scale >= ideal).all()
     assert (scale <= ideal * 1.125 * (1 + 1e-6)).all()
     assert (q.ratio[:, 1].abs().amax(-1) <= 6).all()
-
-
-def decomposed(x, dequantized, scale, length):
-    """(dead zone −x, scale bias Q_S(x) − Q_S*(x), grid noise Q_S*(x) − x) per element, which add up to the error."""
-    values = x.double().reshape(x.shape[0], -1, length)
-    ideal_scale = values.abs().amax(-1, keepdim=True) / 6
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-
-    def rounded(s):
-        u = values / s
-        return grid[(u.abs().clamp(max=6)[..., None] - grid).abs().argmin(-1)] * u.sign() * s
-
-    got = dequantized.double().reshape(values.shape)
-    torch.testing.assert_close(got, rounded(scale.double()), rtol=1e-5, atol=0)
-    dead, ideal = got == 0, rounded(ideal_scale)
-    zero = torch.zeros_like(values)
-    parts = (
-        torch.where(dead, -values, zero),
-        torch.where(dead, zero, got - ideal),
-        torch.where(dead, zero, ideal - values),
-    )
-    torch.testing.assert_close(sum(parts), got - values, rtol=0, atol=1e-9)
-    return parts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [gaussian, log_normal])
-@pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
-def test_the_scale_bias_falls(data, rounding):
-    x = data(128, 512)
-    scale_spec = fp4graph.ScaleSpec("e8m0", rounding)
-    amax = x.reshape(128, -1, 32).abs().amax(-1, keepdim=True)
-    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=32, scale=scale_spec))
-    macro = {"options": {"block": 128}, "block": 32, "rounding": rounding}
-    q = program(**macro).operand(Operand.FPROP_INPUT).quantize(x)
-    cases = (plain, block_scale(amax, scale_spec, E2M1)), (quantized(x, **macro), q.scale * q.group_scale)
-    (_, before, _), (_, after, _) = (decomposed(x, dequantized, scale, 32) for dequantized, scale in cases)
-    assert after.square().sum() < 0.95 * before.square().sum()
-    assert (cases[1][0] - x).square().sum() < (plain - x).square().sum()
 
 
 def test_blocks_of_two_axes_and_the_weight_of_both_gemms():
@@ -177,68 +124,26 @@ def test_zeros_poison_tiny_and_empty():
     assert y[1, :16].isnan().all()
     assert y[2, 64:80].isnan().all()
     assert y.isnan().sum() == 32
-    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
     # The poisoned block's neighbours, and what no scale reaches, are quantized without a factor.
-    assert torch.equal(y[1, 16:64], fp4graph.fake_quantize(x, spec)[1, 16:64])
-    assert torch.equal(y[3], fp4graph.fake_quantize(x, spec)[3])
+    assert torch.equal(y[1, 16:64], fp4graph.fake_quantize(x, SPEC)[1, 16:64])
+    assert torch.equal(y[3], fp4graph.fake_quantize(x, SPEC)[3])
     assert quantized(x[:0], OPTIONS).shape == (0, 128)
     assert quantized(x[:0].mT, OPTIONS).shape == (128, 0)
 
 
-def test_only_the_chosen_operands():
-    x = log_normal(20, 128)
-    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even")))
-    options = {**OPTIONS, "operands": ["backward"]}
-    assert torch.equal(quantized(x, options), plain)
-    assert not torch.equal(quantized(x, options, Operand.DGRAD_GRAD_OUTPUT), plain)
-
-
-def test_eager_and_inductor_agree(inductor):
-    tensors = log_normal(20, 200), log_normal(33, 100)
-    compiled = inductor(lambda x: quantized(x, OPTIONS), tensors[0])
-    assert all(torch.equal(quantized(x, OPTIONS), compiled(x)) for x in tensors)
-
-
 def test_the_gradient_quantizes_macro_blocks_along_each_gemms_own_axis():
-    x, w, dy = log_normal(40, 64).requires_grad_(), gaussian(8, 64).requires_grad_(), gaussian(40, 8, seed=5)
-    y = site_function(program({"block": 32}), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
-    y.backward(dy)
-    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
+    x, w, dy = log_normal(40, 64), gaussian(8, 64), gaussian(40, 8, seed=5)
+    y, dx, dw = layer.products(x, w, dy, {"block": 32})
 
     def q(t):
-        return expected(t.detach().contiguous(), 32, spec)
+        return expected(t.contiguous(), 32, SPEC)
 
     torch.testing.assert_close(y, q(x) @ q(w).mT, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(x.grad, q(dy) @ q(w.mT).mT, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(w.grad, q(dy.mT) @ q(x.mT).mT, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "more", "message"),
-    [
-        (OPTIONS, {"block": "row"}, "one scale per row"),
-        (OPTIONS, {"block": "tensor"}, "one scale per tensor"),
-        (OPTIONS, {"block": [16, 48]}, "not a multiple of the block of .*, 48 elements"),
-        (OPTIONS, {"more": [{"tensor_scaling": {"granularity": 64}}]}, "already gives macro blocks a factor"),
-    ],
-)
-def test_wrong_options_are_named(options, more, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options, **more)
-
-
-def test_a_tensor_scale_comes_first():
-    rule = {
-        "match": {"op": "linear"},
-        "quantize": {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "nearest_even"}},
-        "techniques": [{"macro_block_scaling": OPTIONS}, "tensor_scaling"],
-    }
-    with pytest.raises(PolicyError, match="declare tensor_scaling first"):
-        fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    torch.testing.assert_close(dx, q(dy) @ q(w.mT).mT, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dw, q(dy.mT) @ q(x.mT).mT, rtol=1e-6, atol=1e-6)
 
 
 def test_a_kept_operand_is_not_checked_and_costs_are_counted():
-    assert (
-        policy({"block": 64, "operands": ["forward"]}, operands={"gradients": {"block": "tensor"}}).complexity == 0.25
-    )
+    whole = {"gradients": {"block": "tensor"}}
+    assert policy({"block": 64, "operands": ["forward"]}, operands=whole).complexity == 0.25
     policy(OPTIONS, operands={"gradients": "keep"})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
@@ -15,26 +16,17 @@ from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import NVFP4, loaded
+from tests.plugins.layer import Layer, draw, gaussian
 
 OPERAND = Operand.DGRAD_GRAD_OUTPUT
 ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
 
 
-def policy(options=None, *, more=(ROTATED,), after=(), quantize=NVFP4):
-    return loaded("ms_eden", options, more=more, after=after, quantize=quantize)
+def policy(options=None):
+    return loaded("ms_eden", options, more=[ROTATED], quantize=NVFP4)
 
 
-def program(options=None, **more):
-    site = SiteView("fc", "linear", 256, 256, 256 * 256)
-    return plan_site(site, policy(options, **more).rules[0]).program.operand(OPERAND)
-
-
-def draw(count):
-    return Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, count))
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+program = partial(Layer(policy, 256, 256).operand, operand=OPERAND)
 
 
 def test_the_mean_of_a_scale_is_the_corrected_one():
@@ -142,38 +134,3 @@ def test_zeros_and_poison():
     assert (y[1] != 0).any()
     x[1, 7] = torch.nan
     assert total(program()(x, draw(0)))[1, :128].isnan().all()
-
-
-@pytest.mark.long
-@pytest.mark.inductor
-def test_compiled_bits(inductor):
-    run, key = program(), noise.make_key("site", "fc")
-
-    def quantized(x, step):
-        return total(run(x, Draw(key, step)))
-
-    x, steps = gaussian(5, 256, seed=2), [noise.make_step(0, 0, count) for count in range(2)]
-    compiled = inductor(quantized, x, steps[0])
-    assert all(torch.equal(compiled(x, step), quantized(x, step)) for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"options": {"block": 64}}, "hadamard has block 128, not 64"),
-        ({"more": [{"hadamard": {"scope": "all", "block": 128, "kind": "deterministic"}}]}, "a kind that draws signs"),
-        ({"more": [{"hadamard": {**ROTATED["hadamard"], "resample": "never"}}]}, "leave its option resample out"),
-        ({"more": [{"hadamard": {"scope": ["wgrad"], "block": 128}}]}, "dgrad.* is not rotated"),
-        ({"more": []}, "hadamard"),
-        ({"quantize": {**NVFP4, "block": [16, 16]}}, "no multiple of the block"),
-        ({"quantize": {**NVFP4, "rounding": "stochastic"}}, "rounds stochastically already"),
-        ({"quantize": {**NVFP4, "scale": {"format": "e8m0"}}}, "e8m0 scales"),
-        ({"options": {"target": 500}}, "above the largest scale"),
-        ({"after": ["tensor_scaling"]}, "take its operands out of those of tensor_scaling"),
-        ({"options": {"fill": 1.2}}, "fill"),
-        ({"options": {"operands": ["forward"]}}, "cannot act on 'forward'"),
-    ],
-)
-def test_refusals(given, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(given.pop("options", None), **given)

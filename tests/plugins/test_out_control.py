@@ -14,15 +14,21 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp4graph
-from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.errors import CaptureError
 from fp4graph.model import weight_quantizer
 from fp4graph.model.runtime import runtime_of
+from tests.helpers import training
 from tests.helpers.policies import NVFP4, loaded, one_rule
+from tests.helpers.training import assert_equal, prepared
 from tests.recipes.bits import SiteBits
 from tests.recipes.linear import Data, applied, mismatches, step
 from tests.recipes.newest_references import chosen_channels, double_block, mxfp8, tetrajet_v2_split
 from tests.recipes.other_references import quantize
 
+HADAMARD, BACKWARD_NOISE = (
+    {"hadamard": {"scope": "backward", "block": 16}},
+    {"stochastic_rounding": {"operands": "backward"}},
+)
 MEASURE, SPLIT = 2, 4  # forwards before these phases of `phased`
 WAIT = {"out_control": {"mode": "wait"}}
 NORMS = "blocks.1.fc._fp4graph_out_control_norms"
@@ -72,8 +78,8 @@ def trained(
 
 
 def started(policy: Any, backend: str = "eager", **layer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = fp4graph.apply(Layer(**layer), policy, backend=backend)
-    return model, fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    model = training.applied(Layer(**layer), policy, backend=backend)
+    return model, prepared(model, torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 def norms_of(number: int) -> np.ndarray:
@@ -141,8 +147,7 @@ def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not()
 @pytest.mark.slow
 def test_until_channels_are_split_nothing_is_another() -> None:
     plain, split = started(one_rule(quantize=NVFP4)), started(in_phases())
-    for y, reference in zip(trained(*split, range(SPLIT)), trained(*plain, range(SPLIT)), strict=True):
-        assert torch.equal(y, reference)
+    assert_equal(trained(*split, range(SPLIT)), trained(*plain, range(SPLIT)))
     assert torch.equal(split[0].fc.weight, plain[0].fc.weight)
     (y,), (reference,) = (trained(*each, range(SPLIT, SPLIT + 1)) for each in (split, plain))
     assert not torch.equal(y, reference)
@@ -152,7 +157,7 @@ def test_until_channels_are_split_nothing_is_another() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, SPLIT, 5])  # before measuring, in it, at the split, after it
 def test_resumes_bit_for_bit(at: int) -> None:
-    more = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
+    more = (HADAMARD, BACKWARD_NOISE)
     whole = started(in_phases(more=more))
     outputs = trained(*whole, range(7))
     first = started(in_phases(more=more))
@@ -162,38 +167,19 @@ def test_resumes_bit_for_bit(at: int) -> None:
     assert saved[0].keys() == second[0].state_dict().keys()  # the same in all phases
     second[0].load_state_dict(saved[0])
     second[1].load_state_dict(saved[1])
-    resumed = trained(*second, range(at, 7))
-    assert all(torch.equal(a, b) for a, b in zip(resumed, outputs[at:], strict=True))
-    assert all(
-        torch.equal(a, b) for a, b in zip(*(each[0].state_dict().values() for each in (second, whole)), strict=True)
-    )
-
-
-def compared(backend: str) -> None:
-    more = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
-    policy = in_phases(more=(*more, {"tensor_scaling": {"granularity": 32}}))
-    results = []
-    for each in ("eager", backend):
-        model, optimizer = started(policy, each)
-        outputs = trained(model, optimizer, range(6))
-        results.append((outputs, model.state_dict()))
-    (eager, one), (other, two) = results
-    for a, b in zip(eager, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
-    assert torch.equal(one["fc._fp4graph_out_control_norms"], two["fc._fp4graph_out_control_norms"])
+    assert_equal(trained(*second, range(at, 7)), outputs[at:])
+    assert_equal(*(each[0].state_dict().values() for each in (second, whole)))
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_same_through_aot_autograd() -> None:
-    compared("aot_eager")
-
-
-@pytest.mark.long
-@pytest.mark.inductor
-@pytest.mark.compiler
-def test_the_same_compiled() -> None:
-    compared("inductor")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
+def test_the_same_compiled(backend: str) -> None:
+    policy = in_phases(more=(HADAMARD, BACKWARD_NOISE, {"tensor_scaling": {"granularity": 32}}))
+    eager, other = started(policy), started(policy, backend)
+    for a, b in zip(trained(*eager, range(6)), trained(*other, range(6)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
+    assert torch.equal(*(each[0].fc._fp4graph_out_control_norms for each in (eager, other)))
 
 
 @pytest.mark.slow
@@ -306,36 +292,6 @@ def test_the_number_of_channels(channels: float, multiple: int, inputs: int, cou
     assert technique.count(inputs) == count
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs option|has no option 'mode'"),
-        ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
-        ({"mode": "split", "channels": 0}, "channels must be above 0"),
-        ({"mode": "split", "channels": 1}, "channels must be below 1"),
-        ({"mode": "split", "multiple": 0}, "multiple must be at least 1"),
-        ({"mode": "split", "element": "e4m4"}, "no element format 'e4m4'; did you mean"),
-        ({"mode": "split", "block": 0}, "block must be at least 1"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        loaded("out_control", options, quantize=NVFP4)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (one_rule(WAIT, op="matmul"), r"this product \(matmul\) has no weight.*op: linear"),
-        (one_rule("hadamard", WAIT), "hadamard transforms the operands of fprop"),
-        (one_rule("outlier_clamp", WAIT), "outlier_clamp takes outliers out of X"),
-    ],
-)
-def test_refusals_at_load(policy: dict[str, Any], message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        fp4graph.load_policy(policy)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("operand", ["fprop.input", "fprop.weight"])
 def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
@@ -353,8 +309,7 @@ def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
             for at, mode in ((MEASURE, "measure"), (SPLIT, "split"))
         ]
         with_it, plain = started({**phased(WAIT), "phases": later}), started(phased())
-        outputs, expected = trained(*with_it, range(6)), trained(*plain, range(6))
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert_equal(trained(*with_it, range(6)), trained(*plain, range(6)))
 
 
 @pytest.mark.slow

@@ -8,14 +8,11 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import PolicyError, PolicyWarning
-from fp4graph.graph.plan import plan_site
-from fp4graph.numerics import noise
-from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from tests.helpers.policies import TIES_UP, loaded
+from tests.helpers.policies import TIES_UP, loaded, one_rule
+from tests.helpers.training import applied, prepared
+from tests.plugins.layer import Layer, draw, gaussian
 
 E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -23,10 +20,12 @@ E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 
 policy = partial(loaded, "q_ema", quantize=TIES_UP)
 
 
-def quantized(w, average, options=None, step=0):
-    program = plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options).rules[0]).program
-    draw = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, step))
-    return total(program.operand(Operand.FPROP_WEIGHT)(w, draw, {"q_ema": {"weight": average}}))
+layer = Layer(policy)
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+
+
+def quantized(w, average, options=None, step=0, **rest):
+    return total(layer.operand(options, Operand.FPROP_WEIGHT, **rest)(w, draw(step), {"q_ema": {"weight": average}}))
 
 
 def algorithm_1(w, average):
@@ -55,10 +54,7 @@ def test_picks_what_algorithm_1_picks(width, drift):
     average = w + drift * torch.randn(40, width, generator=generator)
     chosen = quantized(w, average)
     assert torch.equal(chosen, algorithm_1(w, average))
-    nearest = fp4graph.fake_quantize(
-        w, fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-    )
-    assert not torch.equal(chosen, nearest)
+    assert not torch.equal(chosen, fp4graph.fake_quantize(w, SPEC))
 
 
 def test_exact_values_and_ties():
@@ -75,9 +71,8 @@ def test_exact_values_and_ties():
 
 
 def test_the_weight_itself_as_average_rounds_to_nearest_up():
-    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    spec = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, spec))
+    w = gaussian(16, 64, seed=1)
+    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, SPEC))
 
 
 @pytest.mark.parametrize(
@@ -87,25 +82,15 @@ def test_the_weight_itself_as_average_rounds_to_nearest_up():
 )
 def test_the_average_is_normalized_as_the_weight_is(group_scale):
     """Scales and candidates come from w/γ, so e/γ is what is held against them."""
-    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) / 100
-
-    def weight(data):
-        program = plan_site(SiteView("fc", "linear", 64, 8, 512), data.rules[0]).program
-        state = {"q_ema": {"weight": w}}
-        return total(program.operand(Operand.FPROP_WEIGHT)(w, None, state))
-
-    with_average = weight(policy(more=[group_scale]))
-    rule = {
-        "match": {"op": "linear"},
-        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
-        "techniques": [group_scale],
-    }
-    without = weight(fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]}))
+    w = gaussian(16, 64, seed=1) / 100
+    with_average = quantized(w, w, more=[group_scale])
+    plain = Layer(lambda options: fp4graph.load_policy(one_rule(group_scale, quantize=TIES_UP)))
+    without = total(plain.operand(None, Operand.FPROP_WEIGHT)(w, None))
     assert torch.equal(with_average, without)  # the weight itself as average rounds to nearest, ties up
 
 
 def test_start_after_rounds_to_nearest_first():
-    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    w = gaussian(16, 64, seed=1)
     average = w.roll(1, 0)
     options = {"start_after": 3}
     for step in range(5):
@@ -115,8 +100,8 @@ def test_start_after_rounds_to_nearest_first():
 
 def test_the_average_follows_eq_10_at_every_optimizer_step():
     torch.manual_seed(0)
-    model = fp4graph.apply(torch.nn.Linear(64, 8), policy({"beta": 0.9}), backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model = applied(torch.nn.Linear(64, 8), policy({"beta": 0.9}))
+    optimizer = prepared(model, torch.optim.SGD, lr=0.5)
     expected = model.weight.detach().double().clone()
     x = torch.randn(16, 64)
     for _ in range(4):
@@ -130,55 +115,9 @@ def test_the_average_follows_eq_10_at_every_optimizer_step():
     assert not torch.allclose(state, model.weight, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_average_of_a_weight_that_is_used_twice_moves_once_a_step(sharing):
-    torch.manual_seed(0)
-    model = fp4graph.apply(sharing(torch.nn.Linear(64, 8)), policy({"beta": 0.9}), backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    expected = model.weight.detach().double().clone()
-    for step in range(4):
-        model(torch.randn(16, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = 0.9 * expected + (1 - 0.9) * model.weight.detach().double()
-    for user in (model.first, model.second):
-        torch.testing.assert_close(user._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=4 * 2.0**-23)
-
-
-@pytest.mark.slow
-def test_a_weight_that_wanders_about_a_threshold_stays():
-    """The purpose: the weight crosses 2.5 at every step and nearest flips every time; its average lies at 2.45."""
-    average = torch.full((1, 32), 2.3)
-    flips = nearest_flips = 0
-    before = nearest_before = None
-    for step in range(50):
-        w = torch.full((1, 32), 2.45 + (0.1 if step % 2 else -0.1))
-        w[0, 0] = 6.0
-        q, nearest = quantized(w, average)[0, 1].item(), quantized(w, w)[0, 1].item()
-        flips += before is not None and q != before
-        nearest_flips += nearest_before is not None and nearest != nearest_before
-        before, nearest_before = q, nearest
-        average = 0.9 * average + 0.1 * w
-    assert nearest_flips == 49
-    assert flips == 0
-
-
-def test_a_stochastic_weight_is_refused_however_it_came_about():
-    with pytest.raises(PolicyError, match=r"fprop\.weight already rounds stochastically"):
-        policy(operands={"fprop.weight": {"rounding": "stochastic"}})
-    with pytest.raises(PolicyError, match=r"fprop\.weight already rounds stochastically"):
-        policy(more=[{"stochastic_rounding": {"operands": ["forward"]}}])
-
-
-@pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
-def test_without_a_quantized_weight_it_is_inert(where):
-    with pytest.warns(PolicyWarning, match="no effect"):
-        policy(**where)
-
-
 @pytest.mark.long
 def test_bit_identical_compiled(inductor):
-    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
+    w = gaussian(24, 64, seed=2)
     average = w + 0.3 * w.roll(1, 0)
 
     def both(w, average):
@@ -190,8 +129,8 @@ def test_bit_identical_compiled(inductor):
 
 def test_a_step_that_only_makes_state_leaves_the_average_alone():
     """torch's distributed checkpoint takes one, at learning rate 0 with gradients of zeros, before it loads."""
-    model = fp4graph.apply(torch.nn.Linear(64, 8), policy({"beta": 0.9}), backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model = applied(torch.nn.Linear(64, 8), policy({"beta": 0.9}))
+    optimizer = prepared(model, torch.optim.SGD, lr=0.0)
     average = model._fp4graph_q_ema_weight
     average.add_(1)  # as loaded from a checkpoint
     before = average.clone()

@@ -7,23 +7,18 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import PolicyError
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.product import total
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from tests.helpers.policies import NVFP4, loaded, quantizer
+from tests.helpers.policies import loaded, quantizer
+from tests.plugins.layer import Layer
 from tests.recipes import shipped
 from tests.recipes.other_references import VARIANTS, quest_scales
 
 FLOOR = quantizer(32, "e8m0", "floor")
 
 
-def program(options=None):
-    site = SiteView("fc", "linear", 64, 48, 48 * 64)
-    return plan_site(site, loaded("quest_scale", options, quantize=FLOOR).rules[0]).program.operand(Operand.FPROP_INPUT)
+program = Layer(lambda options: loaded("quest_scale", options, quantize=FLOOR), 64, 48).operand
 
 
 def wide(rows, seed=0):
@@ -75,27 +70,3 @@ def test_it_makes_quartet_the_released_forward(monkeypatch):
         references = shipped.expected("quartet@quest", data)
         assert shipped.differences("quartet", policy, data, references) == []
         assert shipped.differences("quartet", "quartet", data, references)
-
-
-@pytest.mark.long
-@pytest.mark.inductor
-def test_compiled_bits(inductor):
-    run, x = program(), wide(50, seed=1)
-    compiled = inductor(lambda given: total(run(given)), x)
-    assert torch.equal(compiled(x), total(run(x)))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"quantize": NVFP4}, "e4m3 scales by nearest_even. Write scale: {format: e8m0, rounding: floor}"),
-        ({"quantize": {**FLOOR, "scale": {"format": "e8m0", "rounding": "ceil"}}}, "e8m0 scales by ceil"),
-        ({"quantize": {**FLOOR, "block": "row"}}, "has block row"),
-        ({"options": {"operands": ["backward"]}}, "cannot act on 'backward'"),
-        ({"options": {"c": 0}}, "above 0"),
-        ({"more": ["smooth_max"]}, "cannot share a site"),
-    ],
-)
-def test_refusals(given, message):
-    with pytest.raises(PolicyError, match=message):
-        loaded("quest_scale", given.pop("options", None), **{"quantize": FLOOR, **given})

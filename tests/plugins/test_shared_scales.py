@@ -15,6 +15,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.models import llama
 from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.training import applied
 
 SHARED = {"tensor_scaling": {"share": "siblings"}}
 SIBLINGS = ("q_proj", "k_proj", "v_proj")
@@ -28,19 +29,16 @@ class Attention(nn.Module):
         torch.manual_seed(0)
         self.names = names
         for index, name in enumerate(names):
-            layer = nn.Linear(64, 48)
-            with torch.no_grad():
-                layer.weight.mul_(3.0**index)
-            self.add_module(name, layer)
+            self.add_module(name, nn.Linear(64, 48))
+            getattr(self, name).weight.data.mul_(3.0**index)
 
     def forward(self, x):
         return torch.cat([getattr(self, name)(x) for name in self.names], -1)
 
     def fused(self):
         layer = nn.Linear(64, 48 * len(self.names))
-        with torch.no_grad():
-            layer.weight.copy_(torch.cat([getattr(self, name).weight for name in self.names]))
-            layer.bias.copy_(torch.cat([getattr(self, name).bias for name in self.names]))
+        layers = [getattr(self, name) for name in self.names]
+        layer.load_state_dict({key: torch.cat([getattr(each, key) for each in layers]) for key in ("weight", "bias")})
         return nn.Sequential(layer)
 
 
@@ -83,21 +81,14 @@ def test_siblings_are_served_as_they_train(backend, autocast):
         assert torch.equal(own.eval()(torch.eye(64)), fused.eval()(torch.eye(64)))
 
 
-def test_without_share_they_are_not():
-    """So the tests above can fail."""
-    own = Attention()
-    fused = fp4graph.apply(own.fused(), FUSED, backend="eager")
-    assert not torch.equal(fp4graph.apply(own, FUSED, backend="eager")(inputs()), fused(inputs()))
-
-
-def test_groups_add_names():
-    names = ("one", "two")
+@pytest.mark.parametrize("names", [SIBLINGS, ("one", "two")])
+def test_names_or_groups_make_siblings(names):
     own = Attention(names)
-    fused = fp4graph.apply(own.fused(), FUSED, backend="eager")
-    alone = fp4graph.apply(copy.deepcopy(own), policy(), backend="eager")
-    together = fp4graph.apply(own, policy(groups=[list(names)]), backend="eager")
-    assert torch.equal(together(inputs()), fused(inputs()))
-    assert not torch.equal(alone(inputs()), fused(inputs()))
+    fused = applied(own.fused(), FUSED)
+    alone = applied(copy.deepcopy(own), FUSED if names == SIBLINGS else policy())
+    together = applied(own, policy(**({} if names == SIBLINGS else {"groups": [list(names)]})))
+    assert torch.equal(together(torch.eye(64)), fused(torch.eye(64)))
+    assert not torch.equal(alone(torch.eye(64)), fused(torch.eye(64)))
 
 
 class Experts(nn.Module):
@@ -121,7 +112,7 @@ def test_experts_share_expert_by_expert():
     x = inputs().to(torch.bfloat16)
 
     def run(model, technique):
-        model = fp4graph.apply(model.to(torch.bfloat16), one_rule(technique, **options), backend="eager")
+        model = applied(model.to(torch.bfloat16), one_rule(technique, **options))
         return model(x, ends)
 
     fused = run(Experts(torch.cat([w1, w3], -1)), "tensor_scaling")
@@ -130,7 +121,7 @@ def test_experts_share_expert_by_expert():
 
 
 def test_the_optimizer_sees_the_weights_of_the_next_forward():
-    model = fp4graph.apply(Attention(), policy(), backend="eager")
+    model = applied(Attention(), policy())
     model(inputs())
     with torch.no_grad():
         model.v_proj.weight.mul_(7.0)  # as a step does
@@ -153,22 +144,22 @@ def test_adapters_around_some_siblings_change_nothing():
         def forward(self, x):
             return self.base_layer(x)
 
-    expected = fp4graph.apply(Attention(), policy(), backend="eager")(inputs())
+    expected = applied(Attention(), policy())(inputs())
     wrapped = Attention()
     for name in SIBLINGS[:2]:
         setattr(wrapped, name, Wrapped(getattr(wrapped, name)))
-    assert torch.equal(fp4graph.apply(wrapped, policy(), backend="eager")(inputs()), expected)
+    assert torch.equal(applied(wrapped, policy())(inputs()), expected)
 
 
 def test_a_loaded_state_counts_at_once():
     """In evaluation, in inference mode too, and where weights are changed through ``data``."""
-    model = fp4graph.apply(Attention(), policy(), backend="eager").eval()
+    model = applied(Attention(), policy()).eval()
     with torch.inference_mode():
         model(inputs())
     other = Attention()
     other.v_proj.weight.data.mul_(11.0)
     model.load_state_dict(other.state_dict())
-    expected = fp4graph.apply(other, policy(), backend="eager").eval()
+    expected = applied(other, policy()).eval()
     with torch.inference_mode():
         assert torch.equal(model(inputs()), expected(inputs()))
     model.v_proj.weight.data.mul_(0.5)
@@ -178,7 +169,7 @@ def test_a_loaded_state_counts_at_once():
 
 
 def test_state_dicts_and_copies_are_as_without_sharing():
-    model = fp4graph.apply(Attention(), policy(), backend="eager")
+    model = applied(Attention(), policy())
     assert model.state_dict().keys() == Attention().state_dict().keys()
     expected = model(inputs())
     twin = copy.deepcopy(model)
@@ -187,46 +178,60 @@ def test_state_dicts_and_copies_are_as_without_sharing():
     assert torch.equal(twin(inputs()), expected)
 
 
+def ruled(name, **more):
+    """A rule for one sibling, before the others'."""
+    return ({"name": name[0], "match": {"module": name}, **more},)
+
+
 @pytest.mark.parametrize(
     ("rules", "options", "says"),
     [
-        (({"name": "k", "match": {"module": "k_proj"}, "keep": "tried"},), {}, r"shares its tensor scale with k_proj"),
-        (({"name": "k", "match": {"module": "k_proj"}, "quantize": {**NVFP4, "block": 32}},), {}, "let one rule"),
+        (ruled("k_proj", keep="tried"), {}, r"shares its tensor scale with k_proj"),
+        (ruled("k_proj", quantize={**NVFP4, "block": 32}), {}, "let one rule"),
+        (
+            ruled("q_proj", quantize=NVFP4, techniques=[{"tensor_scaling": {"share": "siblings", "target": 300}}]),
+            {},
+            "let one rule with one tensor_scaling decide both",
+        ),
         ((), {"granularity": "row"}, "use granularity: tensor"),
         ((), {"operands": ["fprop.input"]}, "does not list"),
     ],
-    ids=["kept", "another quantizer", "rows", "no weight"],
+    ids=["kept", "another quantizer", "another target", "rows", "no weight"],
 )
 def test_siblings_that_differ_are_refused(rules, options, says):
     written = policy(**options)
     written["rules"] = [*rules, *written["rules"]]
     with pytest.raises((PolicyError, CaptureError), match=says):
-        fp4graph.apply(Attention(), written, backend="eager")
+        applied(Attention(), written)
 
 
-def test_siblings_with_another_target_are_refused():
-    """Their γ would differ."""
-    written = policy()
-    other = copy.deepcopy(written["rules"][0]) | {"name": "q", "match": {"module": "q_proj"}}
-    other["techniques"][0]["tensor_scaling"]["target"] = 300
-    written["rules"].insert(0, other)
-    with pytest.raises(PolicyError, match="let one rule with one tensor_scaling decide both"):
-        fp4graph.apply(Attention(), written, backend="eager")
+class CrossAttention(Attention):
+    """A query that reads x, and a key and a value that read another tensor."""
+
+    def forward(self, x, other):
+        return torch.cat([self.q_proj(x), self.k_proj(other), self.v_proj(other)], -1)
+
+
+def test_siblings_of_a_cross_attention_share_too():
+    """vLLM fuses k and v alone there, for which the scale of the three is right."""
+    found = applied(CrossAttention(), policy())(torch.eye(64), torch.eye(64).roll(1, 0))
+    expected = applied(Attention(), policy())(torch.eye(64))
+    assert torch.equal(found, torch.cat([expected[:, :48], expected[:, 48:].roll(1, 0)], -1))
 
 
 def test_a_layer_is_in_one_group():
     with pytest.raises(PolicyError, match="belongs to two groups of siblings"):
-        fp4graph.apply(Attention(), policy(groups=[["q_proj", "k_proj"]]), backend="eager")
+        applied(Attention(), policy(groups=[["q_proj", "k_proj"]]))
     model = nn.ModuleDict({"one": Attention(), "two": Attention()})
     model.two.q_proj = model.one.q_proj
     with pytest.raises(PolicyError, match=r"q_proj\.weight belongs to two groups of siblings"):
-        fp4graph.apply(model, policy(), backend="eager")
+        applied(model, policy())
 
 
 @pytest.mark.parametrize("technique", [{"hadamard": {"scope": ["fprop"]}}, {"smooth_max": {"kind": "softmax"}}])
 def test_techniques_that_change_the_weight_before_are_refused(technique):
     with pytest.raises((PolicyError, CaptureError), match="shares the scale of the weights of siblings"):
-        fp4graph.apply(Attention(), policy(technique), backend="eager")
+        applied(Attention(), policy(technique))
 
 
 def test_explain_names_the_groups():
@@ -240,4 +245,4 @@ def test_explain_names_the_groups():
 @pytest.mark.parametrize("names", [["alpha", "beta"], ["attn.q_proj", "attn.o_proj"], ["o_proj", "absent"]])
 def test_a_group_without_two_members_is_named(names):
     with pytest.warns(PolicyWarning, match=r"groups has .*, but no module holds two quantized layers"):
-        fp4graph.apply(Attention(), policy(groups=[names]), backend="eager")
+        applied(Attention(), policy(groups=[names]))

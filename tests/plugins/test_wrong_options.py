@@ -1,4 +1,4 @@
-"""Options that each technique refuses by itself, and the words in which a policy's author learns of it."""
+"""What each technique refuses, or has no effect under, and the words in which a policy's author learns of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 import fp4graph
+from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
+from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
 
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 10, "steps_per_stage": 100}
 RAMPS = {"t_update": 15, "n_max": 12, "t0": 3}
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3"}}
+ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
+ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
+SET = NVFP4 | {"element": ["e2m1", "int4"]}
+DRAWN = {"rounding": "stochastic"}
 
+#: By technique, its options (None for its name alone) and what is said of them, under a policy of one rule of NVFP4.
 WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "adaptive_quantization_noise": [
         (None, "needs options sigma_start, sigma_end, stages and steps_per_stage; add them"),
@@ -26,8 +32,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "conditional_scaling": [
         ({}, r"write scale: \{convention: encode\} for fprop.input"),
-        ({"operands": ["dgrad.input"]}, "unknown operand 'dgrad.input'"),
-        ({"case": 2}, "unknown option 'case'"),
     ],
     "dampen": [
         ({"strength": 0}, "strength must be above 0"),
@@ -38,7 +42,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "four_over_six": [
         ({"measure": "l2"}, "must be 'mse', 'mae' or 'amax'"),
-        ({"operands": ["fprop.inputs"]}, "unknown operand 'fprop.inputs'"),
     ],
     "freeze": [
         ({"momentum": 0}, "momentum must be above 0"),
@@ -67,34 +70,38 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"rank": 0}, "at least 1"),
         ({"rank": 1.5}, "rank"),
         ({"iterations": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
-        ({"ranks": 4}, "unknown option 'ranks'"),
     ],
     "macro_block_scaling": [
         ({"block": 40}, "block 40 is not a multiple of the block of .*, 16 elements"),
         ({"block": 0}, "at least 1"),
         ({"mantissa_bits": 0}, "at least 1"),
         ({"mantissa_bits": 11}, "at most 10"),
-        ({"operands": ["weihgts"]}, "unknown operand 'weihgts'"),
-        ({"operands": []}, "empty list"),
+    ],
+    "mean_split": [({"operands": ["weights"]}, "cannot act on 'weights'")],
+    "osci_reset": [
+        ({"every": 51}, "track 50 steps, one to begin and one to reset are more than every 51"),
+        ({"threshold": 1}, "threshold must be above 1"),
+        ({"start": -1}, "start must be at least 0"),
+    ],
+    "out_control": [
+        ({}, "needs option|has no option 'mode'"),
+        ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
+        ({"mode": "split", "channels": 0}, "channels must be above 0"),
+        ({"mode": "split", "channels": 1}, "channels must be below 1"),
+        ({"mode": "split", "multiple": 0}, "multiple must be at least 1"),
+        ({"mode": "split", "element": "e4m4"}, "unknown element format 'e4m4'; choose from"),
+        ({"mode": "split", "block": 0}, "block must be at least 1"),
     ],
     "outlier_clamp": [
         ({"quantile": 0.5}, "above 0.5"),
         ({"quantile": 1}, "below 1"),
         ({"quantile": math.nan}, "quantile"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"residuals": True}, "unknown option 'residuals'"),
     ],
     "outlier_fallback": [
         ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
         ({"fraction": 0}, "above 0"),
         ({"fraction": 1.5}, "at most 1"),
         ({"threshold": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"fractoin": 0.1}, "unknown option 'fractoin'"),
     ],
     "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
     "q_ramping": [
@@ -116,7 +123,6 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "smooth_swiglu": [
         ({"power_of_two": "sometimes"}, "must be true or false"),
-        ({"power": 2}, "unknown option 'power'"),
     ],
     "stable_spam": [
         ({"gamma1": 1}, "gamma1 must be below 1"),
@@ -129,13 +135,10 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "step_gradient": [
         ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'; choose from"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
         ({"kind": "dge", "k": 1}, "must be above 1"),
         ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
     ],
     "stochastic_rounding": [
-        ({"operands": ["sideways"]}, "unknown operand 'sideways'"),
-        ({"operands": []}, "empty list"),
         ({"operands": "forward"}, "backward"),
         ({"range_guard": 1}, "guards nothing"),
         ({"range_guard": 0}, "above 0"),
@@ -148,9 +151,12 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"headroom": 0}, "above 0"),
         ({"headroom": 2}, "at most 1"),
         ({"hold_steps": 0}, "at least 1"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand"),
+        ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
+        ({"gradient_target": 448, "operands": ["forward"]}, "operands lists no dY"),
+        ({"input_granularity": "row", "operands": ["weights"]}, "operands lists no X"),
+        ({"input_granularity": "row", "hold_steps": 5}, "granularity: tensor for all of them"),
     ],
+    "tensor_scaling_gradient": [({"kind": "absmax"}, "requires 'tensor_scaling'")],
 }
 
 
@@ -159,7 +165,175 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     [pytest.param(name, *case, id=f"{name}-{case[1]}") for name, cases in WRONG.items() for case in cases],
 )
 def test_a_wrong_option_is_named(technique: str, options: dict[str, Any] | None, message: str) -> None:
-    rule = {"name": "linears", "match": {"op": "linear"}, "quantize": NVFP4}
     declared = technique if options is None else {technique: options}
-    with pytest.raises(fp4graph.PolicyError, match=message):
-        fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule], "techniques": [declared]})
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(one_rule(quantize=NVFP4, techniques=[declared]))
+
+
+def scaled(**options: Any) -> dict[str, Any]:
+    """The tensor scale before learned_scale."""
+    return {"more": [{"tensor_scaling": {"operands": ["fprop.weight"], **options}}], "quantize": NVFP4}
+
+
+LEARNED = scaled() | {"operands": {"fprop.input": "keep", "backward": "keep", "dgrad.weight": "fprop"}}
+FREEZE = {"momentum": 0.125, "threshold": 0.3}
+SCALES_DRAWN = [{"stochastic_scale_rounding": {"operands": ["forward"]}}]
+WEIGHT_DRAWN = {"quantize": TIES_UP, "operands": {"fprop.weight": DRAWN}}
+FORWARD_DRAWN = {"quantize": TIES_UP, "more": [{"stochastic_rounding": {"operands": ["forward"]}}]}
+#: The same under another rule, by the arguments of ``with_technique``.
+UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
+    "conditional_scaling": [
+        *(({}, {"quantize": ENCODE, "more": [other]}, "cannot share a site")
+          for other in ("tensor_scaling", {"macro_block_scaling": {"block": 64}}, "smooth_max")),
+    ],
+    "dampen": [({}, rest, "noise of mean zero") for rest in (WEIGHT_DRAWN, FORWARD_DRAWN)],
+    "element_choice": [
+        ({"others": ["int5"]}, {"quantize": SET}, "no element format 'int5'"),
+        *(({"others": others, "selector": "amax"}, {"quantize": SET}, "its selector is amax, and the blocks of "
+           r"fprop\.input, whose quantize block lists elements, choose by mse") for others in (["int4"], ["e3m0"])),
+    ],
+    "four_over_six": [
+        ({}, {"quantize": NVFP4 | {"element": "int4"}}, "values 4 and 6 of e2m1, and .* is int4"),
+        ({}, {"quantize": NVFP4, "operands": {"gradients": {"element": "e3m0"}}}, "is e3m0"),
+        ({}, {"quantize": NVFP4, "more": ["stochastic_scale_rounding"]}, "rounded stochastically"),
+        ({}, {"quantize": NVFP4, "more": ["smooth_max"]}, "cannot share a site"),
+        ({}, {"quantize": SET}, r"between the values 4 and 6 of e2m1, and fprop\.input is e2m1\|int4"),
+    ],
+    "freeze": [
+        (FREEZE, WEIGHT_DRAWN, "rounds stochastically"),
+        (FREEZE, FORWARD_DRAWN, "rounds stochastically"),
+        (FREEZE, {"quantize": NVFP4, "more": SCALES_DRAWN}, "rounds stochastically"),
+        (FREEZE, {"quantize": TIES_UP, "more": ["hadamard"]}, "hadamard transforms weights"),
+        (FREEZE, {"quantize": TIES_UP, "more": ["smooth_swiglu"]}, "smooth_swiglu transforms weights"),
+        (FREEZE, {"quantize": TIES_UP, "after": [{"q_ramping": {"t_update": 100, "n_max": 5}}]}, "q_ramping"),
+        (FREEZE, {"quantize": TIES_UP, "operands": {"fprop.weight": {"element": "e2m3"}}},
+         "use an element of 4 bits"),
+        ({}, {"quantize": SET}, r"'freeze': the blocks of fprop\.weight choose between e2m1 and int4"),
+    ],
+    "hadamard": [
+        ({"block": 32}, {"quantize": quantizer(24)}, r"Hadamard block 32 and the block of fprop\.input, 24 elements"),
+    ],
+    "learned_scale": [
+        ({}, LEARNED | {"quantize": MXFP4}, "fprop.weight is not NVFP4"),
+        ({}, LEARNED | {"quantize": NVFP4 | {"ties": "up"}}, "fprop.weight is not NVFP4"),
+        ({}, LEARNED | {"after": ["q_ema"]}, "q_ema changes fprop.weight too"),
+        ({}, scaled() | {"after": [{"hadamard": {"block": 16}}]}, "hadamard changes fprop.weight too"),
+        ({}, LEARNED | scaled(granularity="row"), "granularity: tensor"),
+        ({}, LEARNED | scaled(target=256), "target of 448"),
+        ({}, scaled(operands=["inputs"]), "operands with fprop.weight"),
+        ({}, LEARNED | {"more": []}, "tensor_scaling"),
+    ],
+    "loss_scaling": [({}, {"quantize": TIES_UP}, "move it to the policy's techniques")],
+    "low_rank_residual": [({}, {"after": ["q_ema"]}, r"q_ema rounds fprop\.weight by the weight's moving average")],
+    "macro_block_scaling": [
+        ({"block": 64}, {"quantize": quantizer(block, rounding="nearest_even")}, message)
+        for block, message in (
+            ("row", "one scale per row"),
+            ("tensor", "one scale per tensor"),
+            ([16, 48], "not a multiple of the block of .*, 48 elements"),
+        )
+    ] + [
+        ({"block": 64}, {"more": [{"tensor_scaling": {"granularity": 64}}]}, "already gives macro blocks a factor"),
+        ({"block": 64}, {"after": ["tensor_scaling"]}, "declare tensor_scaling first"),
+    ],
+    "ms_eden": [
+        (options, {"more": [ROTATED], "quantize": NVFP4} | rest, message)
+        for options, rest, message in (
+            ({"block": 64}, {}, "hadamard has block 128, not 64"),
+            ({}, {"more": [{"hadamard": {"scope": "all", "block": 128, "kind": "deterministic"}}]},
+             "a kind that draws signs"),
+            ({}, {"more": [{"hadamard": {**ROTATED["hadamard"], "resample": "never"}}]},
+             "leave its option resample out"),
+            ({}, {"more": [{"hadamard": {"scope": ["wgrad"], "block": 128}}]}, "dgrad.* is not rotated"),
+            ({}, {"more": []}, "hadamard"),
+            ({}, {"quantize": {**NVFP4, "block": [16, 16]}}, "no multiple of the block"),
+            ({}, {"quantize": {**NVFP4, **DRAWN}}, "rounds stochastically already"),
+            ({}, {"quantize": {**NVFP4, "scale": {"format": "e8m0"}}}, "e8m0 scales"),
+            ({"target": 500}, {}, "above the largest scale"),
+            ({}, {"after": ["tensor_scaling"]}, "take its operands out of those of tensor_scaling"),
+            ({"fill": 1.2}, {}, "fill"),
+            ({"operands": ["forward"]}, {}, "cannot act on 'forward'"),
+        )
+    ],
+    "osci_reset": [
+        ({}, {"quantize": NVFP4 | DRAWN}, "every weight seems to oscillate"),
+        ({}, {"more": [{"hadamard": {"scope": "all", "block": 16}}], "quantize": NVFP4},
+         "take fprop out of the scope of hadamard"),
+        *(({}, {"more": [other], "quantize": NVFP4}, "cannot share a site")
+          for other in ("q_ema", {"adaptive_quantization_noise": SCHEDULE})),
+    ],
+    "out_control": [
+        ({"mode": "wait"}, {"op": "matmul"}, r"this product \(matmul\) has no weight.*op: linear"),
+        ({"mode": "wait"}, {"more": ["hadamard"]}, "hadamard transforms the operands of fprop"),
+        ({"mode": "wait"}, {"more": ["outlier_clamp"]}, "outlier_clamp takes outliers out of X"),
+    ],
+    "outlier_fallback": [
+        ({"granularity": "row"}, {"quantize": quantizer(block)},
+         r"blocks of one line compete, and those of fprop\.input are") for block in ("row", "tensor", [4, 32])
+    ],
+    "q_ema": [
+        *(({}, rest, r"fprop\.weight already rounds stochastically") for rest in (WEIGHT_DRAWN, FORWARD_DRAWN)),
+        ({}, {"quantize": SET}, r"'q_ema': it needs a single element format, and the blocks of fprop\.weight choose "
+         "between e2m1 and int4"),
+    ],
+    "q_ramping": [
+        (RAMPS, WEIGHT_DRAWN, "rounds stochastically"),
+        (RAMPS, {"quantize": TIES_UP, "more": ["q_ema"]}, "'q_ramping' and 'q_ema' cannot share a site"),
+    ],
+    "quest_scale": [
+        ({}, {"quantize": NVFP4}, "e4m3 scales by nearest_even. Write scale: {format: e8m0, rounding: floor}"),
+        ({}, {}, "e8m0 scales by ceil"),
+        ({}, {"quantize": quantizer("row", "e8m0", "floor")}, "has block row"),
+        ({"operands": ["backward"]}, {"quantize": quantizer(32, "e8m0", "floor")}, "cannot act on 'backward'"),
+        ({}, {"quantize": quantizer(32, "e8m0", "floor"), "more": ["smooth_max"]}, "cannot share a site"),
+    ],
+    "step_gradient": [({"kind": "dge"}, {"quantize": SET}, "'step_gradient': it needs a single element format")],
+    "tensor_scaling": [
+        ({"target": 1e-3}, {"quantize": ENCODE}, "target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"),
+        ({"granularity": 32}, {"quantize": {**NVFP4, "block": "row"}}, "blocks of a row have no fixed length"),
+        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "matmul"}, "hold_steps: 1"),
+    ],
+    "tensor_scaling_gradient": [
+        ({"kind": "absmax"}, {"more": [{"tensor_scaling": {"hold_steps": 5}}], "quantize": NVFP4},
+         "a held tensor scale has no gradient"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("technique", "options", "rest", "message"),
+    [pytest.param(name, *case, id=f"{name}-{case[2]}") for name, cases in UNFIT.items() for case in cases],
+)
+def test_a_rule_under_which_it_cannot_act_is_refused(
+    technique: str, options: dict[str, Any], rest: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((PolicyError, CaptureError), match=message):
+        loaded(technique, options, **rest)
+
+
+KEPT = {"operands": {"fprop.weight": "keep"}}
+NO_FORMAT = "'element_choice' has no effect here: others names no format beside {}, so that no block"
+
+
+@pytest.mark.parametrize(
+    ("technique", "options", "rest", "message"),
+    [
+        ("adaptive_quantization_noise", SCHEDULE, {"op": "matmul"}, "no effect"),
+        *(("dampen", {}, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
+        ("element_choice", {"others": ["e2m1"]}, {"quantize": NVFP4}, NO_FORMAT.format("e2m1")),
+        *(
+            ("element_choice", options, {"quantize": NVFP4 | {"element": "int4"}}, NO_FORMAT.format("int4"))
+            for options in ({}, {"operands": ["gradients"]})
+        ),
+        *(("freeze", FREEZE, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
+        *(("q_ema", {}, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
+        ("scale_gradient", {"kind": "dge"}, {}, "scale_gradient.*not differentiated; add smooth_max"),
+        ("smooth_swiglu", {}, {"match": {"op": "linear", "producer": "gelu"}}, "has no effect here"),
+        ("smooth_swiglu", {}, {"operands": {"forward": "keep"}}, "has no effect here"),
+    ],
+)
+def test_a_rule_under_which_it_has_no_effect_is_warned_about(
+    technique: str, options: dict[str, Any], rest: dict[str, Any], message: str
+) -> None:
+    with pytest.warns(PolicyWarning, match=message):
+        loaded(technique, options, **rest)

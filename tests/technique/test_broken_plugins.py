@@ -31,30 +31,31 @@ from fp4graph.technique import (
 )
 from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp
+from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.steps import descend
 from tests.helpers.techniques import FPROP, FREE, Offers, technique
+from tests.helpers.training import applied, prepared
 
 
-def policy(used: str, *classes: type[Technique], element: str = "e2m1") -> fp4graph.policy.Policy:
+def policy(used: str | list[str], *classes: type[Technique]) -> fp4graph.policy.Policy:
     """A policy that uses technique ``used``; each class comes from a plugin called ``NAME-plugin``."""
     registry = Registry([(f"{cls.name}-plugin", Offers(cls)) for cls in classes], entry_point_group=None)
     assert not registry.failures
-    data = {
-        "version": 1,
-        "name": "p",
-        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": element, "block": 32}}],
-        "techniques": [used],
-    }
-    return fp4graph.load_policy(data, registry)
+    used = [used] if isinstance(used, str) else used
+    return fp4graph.load_policy(one_rule(quantize=quantizer(), techniques=used), registry)
+
+
+def broken(**members: Any) -> fp4graph.policy.Policy:
+    """A policy that uses a technique with these members."""
+    return policy("broken", technique("broken", **members), healthy())
 
 
 def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eager") -> Tensor:
     """One step: forward, backward, optimizer."""
-    model = fp4graph.apply(model, chosen, backend=backend)
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = model(torch.randn(5, 48, generator=torch.Generator().manual_seed(1))).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    model = applied(model, chosen, backend=backend)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    (loss,) = descend(lambda: model(x).square().mean(), prepared(model, torch.optim.SGD, lr=0.1), 1)
+    return torch.tensor(loss)
 
 
 def first_axis_twice(x: Tensor) -> Tensor:
@@ -63,6 +64,9 @@ def first_axis_twice(x: Tensor) -> Tensor:
 
 def raises(*args: Any) -> Any:
     raise ZeroDivisionError("a stranger's bug")
+
+
+BUG = "ZeroDivisionError: a stranger's bug"
 
 
 def gradients(**members: Any) -> dict[str, Any]:
@@ -209,34 +213,12 @@ def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -
     assert str(error).startswith(f"plugin 'broken-plugin', at {error.site}: technique 'broken', {stage}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_result_is_named(case: str, model: nn.Module) -> None:
-    members, message = WRONG[case]
-    broken = policy("broken", technique("broken", **members), healthy())
-    with pytest.raises(fp4graph.PluginError) as caught:
-        train(model, broken)
-    check(caught.value, case.partition(",")[0])
-    assert message in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", RAISING)
-def test_an_exception_is_named(stage: str, model: nn.Module) -> None:
-    broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
-    with pytest.raises(fp4graph.PluginError, match="ZeroDivisionError: a stranger's bug") as caught:
-        train(model, broken)
-    check(caught.value, stage)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", TRACED)
 def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn.Module) -> None:
-    broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
-    with pytest.raises(fp4graph.PluginError, match=r"ZeroDivisionError: a stranger's bug$") as caught:
-        train(model, broken, backend="aot_eager")
+    with pytest.raises(fp4graph.PluginError, match=f"{BUG}$") as caught:
+        train(model, broken(**RAISING[stage] | {stage: raises}), backend="aot_eager")
     check(caught.value, stage)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(fp4graph.PluginError, match="a stranger's bug"):  # and not in high precision
@@ -264,9 +246,8 @@ def test_a_stage_that_reads_values_fails_under_eager_as_compiled(case: str, mode
     members, operation = VALUES[case]
     (stage,) = members
     for backend in ("eager", "aot_eager"):
-        broken = policy("broken", technique("broken", **members), healthy())
         with pytest.raises(fp4graph.PluginError, match=f"{operation}.*depends on the values of a tensor") as caught:
-            train(model, broken, backend)
+            train(model, broken(**members), backend)
         check(caught.value, stage)
 
 
@@ -295,24 +276,17 @@ def made_part(**members: Any) -> Part:
 @pytest.mark.inductor
 @pytest.mark.compiler
 def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
-    broken = policy("broken", technique("broken", round=lambda self, ratio, scale, context: ratio[..., :1]))
+    narrow = broken(round=lambda self, ratio, scale, context: ratio[..., :1])
     with pytest.raises(fp4graph.PluginError, match=r"returned shape \(5, 2, 1\) where \(5, 2, 32\) is due$") as caught:
-        train(model, broken, backend="inductor")
+        train(model, narrow, backend="inductor")
     check(caught.value, "round", site="first")
 
 
 @pytest.mark.slow
 def test_only_the_broken_one_of_two_techniques_is_named(model: nn.Module) -> None:
-    registry = Registry(
-        [
-            ("outer-plugin", Offers(technique("outer", around=lambda self, quantize, x, context: quantize(x)))),
-            ("inner-plugin", Offers(technique("inner", round=raises))),
-        ],
-        entry_point_group=None,
-    )
-    data = {"version": 1, "default": {"block": 32}, "techniques": ["outer", "inner"]}
+    outer = technique("outer", around=lambda self, quantize, x, context: quantize(x))
     with pytest.raises(fp4graph.PluginError) as caught:
-        train(model, fp4graph.load_policy(data, registry))
+        train(model, policy(["outer", "inner"], outer, technique("inner", round=raises)))
     assert (caught.value.plugin, caught.value.site) == ("inner-plugin", "first")
 
 
@@ -322,7 +296,7 @@ def test_running_out_of_memory_is_nobodys_fault(model: nn.Module) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
     with pytest.raises(torch.OutOfMemoryError):
-        train(model, policy("broken", technique("broken", round=greedy)))
+        train(model, broken(round=greedy))
 
 
 # ------------------------------------------------------------------ planning
@@ -344,21 +318,9 @@ GARBAGE = {
 @pytest.mark.parametrize("case", GARBAGE)
 def test_a_plan_of_garbage_is_refused_when_the_policy_is_loaded(case: str) -> None:
     garbage, message = GARBAGE[case]
-    with pytest.raises(fp4graph.PluginError) as caught:
-        policy("broken", technique("broken", plan=lambda self, site, specs: garbage))
+    with pytest.raises(fp4graph.PluginError, match=re.escape(message)) as caught:
+        broken(plan=lambda self, site, specs: garbage)
     assert caught.value.plugin == "broken-plugin"
-    assert message in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", GARBAGE)
-def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> None:
-    garbage, message = GARBAGE[case]
-    late = technique("broken", plan=lambda self, site, specs: garbage if known(site) else specs)
-    with pytest.raises(fp4graph.PluginError) as caught:
-        train(model, policy("broken", late, healthy()))
-    check(caught.value, "planning: TypeError", site="first")
-    assert message in str(caught.value)
 
 
 WEIGHT = Operand.FPROP_WEIGHT
@@ -378,7 +340,7 @@ WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
         "two different entries of state are called 'e' at fprop.weight",
     ),
     "options": (lambda t: (Hook(options=technique("other")()),), "the options of Hook must be the technique itself"),
-    "an exception": (raises, "ZeroDivisionError: a stranger's bug"),
+    "an exception": (raises, BUG),
 }  # fmt: skip
 
 
@@ -403,27 +365,46 @@ class Listing(Rounding):
     numbers: Any
 
 
+def late(member: str, make: Callable[..., Any]) -> dict[str, Any]:
+    """``plan`` or ``parts`` that are as they should be when a policy is loaded, and ``make(...)`` at a site."""
+    if member == "plan":
+        return {"plan": lambda self, site, specs: make() if known(site) else specs}
+    return {"parts": lambda self, site: make(self) if known(site) else ()}
+
+
+INERT = pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
+#: The members of a broken technique, the stage and the site that the error names, and what it says.
+BROKEN = [
+    *(
+        pytest.param(members, case.partition(",")[0], None, message, id=case)
+        for case, (members, message) in WRONG.items()
+    ),
+    *(
+        pytest.param(members | {stage: raises}, stage, None, BUG, id=f"{stage} raises")
+        for stage, members in RAISING.items()
+    ),
+    *(
+        pytest.param(late("plan", lambda plan=plan: plan), "planning: TypeError", "first", message, id=f"plan, {case}")
+        for case, (plan, message) in GARBAGE.items()
+    ),
+    pytest.param(late("plan", raises), "planning", "first", BUG, id="plan raises"),
+    *(
+        pytest.param(late("parts", make), "planning", "first", message, id=f"parts, {case}", marks=INERT)
+        for case, (make, message) in WRONG_PARTS.items()
+    ),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG_PARTS)
-@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
-def test_wrong_parts_name_the_site(case: str, model: nn.Module) -> None:
-    make, message = WRONG_PARTS[case]
-    late = technique("broken", parts=lambda self, site: make(self) if known(site) else ())
+@pytest.mark.parametrize(("members", "stage", "site", "message"), BROKEN)
+def test_a_broken_member_is_named(
+    members: dict[str, Any], stage: str, site: str | None, message: str, model: nn.Module
+) -> None:
     with pytest.raises(fp4graph.PluginError) as caught:
-        train(model, policy("broken", late, healthy()))
-    check(caught.value, "planning", site="first")
+        train(model, broken(**members))
+    check(caught.value, stage, site=site)
     assert message in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
-def test_an_exception_while_planning_is_named(model: nn.Module) -> None:
-    def late(self: Technique, site: Any, specs: Any) -> Any:
-        return raises() if known(site) else specs
-
-    with pytest.raises(fp4graph.PluginError, match="ZeroDivisionError: a stranger's bug") as caught:
-        train(model, policy("broken", technique("broken", plan=late), healthy()))
-    check(caught.value, "planning", site="first")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) == (message == BUG)
 
 
 @pytest.mark.slow
@@ -434,7 +415,7 @@ def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> 
         return specs
 
     with pytest.raises(fp4graph.CaptureError, match="technique broken: 48 is no multiple of 32") as caught:
-        train(model, policy("broken", technique("broken", plan=refuse), healthy()))
+        train(model, broken(plan=refuse))
     assert caught.value.site == "first"
 
 

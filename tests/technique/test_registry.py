@@ -6,11 +6,12 @@ import importlib
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,86 +19,50 @@ import pytest
 from fp4graph.errors import PluginError, PolicyError, suggest
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.policy import load_policy
-from fp4graph.technique import Factors, Overhead, ProductOperation, Technique, hookspecs, registry
+from fp4graph.technique import Factors, ProductOperation, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
+from tests.helpers.techniques import technique
 
 ROOT = Path(__file__).parents[2]
-FREE = Overhead("O(1)", "O(1)", fusable=True)
-
-
-def technique(called: str, **members: Any) -> type[Technique]:
-    """A technique class of that name."""
-    members = {"name": called, "overhead": FREE, "complexity": property(lambda self: 0.0), **members}
-    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead]}
-    namespace = {key: value for key, value in members.items() if value is not None}
-    kept = {key: kind for key, kind in annotations.items() if key in namespace}
-    return type("Made", (Technique,), {"__module__": __name__, "__annotations__": kept, **namespace})
 
 
 def offering(
-    techniques: list[Any] = [],  # noqa: B006  # only read
-    formats: list[Any] = [],  # noqa: B006
-    policies: list[Any] = [],  # noqa: B006
-    products: list[Any] = [],  # noqa: B006
+    techniques: Any = (), formats: Sequence[Any] = (), policies: Sequence[Any] = (), products: Sequence[Any] = ()
 ) -> object:
     """A plugin object that offers these."""
-
-    class Plugin:
-        @hookimpl
-        def fp4graph_techniques(self) -> list[Any]:
-            return techniques
-
-        @hookimpl
-        def fp4graph_formats(self) -> list[Any]:
-            return formats
-
-        @hookimpl
-        def fp4graph_policies(self) -> list[Any]:
-            return policies
-
-        @hookimpl
-        def fp4graph_products(self) -> list[Any]:
-            return products
-
-    return Plugin()
+    offered = {"techniques": techniques, "formats": formats, "policies": policies, "products": products}
+    hooks = {f"fp4graph_{kind}": hookimpl(lambda self, kind=kind: offered[kind]) for kind in offered}
+    return type("Plugin", (), hooks)()
 
 
-class WrongSignature:
-    @hookimpl
-    def fp4graph_techniques(self, model: object) -> list[type[Technique]]:
-        return []
+def registry_of(*plugins: tuple[str, object]) -> Registry:
+    """The registry of these plugins, by name, and of no other."""
+    return Registry(plugins, entry_point_group=None)
 
 
-class UnknownHook:
-    @hookimpl
-    def fp4graph_techniqes(self) -> list[type[Technique]]:
-        return []
+USES_T = {"version": 1, "default": {}, "techniques": ["t"]}
 
 
-class UnknownHookAndWrongSignature:
-    """Registering stops at the second, when the first is already pending."""
-
-    @hookimpl
-    def fp4graph_aardvark(self) -> None: ...
-
-    @hookimpl
-    def fp4graph_techniques(self, model: object) -> list[type[Technique]]:
-        return []
+def hooks(**named: Callable[..., Any]) -> object:
+    """A plugin object with these hooks."""
+    return type("Plugin", (), {f"fp4graph_{name}": hookimpl(hook) for name, hook in named.items()})()
 
 
-class Raises:
-    @hookimpl
-    def fp4graph_techniques(self) -> list[type[Technique]]:
-        raise RuntimeError("out of order")
+def raises(self: object) -> None:
+    raise RuntimeError("out of order")
+
+
+def wrong_signature(self: object, model: object) -> None: ...
 
 
 ODD = ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
 BROKEN = {
-    "signature": (WrongSignature(), "model"),
-    "unknown hook": (UnknownHook(), "fp4graph_techniqes"),
-    "two mistakes": (UnknownHookAndWrongSignature(), "model"),
-    "raises": (Raises(), "RuntimeError: out of order"),
+    "signature": (hooks(techniques=wrong_signature), "model"),
+    "unknown hook": (hooks(techniqes=lambda self: []), "fp4graph_techniqes"),
+    # Registering stops at the second, when the first is already pending.
+    "two mistakes": (hooks(aardvark=lambda self: None, techniques=wrong_signature), "model"),
+    "raises": (hooks(techniques=raises), "RuntimeError: out of order"),
     "not a technique": (offering([int]), "<class 'int'> is not a subclass of fp4graph.Technique"),
     "an instance": (offering([technique("t")()]), "is not a subclass of fp4graph.Technique"),
     "no overhead": (offering([technique("t", overhead=None)]), "Made must declare overhead"),
@@ -131,7 +96,7 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
     plugin, message = BROKEN[case]
     healthy = ("healthy", offering([technique("fine")], [ODD]))
     plugins = [("broken", plugin), healthy] if first else [healthy, ("broken", plugin)]
-    found = Registry(plugins, entry_point_group=None)
+    found = registry_of(*plugins)
     assert list(found.techniques) == ["fine"]
     assert found.elements == {**ELEMENTS, "odd": ODD}
     assert list(found.failures) == ["broken"]
@@ -144,16 +109,15 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
 
 @pytest.mark.parametrize("case", ["raises", "format after technique", "half right", "unknown hook"])
 def test_a_policy_is_told_of_the_plugin_that_may_have_its_technique(case: str) -> None:
-    found = Registry([("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1]))], entry_point_group=None)
-    data = {"version": 1, "default": {}, "techniques": ["t"]}
+    found = registry_of(("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1])))
     with pytest.raises(PolicyError, match=r"unknown technique 't' \(plugin 'broken': .*\); known: none") as caught:
-        load_policy(data, found)
+        load_policy(USES_T, found)
     assert BROKEN[case][1] in str(caught.value)
     assert "other" not in str(caught.value)  # which says what it offers
 
 
 def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
-    found = Registry([("broken", offering(formats=[ODD, E2M1]))], entry_point_group=None)
+    found = registry_of(("broken", offering(formats=[ODD, E2M1])))
     with pytest.raises(PolicyError, match=r"unknown element format 'odd' \(plugin 'broken': .*'e2m1' already exists\)"):
         load_policy({"version": 1, "default": {"element": "odd"}}, found)
     with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # which no plugin offers
@@ -165,30 +129,26 @@ def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True, 10**400, 1.7e308])
 def test_a_weight_that_omega_cannot_add_is_refused(weight: object) -> None:
     cls = technique("t", complexity=property(lambda self: weight))
-    found = Registry([("odd", offering([cls]))], entry_point_group=None)
-    data = {"version": 1, "default": {}, "techniques": ["t"]}
+    found = registry_of(("odd", offering([cls])))
     with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity must be a number from 0") as caught:
-        load_policy(data, found)
+        load_policy(USES_T, found)
     assert caught.value.plugin == "odd"
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect here")
 def test_a_weight_is_any_real_number_and_its_failure_is_named() -> None:
-    data = {"version": 1, "default": {}, "techniques": ["t"]}
     for weight in (Fraction(1, 2), np.float32(0.5)):
         cls = technique("t", complexity=property(lambda self, weight=weight: weight))
-        found = Registry([("odd", offering([cls]))], entry_point_group=None)
-        assert load_policy(data, found).complexity == 0.5
+        found = registry_of(("odd", offering([cls])))
+        assert load_policy(USES_T, found).complexity == 0.5
     cls = technique("t", complexity=property(lambda self: 1 / 0))
     with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity: ZeroDivisionError"):
-        load_policy(data, Registry([("odd", offering([cls]))], entry_point_group=None))
+        load_policy(USES_T, registry_of(("odd", offering([cls]))))
 
 
 def test_offers() -> None:
     scale = ScaleFormat("sparse", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0)
-    found = Registry(
-        [("a", offering([technique("t")], [ODD, scale])), ("b", offering([technique("u")]))], entry_point_group=None
-    )
+    found = registry_of(("a", offering([technique("t")], [ODD, scale])), ("b", offering([technique("u")])))
     assert not found.failures
     assert list(found.techniques) == ["t", "u"]
     assert (found.origin("t"), found.origin("u")) == ("a", "b")
@@ -197,26 +157,26 @@ def test_offers() -> None:
 
 
 def test_a_technique_taken_from_another_plugin_names_it() -> None:
-    found = Registry([("a", offering([technique("t")])), ("b", offering([technique("t")]))], entry_point_group=None)
+    found = registry_of(("a", offering([technique("t")])), ("b", offering([technique("t")])))
     assert found.origin("t") == "a"
     assert "technique 't' is already offered by plugin 'a'" in str(found.failures["b"])
 
 
 def test_an_operator_is_read_by_one_plugin() -> None:
     plugins = [(name, offering(products=[ProductOperation("library::mm", Factors)])) for name in ("a", "b")]
-    found = Registry(plugins, entry_point_group=None)
+    found = registry_of(*plugins)
     assert found.products["library::mm"].plugin == "a"
     assert "operator 'library::mm' is already read by plugin 'a'" in str(found.failures["b"])
 
 
 def test_two_plugins_of_one_name() -> None:
-    found = Registry([("a", offering([technique("t")])), ("a", offering([technique("u")]))], entry_point_group=None)
+    found = registry_of(("a", offering([technique("t")])), ("a", offering([technique("u")])))
     assert list(found.techniques) == ["t"]
     assert "another plugin has this name" in str(found.failures["a"])
 
 
 def test_each_registry_is_its_own() -> None:
-    Registry([("a", offering([technique("t")], [ODD]))], entry_point_group=None)
+    registry_of(("a", offering([technique("t")], [ODD])))
     fresh = Registry(entry_point_group=None)
     assert not fresh.techniques
     assert fresh.elements == ELEMENTS
@@ -246,13 +206,7 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     (tmp_path / "syntax_fp4_plugin.py").write_text("def (:\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    names = {
-        "bad": "bad_fp4_plugin",
-        "syntax": "syntax_fp4_plugin",
-        "gone": "nowhere_fp4_plugin",
-        "good": "good_fp4_plugin",
-    }
-    points = tuple(EntryPoint(name, module, GROUP) for name, module in names.items())
+    points = tuple(EntryPoint(name, f"{name}_fp4_plugin", GROUP) for name in ("bad", "syntax", "gone", "good"))
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == GROUP else ())
     found = Registry()
     assert list(found.techniques) == ["mine"]

@@ -22,6 +22,7 @@ import fp4graph
 from fp4graph.training import checkpoint, sealed
 from tests.helpers.processes import python, run, run_ranks
 from tests.helpers.steps import descend, differences
+from tests.helpers.training import applied, prepared
 
 HERE = Path(__file__).parent
 KILLS = 20
@@ -33,11 +34,9 @@ def make(
     """A model under a policy (None for a plain one) and its optimizer, after ``steps``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if policy is not None:
-        fp4graph.apply(model, policy, backend="eager", **how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if policy is not None:
-        fp4graph.prepare_optimizer(model, optimizer)
+        optimizer = prepared(applied(model, policy, **how))
     train(model, optimizer, steps)
     return model, optimizer
 

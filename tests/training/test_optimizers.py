@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import timm.optim
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.optim import StableSPAM
 from tests.helpers.policies import TIES_UP, one_rule
-from tests.helpers.steps import differences, push, through_file
+from tests.helpers.steps import Stream, assert_resumes, push
+from tests.helpers.training import applied
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 FREEZE = {"freeze": {"momentum": 0.3, "threshold": 0.25}}
@@ -41,25 +42,15 @@ OPTIMIZERS: dict[str, Make] = {
 
 def prepared(make: Make, *techniques: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    data = one_rule(quantize=TIES_UP, techniques=list(techniques))
-    model = fp4graph.apply(nn.Linear(64, 6), data, backend="eager")
+    model = applied(nn.Linear(64, 6), one_rule(quantize=TIES_UP, techniques=list(techniques)))
     return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
 
 
-def gradients(steps: int) -> list[Tensor]:
-    """They push to and fro, so that weights near a threshold cross it again and again."""
+def gradients(steps: int) -> Stream:
+    """They push weights to and fro, so that weights near a threshold cross it again and again; biases go one way."""
     generator = torch.Generator().manual_seed(1)
     signs = [1 if t % 2 else -1 for t in range(steps)]
-    return [s * 0.1 + 0.1 * torch.randn(6, 64, generator=generator) for s in signs]
-
-
-def drive(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[Tensor]) -> None:
-    push(optimizer, (model.weight, model.bias), [(grad, torch.ones(6)) for grad in grads])
-
-
-def kept(optimizer: torch.optim.Optimizer, weight: Tensor, name: str) -> Tensor:
-    value: Tensor = optimizer.state[weight][f"fp4graph.{name}"]
-    return value
+    return [[s * 0.1 + 0.1 * torch.randn(6, 64, generator=generator), torch.ones(6)] for s in signs]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -68,10 +59,10 @@ def test_dampen_is_a_gradient_to_any_optimizer(name: str) -> None:
     plain = nn.Linear(64, 6)
     plain.load_state_dict({"weight": model.weight, "bias": model.bias})
     its = OPTIMIZERS[name](plain.parameters())
-    for grad in gradients(5):
+    for grad, bias in gradients(5):
         weight = plain.weight.detach()
-        drive(plain, its, [grad + 0.2 * (weight - fp4graph.fake_quantize(weight, SPEC))])
-        drive(model, optimizer, [grad])
+        push(its, plain.parameters(), [[grad + 0.2 * (weight - fp4graph.fake_quantize(weight, SPEC)), bias]])
+        push(optimizer, model.parameters(), [[grad, bias]])
         torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
@@ -79,35 +70,22 @@ def test_dampen_is_a_gradient_to_any_optimizer(name: str) -> None:
 def test_freeze_holds_against_any_optimizer(name: str) -> None:
     model, optimizer = prepared(OPTIMIZERS[name], FREEZE)
     grads = gradients(60)
-    drive(model, optimizer, grads[:50])
-    frozen = kept(optimizer, model.weight, "freeze.frozen").clone()
+    push(optimizer, model.parameters(), grads[:50])
+    state = optimizer.state[model.weight]
+    frozen = state["fp4graph.freeze.frozen"].clone()
     assert frozen.any()
     assert not frozen.all()
     before = model.weight.detach().clone()
-    drive(model, optimizer, grads[50:])
+    push(optimizer, model.parameters(), grads[50:])
     assert torch.equal(model.weight[frozen], before[frozen])
-    assert torch.equal(model.weight[frozen], kept(optimizer, model.weight, "freeze.mean")[frozen])
+    assert torch.equal(model.weight[frozen], state["fp4graph.freeze.mean"][frozen])
     assert not torch.equal(model.weight[~frozen], before[~frozen])
-
-
-def assert_resumes(make: Make, techniques: list[Any], wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
-    """Train on, and from a checkpoint, to the same bits; return the optimizer."""
-    grads = gradients(30)
-    (model, base), (other, its) = prepared(make, *techniques), prepared(make, *techniques)
-    optimizer, its = wrap(base), wrap(its)
-    drive(model, optimizer, grads[:15])
-    other.load_state_dict(model.state_dict())
-    its.load_state_dict(through_file(optimizer.state_dict()))
-    drive(model, optimizer, grads[15:])
-    drive(other, its, grads[15:])
-    assert torch.equal(model.weight, other.weight)
-    assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])
-    return optimizer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_remembered_resumes_with_any_optimizer(name: str) -> None:
-    state = assert_resumes(OPTIMIZERS[name], [DAMPEN, FREEZE]).state_dict()["state"][0]
+    (_, optimizer), _ = assert_resumes(lambda: prepared(OPTIMIZERS[name], DAMPEN, FREEZE), gradients(30), 15)
+    state = optimizer.state_dict()["state"][0]
     entries = ("freeze.frozen", "freeze.direction", "freeze.mean", "dampen.steps")
     assert state.keys() >= {f"fp4graph.{entry}" for entry in entries}
 
@@ -123,13 +101,18 @@ def test_a_wrapper_that_runs_no_hooks_is_refused(technique: Any) -> None:
 
 def test_a_wrapper_is_of_no_interest_where_nothing_acts() -> None:
     model, optimizer = prepared(from_timm("lookahead_adamw"))
-    drive(model, optimizer, gradients(2))
+    push(optimizer, model.parameters(), gradients(2))
 
 
 @pytest.mark.parametrize("technique", ["dampen", "freeze", "q_ema", "stable_spam"])
 def test_the_optimizer_in_a_lookahead_can_be_prepared(technique: str) -> None:
     """It moves weights after the hooks, which see that at the next step."""
-    lookahead = assert_resumes(from_timm("adamw"), [technique], lambda optimizer: timm.optim.Lookahead(optimizer, k=4))
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = prepared(from_timm("adamw"), technique)
+        return model, timm.optim.Lookahead(optimizer, k=4)
+
+    (_, lookahead), _ = assert_resumes(make, gradients(30), 15)
     assert lookahead.param_groups[0]["lookahead_step"] == 30
 
 

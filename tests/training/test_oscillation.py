@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.policies import TIES_UP, one_rule
+from tests.helpers.training import applied, prepared
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +29,8 @@ def oscillating_share(technique: object) -> float:
     )
     model = nn.Linear(64, 32, bias=False)
     target = torch.randn(32, 64) / 8
-    model = fp4graph.apply(model, data, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0))
+    model = applied(model, data)
+    optimizer = prepared(model, lr=1e-4, weight_decay=0.0)
     with torch.no_grad():
         model.weight.copy_(target)  # at the optimum, as late in training
     runtime = runtime_of(model)

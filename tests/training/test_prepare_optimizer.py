@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 import fp4graph
 from fp4graph.optim import StableSPAM
 from tests.helpers.policies import TIES_UP, one_rule
-from tests.helpers.steps import push, same
+from tests.helpers.steps import assert_resumes, push, same
+from tests.helpers.training import applied
 from tests.recipes import optimizer_references as references
 
 BETA = 0.9
@@ -59,7 +59,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def prepare(part: nn.Module, optimizer: torch.optim.Optimizer, *techniques: Any) -> None:
-    fp4graph.prepare_optimizer(fp4graph.apply(part, policy(*techniques), backend="eager"), optimizer)
+    fp4graph.prepare_optimizer(applied(part, policy(*techniques)), optimizer)
 
 
 def gradients(steps: int, count: int = 2) -> Stream:
@@ -71,24 +71,25 @@ def started(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+descent = partial(references.sgd, lr=0.5)
+
+
+def of(stream: Stream, index: int) -> tuple[Any, int]:
+    """The gradients of one parameter, as the references take them, and their number."""
+    grads = [grads[index].double().numpy() for grads in stream]
+    return lambda w, state: grads[state["step"] - 1], len(grads)
+
+
 def assert_averaged(part: nn.Module, start: Tensor, stream: Stream, index: int) -> None:
     """Q-EMA's average beside gradient descent."""
-    descent = partial(references.sgd, lr=0.5)
-    grads = [grads[index].double().numpy() for grads in stream]
-    training = references.train_qema(
-        start.double().numpy(), lambda w, state: grads[state["step"] - 1], len(grads), descent, beta=BETA
-    )
+    training = references.train_qema(start.double().numpy(), *of(stream, index), descent, beta=BETA)
     expected = torch.from_numpy(training.averages[-1])
     torch.testing.assert_close(part._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 def assert_dampened(weight: Tensor, start: Tensor, stream: Stream, index: int, strength: float = 0.1) -> None:
     """Gradient descent with the gradient of the dampening term, or with ``strength=0`` plain."""
-    grads = [grads[index].double().numpy() for grads in stream]
-    descent = partial(references.sgd, lr=0.5)
-    weights = references.train_dampen(
-        start.double().numpy(), lambda w, state: grads[state["step"] - 1], len(grads), descent, strength=strength
-    )
+    weights = references.train_dampen(start.double().numpy(), *of(stream, index), descent, strength=strength)
     torch.testing.assert_close(weight.detach(), torch.from_numpy(weights[-1]).float())
 
 
@@ -110,8 +111,8 @@ def test_two_models_on_one_optimizer_are_both_acted_on_once(tied: bool) -> None:
 def test_preparing_again_replaces_the_hooks_of_that_model_alone() -> None:
     model = Two()
     start, optimizer = started(model), sgd(model)
-    fp4graph.apply(model.first, policy(Q_EMA), backend="eager")
-    fp4graph.apply(model.second, policy(DAMPEN), backend="eager")
+    applied(model.first, policy(Q_EMA))
+    applied(model.second, policy(DAMPEN))
     for part in (model.first, model.second, model.first, model.second):
         fp4graph.prepare_optimizer(part, optimizer)
     stream = gradients(5)
@@ -134,16 +135,7 @@ def test_what_two_models_remember_resumes() -> None:
         prepare(model.second, optimizer, RAMPING)
         return model, optimizer
 
-    stream = gradients(30)
-    whole, optimizer = prepared()
-    push(optimizer, whole.parameters(), stream[:13])
-    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
-    push(optimizer, whole.parameters(), stream[13:])
-    resumed, its = prepared()
-    resumed.load_state_dict(saved[0])
-    its.load_state_dict(saved[1])
-    push(its, resumed.parameters(), stream[13:])
-    assert same(resumed.parameters(), whole.parameters())
+    assert_resumes(prepared, gradients(30), 13)
 
 
 def test_a_technique_of_the_whole_optimizer_acts_once_for_two_models() -> None:
@@ -244,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], bool, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_policy_that_disagrees_with_itself_is_refused(case: str) -> None:
     data, tied, message = REFUSED[case]
-    model = fp4graph.apply(Two(tied), data, backend="eager")
+    model = applied(Two(tied), data)
     with pytest.raises(fp4graph.Error, match=message):
         fp4graph.prepare_optimizer(model, sgd(model))
 
@@ -258,7 +250,7 @@ def test_a_policy_that_disagrees_with_itself_is_refused(case: str) -> None:
     ids=["no hooks", "other weights"],
 )
 def test_a_later_phase_is_looked_at_when_the_optimizer_is_prepared(make: Any, message: str) -> None:
-    model = fp4graph.apply(Two(), policy(phases=[{"at": 1000, "techniques": [Q_EMA]}]), backend="eager")
+    model = applied(Two(), policy(phases=[{"at": 1000, "techniques": [Q_EMA]}]))
     with pytest.raises(fp4graph.Error, match=message):
         fp4graph.prepare_optimizer(model, make(model))
 
@@ -266,7 +258,7 @@ def test_a_later_phase_is_looked_at_when_the_optimizer_is_prepared(make: Any, me
 @pytest.mark.parametrize("second", [None, {"operands": {"fprop.weight": "keep"}, "techniques": []}], ids=str)
 def test_a_use_in_high_precision_has_no_say(second: Any) -> None:
     """As an output layer that is tied to the embedding."""
-    model = fp4graph.apply(Two(tied=True), by_name(first=DAMPENED, second=second), backend="eager")
+    model = applied(Two(tied=True), by_name(first=DAMPENED, second=second))
     start, optimizer = started(model), fp4graph.prepare_optimizer(model, sgd(model))
     stream = gradients(1, 1)
     push(optimizer, model.parameters(), stream)

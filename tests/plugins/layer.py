@@ -1,0 +1,66 @@
+"""A linear layer under a technique: its quantizers, operand by operand, and its three products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
+from fp4graph.policy import Policy
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+
+KEY = noise.make_key("site", "fc")
+
+
+def draw(count: int = 0, seed: int = 0, rank: int = 0) -> Draw:
+    return Draw(KEY, noise.make_step(seed, rank, count))
+
+
+DRAW = draw()
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Layer:
+    """A linear layer ``[inputs, outputs]``; each method takes the arguments of ``policy(options, **more)`` too."""
+
+    def __init__(self, policy: Callable[..., Policy], inputs: int = 64, outputs: int = 8, producer: Any = None) -> None:
+        self.policy = policy
+        self.site = SiteView("fc", "linear", inputs, outputs, inputs * outputs, producer=producer)
+
+    def program(self, options: Any = None, **more: Any) -> Any:
+        return plan_site(self.site, self.policy(options, **more).rules[0]).program
+
+    def operand(self, options: Any = None, operand: Operand = Operand.FPROP_INPUT, **more: Any) -> Any:
+        return self.program(options, **more).operand(operand)
+
+    def quantize(self, x: Tensor, *operand: Any, **more: Any) -> Any:
+        """Return codes and scales."""
+        return self.operand(*operand, **more).quantize(x, DRAW)
+
+    def terms(self, x: Tensor, *operand: Any, draw: Draw = DRAW, **more: Any) -> list[Tensor]:
+        """Return the terms of the operand, dequantized."""
+        return [term.product() for term in self.operand(*operand, **more)(x, draw)]
+
+    def quantized(self, x: Tensor, *operand: Any, **more: Any) -> Tensor:
+        """Return the operand's only term."""
+        (term,) = self.terms(x, *operand, **more)
+        return term
+
+    def products(
+        self, x: Tensor, w: Tensor, dy: Tensor, options: Any = None, draw: Draw = DRAW, **more: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return y, dX and dW."""
+        x, w = (t.detach().clone().requires_grad_() for t in (x, w))
+        y = site_function(self.program(options, **more), "linear", 1.0, 1.0)(x, w, None, draw.key, draw.step, 0)
+        y.backward(dy)
+        return y.detach(), x.grad, w.grad

@@ -1,0 +1,310 @@
+"""What holds for techniques alike; a technique's own file has its equation and what is its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import fp4graph
+from fp4graph.numerics.draw import Draw
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
+from tests.helpers.catalogue import OPTIONS, TRAINING, policy_of
+from tests.helpers.floats import assert_same_bits
+from tests.helpers.models import Mlp
+from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
+from tests.helpers.steps import assert_resumes, differences, push, through_file
+from tests.helpers.training import applied, prepared
+from tests.plugins.layer import KEY, Layer, draw, gaussian
+
+TECHNIQUES = default_registry().techniques
+SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
+E8M0 = quantizer(16, rounding="nearest_even")
+ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
+FLOOR = quantizer(32, rounding="floor")
+SET = NVFP4 | {"element": ["e2m1", "int4"]}
+ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
+GRADIENTS = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *TRAINING])
+def test_an_unknown_option_is_refused(name: str) -> None:
+    with pytest.raises(fp4graph.PolicyError, match=rf"unknown option 'colour' of .*\.{name};"):
+        loaded(name, {"colour": 1}, quantize=NVFP4)
+
+
+@pytest.mark.parametrize("operands", [[], ["fprop.wieght"]])
+@pytest.mark.parametrize("name", [name for name, cls in TECHNIQUES.items() if "operands" in cls.model_fields])
+def test_operands_that_do_not_exist_are_refused(name: str, operands: list[str]) -> None:
+    message = "unknown operand 'fprop.wieght'" if operands else "empty list"
+    with pytest.raises(fp4graph.PolicyError, match=message):
+        loaded(name, {"operands": operands}, quantize=NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "omega"),
+    [
+        ("adaptive_quantization_noise", SCHEDULE, 0.5),
+        ("low_rank_residual", {"operands": ["weights"], "rank": 4}, 3.0),
+        ("outlier_clamp", {"operands": ["fprop.input", "gradients"], "quantile": 0.97, "residual": False}, 0.5),
+        ("outlier_clamp", {}, 2.0),
+        ("outlier_fallback", {"operands": ["fprop.input", "gradients"], "threshold": 0.01}, 1.5),
+        ("smooth_swiglu", {}, 0.5),
+    ],
+)
+def test_a_policy_writes_the_options_down(name: str, options: dict[str, Any], omega: float) -> None:
+    policy = loaded(name, options)
+    assert policy.complexity == omega
+    written = yaml.safe_load(policy.to_yaml())
+    assert written["rules"][0]["techniques"] == [{name: options} if options else name]
+    assert fp4graph.load_policy(written) == policy
+
+
+# ---------------------------------------------------------------------- quantizers
+
+
+def layer(name: str, **rest: Any) -> Layer:
+    return Layer(lambda options=None, **more: loaded(name, options, **{"quantize": MXFP4, **rest, **more}), 96, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "quantize"),
+    [
+        ("adaptive_quantization_noise", SCHEDULE, MXFP4),
+        ("conditional_scaling", None, ENCODE),
+        ("element_choice", None, NVFP4),
+        ("four_over_six", None, NVFP4),
+        *(("low_rank_residual", {"quantize_components": each}, MXFP4) for each in (False, True)),
+        ("macro_block_scaling", {"block": 64}, E8M0),
+        *(("outlier_clamp", {"residual": each}, MXFP4) for each in (False, True)),
+        ("outlier_fallback", {"fraction": 0.3}, MXFP4),
+        ("tensor_scaling", None, NVFP4),
+    ],
+)
+def test_the_gradient_is_straight_through(name: str, options: Any, quantize: Any) -> None:
+    """With an exact backward: dX = dY·W and dW = dYᵀ·X of the operands as they are."""
+    x, w, dy = gaussian(40, 96), gaussian(64, 96, seed=1), gaussian(40, 64, seed=2)
+    y, dx, dw = layer(name, quantize=quantize, operands={"backward": "keep"}).products(x, w, dy, options)
+    assert not torch.equal(y, x @ w.mT)
+    assert torch.equal(dx, dy @ w)
+    assert torch.equal(dw, dy.mT @ x)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "quantize", "changed"),
+    [
+        ("conditional_scaling", {}, ENCODE, {*Operand}),
+        ("conditional_scaling", {"operands": ["gradients"]}, ENCODE, {*GRADIENTS}),
+        ("four_over_six", {"operands": ["weights"]}, NVFP4, {Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT}),
+        ("low_rank_residual", {}, MXFP4, {Operand.FPROP_WEIGHT}),
+        ("low_rank_residual", {"operands": ["inputs"]}, MXFP4, {Operand.FPROP_INPUT, Operand.WGRAD_INPUT}),
+        ("macro_block_scaling", {"block": 64}, E8M0, {*Operand}),
+        ("macro_block_scaling", {"block": 64, "operands": ["backward"]}, E8M0, {*list(Operand)[2:]}),
+        ("outlier_clamp", {}, MXFP4, {Operand.FPROP_INPUT}),
+        ("outlier_clamp", {"operands": ["gradients"]}, MXFP4, {*GRADIENTS}),
+        ("outlier_fallback", {}, MXFP4, {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}),
+        ("outlier_fallback", {"operands": ["gradients"]}, MXFP4, {*GRADIENTS}),
+        ("tensor_scaling", {"operands": ["gradients"]}, NVFP4, {*GRADIENTS}),
+    ],
+)
+def test_only_the_chosen_operands_are_changed(name: str, options: Any, quantize: Any, changed: set[Operand]) -> None:
+    specs = dict(fp4graph.load_policy(one_rule(quantize=quantize)).rules[0].specs)
+    x, made = wide(64, 96), layer(name, quantize=quantize)
+    for operand in Operand:
+        terms = made.terms(x, options, operand)
+        assert torch.equal(sum(terms), fp4graph.fake_quantize(x, specs[operand])) == (operand not in changed), operand
+
+
+def wide(*shape: int, decades: float = 2, seed: int = 0) -> torch.Tensor:
+    """Rows of sizes that lie over so many powers of ten, with outliers of either sign."""
+    x = gaussian(*shape, seed=seed)
+    x.view(-1)[::97] *= 40
+    x.view(-1)[::89] *= -25
+    return x * torch.logspace(0, -decades, shape[0])[:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "options", "operand", "quantize"),
+    [
+        ("adaptive_quantization_noise", SCHEDULE, Operand.FPROP_WEIGHT, MXFP4),
+        ("element_choice", None, Operand.FPROP_INPUT, NVFP4),
+        ("four_over_six", None, Operand.FPROP_INPUT, NVFP4),
+        ("macro_block_scaling", {"block": 64}, Operand.FPROP_INPUT, E8M0),
+        ("outlier_fallback", {"fraction": 0.3}, Operand.FPROP_INPUT, MXFP4),
+        ("quest_scale", None, Operand.FPROP_INPUT, FLOOR),
+    ],
+)
+def test_in_16_bits_the_result_is_that_of_fp32_rounded(name, options, operand, quantize, dtype) -> None:
+    x, made = wide(40, 96).to(dtype), layer(name, quantize=quantize)
+    y = made.quantized(x, options, operand)
+    assert y.dtype is dtype
+    assert torch.equal(y, made.quantized(x.float(), options, operand).to(dtype))
+
+
+def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.FPROP_INPUT, **rest: Any) -> Any:
+    """Return a row of the test below."""
+    words = [name, *(f"{key}={value}" for key, value in (options or {}).items() if key not in SCHEDULE)]
+    marks = [pytest.mark.long] if long else []
+    return pytest.param(layer(name, **rest).operand(options, operand), marks=marks, id=" ".join(words))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        bits("adaptive_quantization_noise", SCHEDULE, operand=Operand.FPROP_WEIGHT),
+        bits(
+            "adaptive_quantization_noise", SCHEDULE | {"kind": "multiplicative"}, long=False,
+            operand=Operand.FPROP_WEIGHT,
+        ),
+        bits("conditional_scaling", None, long=False, quantize=ENCODE),
+        *(bits("element_choice", {}, more=["tensor_scaling"], quantize=SET | {"rounding": rounding})
+          for rounding in ("nearest", "stochastic")),
+        *(bits("four_over_six", {"measure": measure}, long=measure == "mse", quantize=NVFP4)
+          for measure in ("mse", "amax")),
+        bits("macro_block_scaling", {"block": 64}, long=False, quantize=E8M0),
+        bits("mean_split", None, more=["tensor_scaling"], quantize=NVFP4),
+        bits("ms_eden", None, operand=Operand.DGRAD_GRAD_OUTPUT, more=[ROTATED], quantize=NVFP4),
+        *(bits("outlier_clamp", options) for options in ({"quantile": 0.9}, {"residual": False})),
+        *(bits("outlier_fallback", choice | by_row, long=bool(by_row), quantize=MXFP4 | {"rounding": "stochastic"})
+          for choice in ({"fraction": 0.3}, {"threshold": 0.002}) for by_row in ({}, {"granularity": "row"})),
+        bits("quest_scale", None, quantize=FLOOR),
+        *(bits("stochastic_rounding", guard, operand=Operand.DGRAD_GRAD_OUTPUT, quantize=FLOOR,
+               more=["stochastic_scale_rounding"])
+          for guard in ({"range_guard": 0.75, "bits": 8}, {"range_guard": 1.0625})),
+        *(bits("tensor_scaling", options, quantize=NVFP4)
+          for options in ({}, {"granularity": "row"}, {"granularity": 32})),
+    ],
+)  # fmt: skip
+def test_inductor_computes_the_bits_of_eager(program: Any, inductor: Any) -> None:
+    def f(x: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(term.product() for term in program(x, Draw(KEY, step)))
+
+    tensors = [wide(50, 128, decades=3), wide(40, 256, decades=7), wide(34, 128, decades=0, seed=1)]
+    tensors[2][3, 5] = math.nan
+    compiled = inductor(f, tensors[0], draw(3).step)
+    for count, x in enumerate((*tensors, torch.zeros(40, 128))):
+        for some, other in zip(f(x, draw(17 * count).step), compiled(x, draw(17 * count).step), strict=True):
+            assert_same_bits(some, other)
+
+
+# ---------------------------------------------------------------------- the optimizer's step
+
+
+def pushes(steps: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor | None]]:
+    """Gradients of a weight and a bias that push to and fro, most of all where a weight near a threshold oscillates."""
+    generator, stream = torch.Generator().manual_seed(1), []
+    for step in range(steps):
+        push_of_step = torch.where(torch.arange(64) % 8 == 0, 4.0 if step % 2 else -4.0, 0.3)
+        weight = 0.3 * torch.randn(6, 64, generator=generator) + push_of_step
+        stream.append([weight.to(dtype), torch.randn(6, generator=generator).to(dtype)])
+    return stream
+
+
+FREEZE = {"momentum": 0.125, "threshold": 0.3}
+RAMPS = TRAINING["q_ramping"]
+#: Options of techniques that act in the optimizer's step.
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dampen": ("dampen", {"strength": 0.3}),
+    "dampen with a schedule": ("dampen", {"strength": 0.3, "total_steps": 20}),
+    "freeze": ("freeze", FREEZE),
+    "freeze with a schedule": ("freeze", FREEZE | {"final_threshold": 0.2, "total_steps": 40, "start": 0.25}),
+    "q_ema": ("q_ema", {"beta": 0.9}),
+    "q_ramping": ("q_ramping", RAMPS),
+    "q_ramping with restore": ("q_ramping", RAMPS | {"restore": True}),
+    "stable_spam": ("stable_spam", TRAINING["stable_spam"]),
+}
+
+
+def stepped(name: str, options: Any, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    declared = {name: options}
+    model = applied(model, one_rule(quantize=TIES_UP, techniques=[declared]))
+    return model, prepared(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 6, dtype=dtype)
+
+
+class Sharing(nn.Module):
+    """One weight, used twice: ALBERT's way, by two names of one module, or tied, by two modules with one parameter."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first = self.second = linear()
+        if tied:
+            self.second = nn.Linear(64, 6, bias=False)
+            self.second.weight = self.first.weight
+
+    weight = property(lambda self: self.first.weight)
+    bias = property(lambda self: self.first.bias)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", STEPS)
+def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> None:
+    """As the same layer used once, whose values are tested against the equations."""
+    (plain, optimizer), (shared, its) = stepped(*STEPS[case], linear()), stepped(*STEPS[case], Sharing(tied))
+    free = linear()
+    without = torch.optim.AdamW(free.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for model, which in ((plain, optimizer), (shared, its), (free, without)):
+        push(which, (model.weight, model.bias), pushes(47))
+    assert torch.equal(shared.weight, plain.weight)
+    assert torch.equal(shared.bias, plain.bias)
+    assert not differences(dict(optimizer.state[plain.weight]), dict(its.state[shared.weight]))
+    if case == "q_ema":
+        for user in (shared.first, shared.second):
+            assert torch.equal(user._fp4graph_q_ema_weight, plain._fp4graph_q_ema_weight)
+    else:
+        assert not torch.equal(plain.weight, free.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "at"),  # q_ramping: in a detection, at its end, while gradients add up, in the second one
+    [(case, at) for case in STEPS for at in ((3, 8, 13, 23) if "q_ramping" in case else (23,))],
+)
+def test_steps_resume_to_the_bit(case: str, at: int, dtype: torch.dtype) -> None:
+    assert_resumes(lambda: stepped(*STEPS[case], linear(dtype)), pushes(45, dtype), at)
+
+
+# ---------------------------------------------------------------------- training
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("name", [*OPTIONS, *TRAINING])
+def test_a_training_in_bf16_resumes_to_the_bit(name: str) -> None:
+    """What the graph writes comes with the model, what the optimizer's step writes with the optimizer."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = applied(Mlp(64, 96, 32).bfloat16(), policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4))
+        return model, prepared(model, fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+        outputs = []
+        for step in steps:
+            y = model(gaussian(40, 64, seed=step).bfloat16())
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(y.detach())
+        return outputs
+
+    (model, optimizer), (other, its) = made(), made()
+    train(model, optimizer, range(2))
+    weights, state = through_file((model.state_dict(), optimizer.state_dict()))
+    other.load_state_dict(weights)
+    its.load_state_dict(state)
+    outputs, again = (train(*each, range(2, 5)) for each in ((model, optimizer), (other, its)))
+    assert outputs[0].dtype is torch.bfloat16
+    assert all(y.isfinite().all() for y in outputs)
+    assert not differences(outputs, again)
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+    assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])
