@@ -151,11 +151,11 @@ def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.F
     """Return a row of the test below."""
     words = [name, *(f"{key}={value}" for key, value in (options or {}).items() if key not in SCHEDULE)]
     marks = [pytest.mark.long] if long else []
-    return pytest.param(layer(name, **rest).operand(options, operand), marks=marks, id=" ".join(words))
+    return pytest.param(lambda: layer(name, **rest).operand(options, operand), marks=marks, id=" ".join(words))
 
 
 @pytest.mark.parametrize(
-    "program",
+    "make",
     [
         bits("adaptive_quantization_noise", SCHEDULE, operand=Operand.FPROP_WEIGHT),
         bits(
@@ -181,7 +181,9 @@ def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.F
           for options in ({}, {"granularity": "row"}, {"granularity": 32})),
     ],
 )  # fmt: skip
-def test_inductor_computes_the_bits_of_eager(program: Any, inductor: Any) -> None:
+def test_inductor_computes_the_bits_of_eager(make: Any, inductor: Any) -> None:
+    program = make()
+
     def f(x: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(term.product() for term in program(x, Draw(KEY, step)))
 
