@@ -345,10 +345,11 @@ def test_explain(fp4graph, data):
 
 
 @pytest.mark.slow
-def test_check_against_a_model(fp4graph, written):
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_policy_against_a_model(fp4graph, written, command):
     pytest.importorskip("timm")
     expecting = written("extends: tetrajet\nexpect: {quantized: {min: 1000}}")
-    fits, does_not = (fp4graph("check", policy, "--model", "test_vit") for policy in ("tetrajet", expecting))
+    fits, does_not = (fp4graph(command, policy, "--model", "test_vit") for policy in ("tetrajet", expecting))
     assert (fits.code, does_not.code) == (0, 1)
     assert "blocks.0-5.attn.qkv" in fits.out
     assert "expected at least 1000 quantized site(s)" in does_not.err
