@@ -47,8 +47,8 @@ class LearnedScale(Technique):
 
     Stages: scale of fprop.weight; optimizer, before the step.
 
-    Cost: the amax at every element, two moments for each block; the weight's quantizer once more at each step, and 126
-    times at the start for ``mse``. The complexity weight is ours: 2.0, Table 2's least for unfusable O(n) work.
+    Cost: the amax at every element, two moments for each block; the weight's quantizer once at each step, 126 times at
+    the start for ``mse``. The complexity weight is ours: 2.0, Table 2's least for unfusable work with O(n) memory.
 
     Use it to distil a model into NVFP4 weights (quantization-aware distillation), for which ModelOpt has it.
     """

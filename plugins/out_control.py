@@ -81,7 +81,7 @@ class OutControl(Technique):
         """Return k, the number of ``channels`` input channels that are chosen; raise ValueError if no other is left."""
         k = -(-max(1, round(self.channels * channels)) // self.multiple) * self.multiple
         if k >= channels:
-            raise ValueError(f"of {channels} input channels {k} would be chosen; lower channels or multiple")
+            raise ValueError(f"of {channels} input channels {k} would be chosen; lower channels or multiple, or keep")
         return k
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:

@@ -64,7 +64,7 @@ class QRamping(Technique):
         if self.n_max > (ramp := max(0, self.t_update - self.t0)):
             raise ValueError(
                 f"n_max {self.n_max} is more than the {ramp} steps from one detection to the next (t_update less t0): "
-                "an element with such an N would never step; lower n_max or t0, or raise t_update"
+                f"an element with such an N would never step; lower {'n_max or ' * (ramp > 0)}t0, or raise t_update"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -38,8 +38,8 @@ class TensorScaling(Technique):
     saturate. γ is kept only for products with a weight. A backward must follow its own forward: it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up; ``groups`` adds last names. Training then multiplies with the weights that are served.
-    Siblings read the same X, whose γ is equal already. Experts share expert by expert.
+    q, k and v; gate and up; whole families of ``groups`` go first. Training then multiplies with the weights that are
+    served. Siblings read the same X, whose γ is equal already. Experts share expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).
@@ -55,15 +55,15 @@ class TensorScaling(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
 
-    granularity: Literal["tensor", "all", "row"] | int = Field(
-        "tensor", description="Elements that share γ: tensor (of an expert), all (experts), row, or so many of a row."
+    granularity: Literal["tensor", "all", "row"] | Annotated[int, Field(ge=1)] = Field(
+        "tensor", description="Elements that share γ: tensor (of an expert), all, row (a contracted line), or so many."
     )
-    input_granularity: Literal["row"] | None = Field(None, description="That of X, if different: a row, as a token is.")
+    input_granularity: Literal["row"] | None = Field(None, description="X's: a token in fprop, a channel in wgrad.")
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     share: Literal["siblings"] | None = Field(None, description="Weights with one γ: siblings (q, k, v; gate, up).")
-    groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more siblings, such as [[wq, wk, wv]].")
+    groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more families, such as [[wq, wk, wv]].")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
@@ -75,10 +75,10 @@ class TensorScaling(Technique):
         acts = {"gradient_target": "gradients", "input_granularity": "inputs", "share": "fprop.weight"}
         for option, group in acts.items():
             if getattr(self, option) and not self.operands_listed & {*ADDRESSES[group]}:
-                raise ValueError(f"{option} is for {group}, which operands does not list; leave it out")
-        lines = self.granularity not in ("tensor", "all")
-        if (self.hold_steps > 1 and (lines or self.input_granularity)) or (self.share and lines):
-            raise ValueError("hold_steps and share need one γ per operand; use granularity: tensor for all of them")
+                raise ValueError(f"{option} is for {group}, which operands does not list; list it, or drop {option}")
+        rows, held = self.granularity not in ("tensor", "all"), self.hold_steps > 1
+        if (held and (rows or self.input_granularity)) or (self.share and rows):
+            raise ValueError(f"{'hold_steps' if held else 'share'} needs one γ per operand; use granularity: tensor")
         if self.groups and not self.share:
             raise ValueError("groups names siblings; give share: siblings too")
 
@@ -87,7 +87,7 @@ class TensorScaling(Technique):
         if self.hold_steps > 1 and not site.multiplies_weight:
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         if self.hold_steps > 1 and site.op == "grouped" and self.granularity != "all":
-            raise ValueError("hold_steps keeps one γ, and every expert has its own; give granularity: all")
+            raise ValueError("hold_steps keeps one γ, and each expert has one; use granularity: all or hold_steps: 1")
 
     def settings(self, operand: Operand) -> tuple[float | None, Granularity]:
         """Return the target and the granularity of an operand."""

@@ -55,7 +55,7 @@ def check_target(target: float | None, operand: Operand, scale: ScaleSpec, headr
                 "give a target with it, or leave it out"
             )
     elif target > number.max:
-        raise ValueError(f"target {target:g} is above the largest scale of {operand}, {number.max:g}")
+        raise ValueError(f"target {target:g} is above the largest scale of {operand}, {number.max:g}; lower it")
     elif scale.convention == "encode" and (encode := 1 / (headroom * target)) > number.max:
         raise ValueError(
             f"target {target:g} makes the encode scale of the largest block of {operand} {encode:g}, and {number.name} "
@@ -65,6 +65,6 @@ def check_target(target: float | None, operand: Operand, scale: ScaleSpec, headr
 
 def check_groups(option: str, length: Granularity, operand: Operand, block: Block) -> None:
     """Refuse groups of ``length`` elements along the contraction axis that are not whole blocks of an operand."""
-    if isinstance(length, int) and (length < 1 or length % block_length(block)):
+    if isinstance(length, int) and length % block_length(block):
         multiple = f"a multiple of the block of {operand}, {block_length(block)} elements"
-        raise ValueError(f"{option} {length} is not {multiple}")
+        raise ValueError(f"{option} {length} is not {multiple}; give one")

@@ -146,7 +146,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "tensor_scaling": [
         ({"granularity": 24}, "24 is not a multiple of the block of fprop.input, 16"),
-        ({"granularity": 0}, "0 is not a multiple of the block"),
+        *(({"granularity": size}, "granularity must be") for size in (0, -16)),
         ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"),
         ({"headroom": 0}, "above 0"),
         ({"headroom": 2}, "at most 1"),
@@ -160,7 +160,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
             {"input_granularity": "row", "operands": ["weights"]},
             "input_granularity is for inputs, which operands does not list",
         ),
-        ({"input_granularity": "row", "hold_steps": 5}, "granularity: tensor for all of them"),
+        ({"input_granularity": "row", "hold_steps": 5}, "hold_steps needs one γ per operand; use granularity: tensor"),
     ],
     "tensor_scaling_gradient": [({"kind": "absmax"}, "requires 'tensor_scaling'")],
 }
@@ -209,7 +209,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (FREEZE, WEIGHT_DRAWN, "rounds stochastically"),
         (FREEZE, FORWARD_DRAWN, "rounds stochastically"),
         (FREEZE, {"quantize": NVFP4, "more": SCALES_DRAWN}, "rounds stochastically"),
-        (FREEZE, {"quantize": TIES_UP, "more": ["hadamard"]}, "hadamard transforms the operands of fprop"),
+        (FREEZE, {"quantize": TIES_UP, "more": ["hadamard"]}, "are no elements of the weight"),
         (FREEZE, {"quantize": TIES_UP, "more": ["smooth_swiglu"]}, "smooth_swiglu transforms the operands of fprop"),
         (FREEZE, {"quantize": TIES_UP, "after": [{"q_ramping": {"t_update": 100, "n_max": 5}}]}, "q_ramping"),
         (FREEZE, {"quantize": TIES_UP, "operands": {"fprop.weight": {"element": "e2m3"}}},
@@ -264,13 +264,13 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "osci_reset": [
         ({}, {"quantize": NVFP4 | DRAWN}, "every weight seems to oscillate"),
         ({}, {"more": [{"hadamard": {"scope": "all", "block": 16}}], "quantize": NVFP4},
-         "take fprop out of the scope of hadamard"),
+         r"so that Q\(W\) moves though W does not; take fprop out of the scope of hadamard"),
         *(({}, {"more": [other], "quantize": NVFP4}, "cannot share a site")
           for other in ("q_ema", {"adaptive_quantization_noise": SCHEDULE})),
     ],
     "out_control": [
         ({"mode": "wait"}, {"op": "matmul"}, r"this product \(matmul\) has no weight.*op: linear"),
-        ({"mode": "wait"}, {"more": ["hadamard"]}, "hadamard transforms the operands of fprop"),
+        ({"mode": "wait"}, {"more": ["hadamard"]}, "hadamard transforms the operands of fprop, so that its channels"),
         ({"mode": "wait"}, {"more": ["outlier_clamp"]}, "outlier_clamp takes outliers out of X"),
     ],
     "outlier_fallback": [
@@ -297,7 +297,8 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "tensor_scaling": [
         ({"target": 1e-3}, {"quantize": ENCODE}, "target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"),
         ({"granularity": 32}, {"quantize": {**NVFP4, "block": "row"}}, "blocks of a row have no fixed length"),
-        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "matmul"}, "hold_steps: 1"),
+        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "matmul"}, "this product has none; use hold_steps: 1"),
+        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "grouped"}, "use granularity: all or hold_steps: 1"),
     ],
     "tensor_scaling_gradient": [
         ({"kind": "absmax"}, {"more": [{"tensor_scaling": {"hold_steps": 5}}], "quantize": NVFP4},
