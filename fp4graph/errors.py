@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
 
 
 class Error(Exception):
@@ -105,6 +103,9 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
 def install(extra: str) -> str:
     """Return the command that installs an extra from where fp4graph itself was installed: an index, a folder or a file
     (PEP 610)."""
+    import json
+    from importlib import metadata  # takes longer to import than the rest of ``import fp4graph``
+
     origin = json.loads(metadata.distribution("fp4graph").read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))
     if "dir_info" not in origin:

@@ -79,9 +79,9 @@ class OutControl(Technique):
 
     def count(self, channels: int) -> int:
         """Return k, the number of ``channels`` input channels that are chosen; raise ValueError if no other is left."""
-        k = -(-max(1, round(self.channels * channels)) // self.multiple) * self.multiple
-        if k >= channels:
-            raise ValueError(f"of {channels} input channels {k} would be chosen; lower channels or multiple, or keep")
+        if (k := -(-max(1, round(self.channels * channels)) // self.multiple) * self.multiple) >= channels:
+            advice = f"lower channels or multiple ({self.multiple}), or keep the layer by a rule"
+            raise ValueError(f"of {channels} input channels {k} would be chosen; {advice}")
         return k
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class TensorScaling(Technique):
     """Divides X by the group scale γ = g/κ before its block scales are chosen, and multiplies the result by γ.
 
-    h(X) = γ·f(X/γ) (Eq. 2, with κ = 1) with g = max_p Z_p over the blocks p of a group, taken from the block statistics
-    and not from X. κ = Qmax·T·headroom, with T ``target`` or else the scale format's maximum: 6·448·headroom for E2M1
-    and E4M3. The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q
-    stands for q·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688),
-    from 1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then represents blocks
-    down to 1/10^5 of the largest, whose scale is a coarse subnormal. Scales with fp32's exponents (E8M0, E8M3, FP32,
-    BF16) have range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, if forward
-    operands leave room for four_over_six. γ of a whole tensor is applied after the GEMM, as in hardware: the fp32
-    accumulator times γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
+    h(X) = γ·f(X/γ) (Eq. 2, where κ = 1). g = max_p Z_p over the blocks p of a group, from the block statistics and not
+    from X. κ = Qmax·T·headroom, with T ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and E4M3.
+    The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands for
+    q·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688), from
+    1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then represents blocks down
+    to 1/10^5 of the largest, whose scale is a coarse subnormal. Scales with fp32's exponents (E8M0, E8M3, FP32, BF16)
+    have range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, if forward operands
+    leave room for four_over_six. γ of a whole tensor is applied after the GEMM, as in hardware: the fp32 accumulator
+    times γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
 
     With ``input_granularity: row`` each token of fprop.input has a γ. The tokens of a batch then do not change each
     other's numbers, as a training and a server that batches otherwise need. With ``hold_steps`` h > 1 γ is refreshed at
@@ -38,7 +38,7 @@ class TensorScaling(Technique):
     saturate. γ is kept only for products with a weight. A backward must follow its own forward: it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up; whole families of ``groups`` go first. Training then multiplies with the weights that are
+    q, k and v; gate and up. Families of ``groups`` come first. Training then multiplies with the weights that are
     served. Siblings read the same X, whose γ is equal already. Experts share expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
@@ -78,7 +78,7 @@ class TensorScaling(Technique):
                 raise ValueError(f"{option} is for {group}, which operands does not list; list it, or drop {option}")
         rows, held = self.granularity not in ("tensor", "all"), self.hold_steps > 1
         if (held and (rows or self.input_granularity)) or (self.share and rows):
-            raise ValueError(f"{'hold_steps' if held else 'share'} needs one γ per operand; use granularity: tensor")
+            raise ValueError(f"with {'hold_steps' if held else 'share'} use granularity: tensor, no input_granularity")
         if self.groups and not self.share:
             raise ValueError("groups names siblings; give share: siblings too")
 

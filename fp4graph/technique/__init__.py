@@ -59,10 +59,9 @@ IMPORTABLE = (
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
-    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "BlockScale", "ChannelSplit", "Context",
-    "Factors", "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs",
-    "Operands", "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive",
-    "ProductOperation", "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate",
-    "Wrapper", "acts_at", "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at",
-    "parts_of", "plans",
+    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "BlockScale", "ChannelSplit", "Context", "Factors",
+    "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs", "Operands",
+    "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive", "ProductOperation",
+    "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "Wrapper", "acts_at",
+    "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at", "parts_of", "plans",
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
 )
 def test_an_extra_is_installed_from_where_the_package_was(origin, command, monkeypatch):
     recorded = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
-    monkeypatch.setattr(errors.metadata, "distribution", lambda name: recorded)
+    monkeypatch.setattr(metadata, "distribution", lambda name: recorded)
     assert errors.install.__wrapped__("hf") == f"pip install {command}"
 
 

@@ -160,7 +160,10 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
             {"input_granularity": "row", "operands": ["weights"]},
             "input_granularity is for inputs, which operands does not list",
         ),
-        ({"input_granularity": "row", "hold_steps": 5}, "hold_steps needs one γ per operand; use granularity: tensor"),
+        (
+            {"input_granularity": "row", "hold_steps": 5},
+            "with hold_steps use granularity: tensor, no input_granularity",
+        ),
     ],
     "tensor_scaling_gradient": [({"kind": "absmax"}, "requires 'tensor_scaling'")],
 }
