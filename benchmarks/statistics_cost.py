@@ -24,10 +24,10 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import fp4graph
-from fp4graph.lab import Statistics
-from fp4graph.lab.statistics.collect import PROBED
 
 EVERY, WINDOW, WINDOW_EVERY = 50, 30, 500  # the defaults
+#: The last steps of each window, at which the rate of change reads the outputs of the probe.
+PROBED = fp4graph.lab.Statistics.PROBED
 
 
 def measure(policy: str, model_name: str, batch: int, backend: str, steps: int) -> dict[str, float]:
@@ -46,7 +46,9 @@ def measure(policy: str, model_name: str, batch: int, backend: str, steps: int) 
         return 1000 * (time.perf_counter() - begin)
 
     def watched(number: int, **options: Any) -> list[float]:
-        with tempfile.TemporaryDirectory() as folder, Statistics(model, optimizer, directory=folder, step=0, **options):
+        with tempfile.TemporaryDirectory() as folder, fp4graph.lab.Statistics(
+            model, optimizer, directory=folder, step=0, **options
+        ):
             return [step() for _ in range(number)]
 
     step(), step()

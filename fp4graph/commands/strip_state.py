@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+import fp4graph
 from fp4graph.commands.output import say
-from fp4graph.errors import Error, needs
 
 
 def strip_state(
@@ -21,18 +21,5 @@ def strip_state(
 
     fp4graph strip-state model.safetensors plain.safetensors
     """
-    from fp4graph.training.stripping import strip_pickled, strip_safetensors
-
-    if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
-        raise Error("IN and OUT must be of the same kind: both .safetensors, or both of torch.save")
-    if not source.is_file():
-        raise Error(f"file {str(source)!r} does not exist; give a file of weights")
-    try:
-        if source.suffix == ".safetensors":
-            needs("safetensors", "such files are read with safetensors", "export")
-            removed = strip_safetensors(source, target)
-        else:
-            removed = strip_pickled(source, target)
-    except OSError as error:
-        raise Error(f"cannot write {target}: {error.strerror or error}; make room, or give another place") from error
+    removed = fp4graph.training.strip_file(source, target)
     say(f"{target}: without {removed} entries of {source}")

@@ -1,4 +1,4 @@
-"""The lines that fp4graph adds to the user's own training loop."""
+"""The lines that fp4graph adds to the user's own training loop, and to files of its weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import grad_scaler, prepare_optimizer
+    from fp4graph.training.stripping import strip_file
 
-__all__ = ["grad_scaler", "prepare_optimizer"]
+__all__ = ["grad_scaler", "prepare_optimizer", "strip_file"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,6 +16,6 @@ def __getattr__(name: str) -> Any:
     must not wait for Dynamo."""
     if name not in __all__:
         raise AttributeError(f"module 'fp4graph.training' has no attribute {name!r}")
-    from fp4graph.training import optimizer
+    from fp4graph.training import optimizer, stripping
 
-    return getattr(optimizer, name)
+    return getattr(stripping if name == "strip_file" else optimizer, name)

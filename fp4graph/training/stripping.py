@@ -10,14 +10,34 @@ from typing import Any
 
 import torch
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, needs
 from fp4graph.files import replacing
 from fp4graph.model.state import is_ours
 from fp4graph.training import sealed
 
 
-def strip_safetensors(source: Path, target: Path) -> int:
-    """Write ``source`` without our entries to ``target``; return their number."""
+def strip_file(source: str | Path, target: str | Path) -> int:
+    """Write a file of weights without the state of techniques, so that it loads into the plain model.
+
+    Both are .safetensors, or both are of ``torch.save``. Everything else in the file stays: nested state dicts,
+    optimizer, epoch, metadata. Return the number of removed entries.
+
+    Raises:
+        Error: the files are of different kinds; ``source`` is no file of weights; ``target`` cannot be written.
+    """
+    source, target = Path(source), Path(target)
+    if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
+        raise Error("IN and OUT must be of the same kind: both .safetensors, or both of torch.save")
+    if not source.is_file():
+        raise Error(f"file {str(source)!r} does not exist; give a file of weights")
+    try:
+        return (_strip_safetensors if source.suffix == ".safetensors" else _strip_pickled)(source, target)
+    except OSError as error:
+        raise Error(f"cannot write {target}: {error.strerror or error}; make room, or give another place") from error
+
+
+def _strip_safetensors(source: Path, target: Path) -> int:
+    needs("safetensors", "such files are read with safetensors", "export")
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save
 
@@ -33,8 +53,7 @@ def strip_safetensors(source: Path, target: Path) -> int:
     return len(keys) - len(kept)
 
 
-def strip_pickled(source: Path, target: Path) -> int:
-    """Write ``source``, a file of ``torch.save``, without our entries to ``target``; return their number."""
+def _strip_pickled(source: Path, target: Path) -> int:
     with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's and DeiT's scripts
         content, digested = sealed.read(source)
     if not isinstance(content, Mapping):

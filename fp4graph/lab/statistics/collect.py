@@ -20,10 +20,6 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
 
-#: Steps at the end of a window over which outputs are compared; each costs a forward of the probe.
-PROBED = 5
-
-
 class Statistics:
     """Records statistics of every quantized site of ``model``, at every ``every``-th step of ``optimizer``.
 
@@ -43,7 +39,7 @@ class Statistics:
             ``every`` by default, at least ``window``).
         sample: the approximate number of elements measured of an operand, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
-            for the rate of change of Y over the last :data:`PROBED` steps of each window.
+            for the rate of change of Y over the last :attr:`PROBED` steps of each window.
         step: the steps done before, for a resumed training; by default the count in the optimizer's state.
         stream: a further destination of each record's numbers, or a list: a ``SummaryWriter`` of TensorBoard or a
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
@@ -52,6 +48,9 @@ class Statistics:
         Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown; later, from
             ``optimizer.step()``, the disk is full.
     """
+
+    #: Steps at the end of a window over which outputs are compared; each costs a forward of the probe.
+    PROBED = 5
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ class Statistics:
         for moving in self._moving:
             moving.advance(self._runtime.step)
         self._left -= 1
-        if self._left <= PROBED and self._probe is not None and "rate_of_change" in self._metrics:
+        if self._left <= self.PROBED and self._probe is not None and "rate_of_change" in self._metrics:
             self._run_probe()
             self._outputs.advance()
 
