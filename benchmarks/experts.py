@@ -21,7 +21,6 @@ from benchmarks import options, tables
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, compare
-from fp4graph.policy import Match
 
 COLUMNS = (
     tables.case("shape"),
@@ -76,7 +75,8 @@ class Case:
         """Return the experts under the first rule of a policy that quantizes."""
         policy = fp4graph.load_policy(name)
         rule = next(rule for rule in policy.rules if rule.quantizes)
-        policy = dataclasses.replace(policy, rules=(dataclasses.replace(rule, match=Match(op=("grouped",))),))
+        match = type(rule.match)(op=("grouped",))  # wherever the experts stand
+        policy = dataclasses.replace(policy, rules=(dataclasses.replace(rule, match=match),))
         module = copy.deepcopy(self.experts)
         fp4graph.apply(module, policy, backend=self.backend, dynamic=False, total_forwards=TOTAL_STEPS)
         fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))

@@ -25,11 +25,11 @@ from fp4graph import load_policy
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import make_key, make_step
+from fp4graph.numerics.words import describe
 from fp4graph.ops import contract
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
-from fp4graph.policy.words import describe
 from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView

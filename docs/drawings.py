@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 import fp4graph
-from fp4graph.policy.words import describe
+from fp4graph.numerics.words import describe
 from fp4graph.technique.parts import KINDS
 
 WIDTH, LINE, PAD, GAP = 470, 19, 10, 22

@@ -14,8 +14,9 @@ from fp4graph.graph import targets
 from fp4graph.graph.site import Site
 from fp4graph.model import census
 from fp4graph.model.html import html, page
+from fp4graph.numerics.words import describe
 from fp4graph.policy import Policy
-from fp4graph.policy.words import describe, summarize
+from fp4graph.policy.words import summarize
 from fp4graph.technique.site import BlockPosition
 
 

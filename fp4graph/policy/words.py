@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.numerics.words import block_words, describe
 from fp4graph.technique.operands import Operand
 
 
@@ -21,23 +22,11 @@ def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
     bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
     return {
         "element": " or ".join(each.name for each in spec.elements) + (f" by {spec.selector}" if spec.others else ""),
-        "block": _block(spec),
+        "block": block_words(spec),
         "scale": " ".join(scale),
         "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
         "source": spec.source + (", from master" if spec.from_master else ""),
     }
-
-
-def describe(spec: QuantSpec | None) -> str:
-    """Return one operand's spec in a few words: ``e2m1/32 e8m0 ceil SR of fprop``; "-" for high precision."""
-    if spec is None:
-        return "-"
-    words = [f"{spec.element_name}/{_block(spec)}", spec.scale.format.name, spec.scale.rounding]
-    words += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    words += [f"ties-{spec.scale.ties}"] if spec.scale.ties else []
-    words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
-    words += ["of fprop"] if spec.source == "fprop" else []
-    return " ".join(words)
 
 
 def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
@@ -47,10 +36,6 @@ def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
         if operand in operands:
             groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
     return "; ".join(f"{' '.join(names)}: {text}" for text, names in groups.items())
-
-
-def _block(spec: QuantSpec) -> str:
-    return "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
 
 
 def shortened(text: str) -> str:

@@ -18,7 +18,8 @@ from fp4graph.model.distributed import is_distributed, rank, unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
-from fp4graph.policy.words import describe
+from fp4graph.numerics.words import describe
+
 
 class Statistics:
     """Records statistics of every quantized site of ``model``, at every ``every``-th step of ``optimizer``.
