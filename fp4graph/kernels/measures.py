@@ -8,6 +8,8 @@ of that code's float64 arithmetic.
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -75,12 +77,16 @@ def block_moments(
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return :func:`fp4graph.numerics.quantize.round_elements`."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
-    if len(singles) != 2 or not all(_serves(single, u.device, draws=True) for single in singles):
+    draws, blocking = spec.rounding == "stochastic", noise.blocking
+    numbered = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
+    if len(singles) != 2 or not all(_serves(single, u.device, draws=numbered) for single in singles):
         return quantize.round_elements(u, spec, noise)
     texts = [by_runs(single).to_text() for single in singles]
-    about = spec.selector, units_of(most_elements(spec.block))
-    bits = noise.bits() if spec.rounding == "stochastic" else None
-    elements: Tensor = torch.ops.fp4graph.choose_elements(u.contiguous(), bits, _axes(noise.blocking), *texts, *about)
+    # One block is a line, of which blocks that are lines themselves are counted like those of one line.
+    matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
+    about = spec.selector, units_of(most_elements(spec.block)), matrix
+    key = noise.key if draws else None
+    elements: Tensor = torch.ops.fp4graph.choose_elements(u, key, _axes(blocking), *texts, *about)
     return elements
 
 
@@ -107,6 +113,7 @@ class _Grid(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("outer", "lines", "middle", "length")), ("steps", ctypes.c_int64 * 4),
+        ("rows", ctypes.c_int64), ("columns", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -115,17 +122,14 @@ _TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 _PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
 
 
-def _entry(tensors: str, call: str, formats: str, *, across: bool = True) -> Entry:
-    """Return an entry of cpp/measures.h. Its loops have a constant length where the lines of blocks have that length.
-
-    Args:
-        across: whether a variant exists for blocks whose elements are not contiguous.
-    """
+def _entry(tensors: str, call: str, formats: str, file: str = "measures.h") -> Entry:
+    """Return an entry of a file in cpp/, with a variant for blocks whose elements are not contiguous. Its loops have a
+    constant length where the lines of blocks have that length."""
     name, _, arguments = call.partition("(")
-    apart = f"grid.steps[3] != 1 ? {name}_across<{formats}> : " if across else ""
+    apart = f"grid.steps[3] != 1 ? {name}_across<{formats}> : "
     known = f"({apart}grid.length == Q::BLOCK ? {name}<{formats}, Q::BLOCK> : {name}<{formats}, LANES>)({arguments}"
     code = f"void run({tensors}, {_PARAMETERS}) {{{{ {known}; }}}}"
-    return Entry(code, (*[_AT] * (tensors.count(",") + 1), *_TAIL), "measures.h")
+    return Entry(code, (*[_AT] * (tensors.count(",") + 1), *_TAIL), file)
 
 
 _MOMENTS = _entry(
@@ -143,10 +147,10 @@ _ERRORS = {
 }
 _CHOICES = {
     measure: _entry(
-        "const {T}* ratios, const u32* bits, float* elements",
-        "choose_elements(ratios, bits, elements, grid, number, units, threads)",
+        "const {T}* ratios, const i32* key, float* elements",
+        "choose_elements(ratios, key, elements, grid, number, units, threads)",
         f"P, Q, {measure.upper()}",
-        across=False,
+        "choices.h",
     )
     for measure in get_args(Selector)
 }
@@ -159,15 +163,20 @@ def _run(
     others: tuple[Tensor | None, ...],
     number: float,
     units: float,
+    matrix: Sequence[int] = (),
     **formats: str,
 ) -> None:
     """Run an entry on ``values``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
 
-    The other tensors are contiguous; None is a null pointer.
+    The other tensors are contiguous; None is a null pointer. ``matrix`` is ``[R, C]`` of the tensor without padding,
+    which numbers elements for their random bits.
     """
     values = _gridded(values, axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
-    grid, at = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps)), map(abi.at, (values, *others))
+    grid, at = (
+        _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps), *((1, 1, *matrix)[-2:])),
+        map(abi.at, (values, *others)),
+    )
     abi.function(entry, torch.float32, **formats)(*at, grid, number, units, torch.get_num_threads())
 
 
@@ -211,15 +220,27 @@ def _fake_moments(values: Tensor, scale: Tensor, *about: object) -> tuple[Tensor
 
 
 def _choose(
-    ratios: Tensor, bits: Tensor | None, axes: int, first: str, second: str, measure: str, units: float
+    ratios: Tensor,
+    key: Tensor | None,
+    axes: int,
+    first: str,
+    second: str,
+    measure: str,
+    units: float,
+    matrix: Sequence[int],
 ) -> Tensor:
-    elements, bits = _fake_choose(ratios), None if bits is None else bits.contiguous()
-    _run(_CHOICES[measure], axes, ratios.contiguous(), (bits, elements), quantize.EQUAL, units, P=first, Q=second)
+    elements = _fake_choose(ratios)
+    in_order = axes == 1 or key is None  # else the grid's order of elements must be theirs
+    viewed = ratios.stride() == elements.stride() and _gridded(ratios, axes).data_ptr() == ratios.data_ptr()
+    if not (ratios.is_contiguous() or (in_order and viewed)):
+        return elements.copy_(_choose(ratios.contiguous(), key, axes, first, second, measure, units, matrix))
+    others = None if key is None else key.contiguous(), elements
+    _run(_CHOICES[measure], axes, ratios, others, quantize.EQUAL, units, matrix, P=first, Q=second)
     return elements
 
 
 def _fake_choose(ratios: Tensor, *about: object) -> Tensor:
-    return torch.empty_like(ratios, memory_format=torch.contiguous_format)
+    return torch.empty_like(ratios)
 
 
 operator(
@@ -233,7 +254,8 @@ operator(
     CPU=_moments,
 )
 operator(
-    "choose_elements(Tensor ratios, Tensor? bits, int axes, str first, str second, str measure, float units) -> Tensor",
+    "choose_elements(Tensor ratios, Tensor? key, int axes, str first, str second, str measure, float units, "
+    "SymInt[] matrix) -> Tensor",
     _fake_choose,
     CPU=_choose,
 )

@@ -1,4 +1,4 @@
-// Errors of rounded blocks, sums that correct them, and choices between element formats.
+// Errors of rounded blocks, and sums that correct them.
 //
 // Sums of shares are exact, as those of numerics/exact.py are: multiples of a unit whose sum a double holds.
 
@@ -8,17 +8,26 @@
 #include "rounding.h"
 
 // Blocks of `lines` by `length` elements: values [outer, lines, middle, length], one number of each [outer, middle].
-// Neighbours along an axis lie `steps` elements apart.
+// Neighbours along an axis lie `steps` elements apart. Without padding the matrices have `rows` by `columns` elements.
 struct BlockGrid {
-    i64 outer, lines, middle, length, steps[4];
+    i64 outer, lines, middle, length, steps[4], rows, columns;
     i64 count() const { return outer * middle; }
     bool parallel() const { return count() * lines * length > SERIAL; }
+
+    i64 start(i64 k) const { return k / middle * steps[0] + k % middle * steps[2]; }
+
+    // The number without padding of element i, of block number k.
+    u32 number(i64 k, i64 i) const {
+        const i64 o = k / middle, all = (rows + lines - 1) / lines, within = i - start(k);
+        const i64 line = lines == 1 ? 0 : within / steps[1], column = k % middle * length + within - line * steps[1];
+        return static_cast<u32>((lines == 1 ? o : o / all * rows + o % all * lines + line) * columns + column);
+    }
 
     // Calls visit(i, n) for the elements i to i + n of block number k, which lie side by side, at most PIECE at once;
     // PIECE divides the length of every line, or is LANES.
     template <int PIECE, class Visit>
     void visit(i64 k, Visit visit) const {
-        const i64 first = k / middle * steps[0] + k % middle * steps[2];
+        const i64 first = start(k);
         for (i64 line = 0; line < lines; ++line) {
             const i64 start = first + line * steps[1];
             if (PIECE == LANES)
@@ -43,15 +52,17 @@ struct Nearest : F {
     static constexpr bool DRAWS = false;
 };
 
-// Elements of G, in the range of F; `bits` are read where G draws.
+// Elements of G, in the range of F; those that draw have the random bits of `index` and of the numbers behind it, every
+// `step`.
 template <class F, class G>
-inline void round_all(const float* u, float* q, i64 n, const u32* bits = nullptr) {
+inline void round_all(const float* u, float* q, i64 n, Key key = {}, u32 index = 0, u32 step = 1) {
     constexpr bool stretches = F::QMAX != G::QMAX;
 #pragma omp simd
     for (i64 j = 0; j < n; ++j) {
         i32 place;
         const float stretched = stretches ? u[j] * G::QMAX / F::QMAX : u[j];
-        const float rounded = round_element<G>(stretched, G::DRAWS ? bits[j] : 0, place);
+        const u32 bits = G::DRAWS ? key.bits(index + static_cast<u32>(j) * step) : 0;
+        const float rounded = round_element<G>(stretched, bits, place);
         q[j] = stretches ? rounded * F::QMAX / G::QMAX : rounded;
     }
 }
@@ -235,37 +246,5 @@ void block_moments(const float* values, const float* scale, double* squares, dou
             first += a, second += b;
         });
         squares[k] = first * (1 / units), products[k] = second * (1 / units);
-    }
-}
-
-// Ratios u of each block rounded to elements of F or of G, whose values are stretched to the maximum of F: to those of
-// G where their error, rounded to nearest, is smaller by more than a share of `equal`. `bits` are read where F draws.
-template <class F, class G, int M, int PIECE>
-void choose_elements(const float* ratios, const u32* bits, float* elements, BlockGrid grid, double equal, double units,
-                     int threads) {
-#pragma omp parallel for num_threads(threads) if (grid.parallel())
-    for (i64 k = 0; k < grid.count(); ++k) {
-        i32 m = 0;
-        grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-            i32 largest = 0;
-#pragma omp simd reduction(max : largest)
-            for (i64 j = 0; j < n; ++j) largest = max(largest, as<i32>(ratios[i + j]) & ~SIGN);
-            m = max(m, largest);
-        });
-        const float unit = as<float>(max(m & INFINITE, 1 << 23));
-        Errors<M> first(units, unit), second(units, unit);
-        grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-            alignas(64) float q[PIECE];
-            round_all<F, Nearest<G>>(ratios + i, q, n);
-            second.add(ratios + i, q, n);
-            round_all<F, Nearest<F>>(ratios + i, elements + i, n);
-            first.add(ratios + i, elements + i, n);
-        });
-        if (second.total() < first.total() * (1 - equal))
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-                round_all<F, G>(ratios + i, elements + i, n, G::DRAWS ? bits + i : nullptr);
-            });
-        else if (F::DRAWS)
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) { round_all<F, F>(ratios + i, elements + i, n, bits + i); });
     }
 }
