@@ -117,6 +117,7 @@ class _Grid(ctypes.Structure):
     ]  # fmt: skip
 
 
+_LONGEST = 64  # of cpp/choices.h
 _AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
 _TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 _PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
@@ -230,9 +231,11 @@ def _choose(
     matrix: Sequence[int],
 ) -> Tensor:
     elements = _fake_choose(ratios)
+    grid = _gridded(ratios, axes)
     in_order = axes == 1 or key is None  # else the grid's order of elements must be theirs
-    viewed = ratios.stride() == elements.stride() and _gridded(ratios, axes).data_ptr() == ratios.data_ptr()
-    if not (ratios.is_contiguous() or (in_order and viewed)):
+    viewed = grid.data_ptr() == ratios.data_ptr() and ratios.stride() == elements.stride()
+    held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
+    if not (ratios.is_contiguous() or (in_order and viewed and held)):
         return elements.copy_(_choose(ratios.contiguous(), key, axes, first, second, measure, units, matrix))
     others = None if key is None else key.contiguous(), elements
     _run(_CHOICES[measure], axes, ratios, others, quantize.EQUAL, units, matrix, P=first, Q=second)

@@ -4,22 +4,6 @@
 
 #include "measures.h"
 
-// x[0] op x[1] op ... x[n - 1], in any order, n at most N; x is overwritten. Halves are folded onto each other: in a
-// reduction of a short loop compilers add one lane after another.
-template <int N, class X, class Op>
-inline X fold(X* x, i64 n, Op op) {
-    if constexpr (N > 1 && N % 2 == 0) {
-        if (n == N) {
-#pragma omp simd
-            for (int j = 0; j < N / 2; ++j) x[j] = op(x[j], x[j + N / 2]);
-            return fold<N / 2>(x, N / 2, op);
-        }
-    }
-    X all = x[0];
-    for (i64 j = 1; j < n; ++j) all = op(all, x[j]);
-    return all;
-}
-
 // The same errors in fp32, unscaled: a fraction of the work, and enough to tell errors apart that differ by more than
 // fp32 may be wrong.
 template <int M>
@@ -86,8 +70,8 @@ void choose_elements(const float* ratios, const i32* key, float* elements, Block
             Errors<M> exact_first(units, unit), exact_second(units, unit);
             grid.visit<PIECE>(k, [&](i64 i, i64 n) {
                 round_all<F, Nearest<G>>(ratios + i, q, n);
-                exact_second.add(ratios + i, q, n);
-                exact_first.add(ratios + i, elements + i, n);
+                exact_second.template add<PIECE>(ratios + i, q, n);
+                exact_first.template add<PIECE>(ratios + i, elements + i, n);
             });
             chosen = exact_second.total() < exact_first.total() * (1 - equal);
         }
@@ -112,6 +96,9 @@ void choose_elements(const float* ratios, const i32* key, float* elements, Block
 }
 
 // The same for blocks of one line each, strided in memory: LANES of them at once, whose first elements are contiguous.
+// They are read into a tile, because lines that lie a power of two apart evict each other from the cache.
+constexpr i64 LONGEST = 64;
+
 template <class F, class G, int M>
 void choose_elements_across(const float* ratios, const i32* key, float* elements, BlockGrid grid, double equal,
                             double units, int threads) {
@@ -123,18 +110,22 @@ void choose_elements_across(const float* ratios, const i32* key, float* elements
     for (i64 t = 0; t < tiles * grid.middle; ++t) {
         const i64 row = t / grid.middle * LANES, m = t % grid.middle, n = min(grid.outer - row, LANES);
         const i64 at = row + m * grid.steps[2];
-        const u32 number = grid.number(row * grid.middle + m, at);
-        alignas(64) float a[LANES], b[LANES], first[LANES] = {}, second[LANES] = {};
-        alignas(64) i32 largest[LANES] = {}, chosen[LANES];
+        const u32 number = grid.number(row * grid.middle + m, at), step = static_cast<u32>(grid.columns);
+        alignas(64) float u[LONGEST * LANES], a[LONGEST * LANES], b[LONGEST * LANES];
+        alignas(64) float first[LANES] = {}, second[LANES] = {};
+        alignas(64) i32 largest[LANES] = {}, chosen[LANES] = {};
+        if (n < LANES) std::memset(u, 0, sizeof u);
         for (i64 j = 0; j < grid.length; ++j) {
-            const float* u = ratios + at + j * grid.steps[3];
-            round_all<F, Nearest<F>>(u, a, n);
-            round_all<F, Nearest<G>>(u, b, n);
+            float *x = u + j * LANES, *p = a + j * LANES, *q = b + j * LANES;
+            const size_t length = static_cast<size_t>(n == LANES ? LANES : n) * sizeof(float);
+            std::memcpy(x, ratios + at + j * grid.steps[3], length);
+            round_all<F, Nearest<F>>(x, p, LANES);
+            round_all<F, Nearest<G>>(x, q, LANES);
 #pragma omp simd
-            for (i64 i = 0; i < n; ++i) {
-                first[i] = Rough::join(first[i], Rough::of(u[i], a[i]));
-                second[i] = Rough::join(second[i], Rough::of(u[i], b[i]));
-                largest[i] = max(largest[i], as<i32>(u[i]) & ~SIGN);
+            for (i64 i = 0; i < LANES; ++i) {
+                first[i] = Rough::join(first[i], Rough::of(x[i], p[i]));
+                second[i] = Rough::join(second[i], Rough::of(x[i], q[i]));
+                largest[i] = max(largest[i], as<i32>(x[i]) & ~SIGN);
             }
         }
         for (i64 i = 0; i < n; ++i) {
@@ -142,25 +133,24 @@ void choose_elements_across(const float* ratios, const i32* key, float* elements
             bool other = second[i] < first[i];
             if (!rough.tell(first[i], second[i], unit)) {
                 Errors<M> exact_first(units, unit), exact_second(units, unit);
-                for (i64 j = 0; j < grid.length; ++j) {
-                    const float* u = ratios + at + i + j * grid.steps[3];
-                    round_all<F, Nearest<F>>(u, a, 1);
-                    round_all<F, Nearest<G>>(u, b, 1);
-                    exact_first.add(u, a, 1);
-                    exact_second.add(u, b, 1);
+                for (i64 k = i; k < grid.length * LANES; k += LANES) {
+                    exact_first.template add<1>(u + k, a + k, 1);
+                    exact_second.template add<1>(u + k, b + k, 1);
                 }
                 other = exact_second.total() < exact_first.total() * (1 - equal);
             }
             chosen[i] = -static_cast<i32>(other);
         }
         for (i64 j = 0; j < grid.length; ++j) {
-            const i64 line = at + j * grid.steps[3];
-            const u32 index = number + static_cast<u32>(j), step = static_cast<u32>(grid.columns);
-            round_all<F, F>(ratios + line, a, n, bits, index, step);
-            round_all<F, G>(ratios + line, b, n, bits, index, step);
+            float *x = u + j * LANES, *p = a + j * LANES, *q = b + j * LANES;
+            if (F::DRAWS) {
+                round_all<F, F>(x, p, LANES, bits, number + static_cast<u32>(j), step);
+                round_all<F, G>(x, q, LANES, bits, number + static_cast<u32>(j), step);
+            }
 #pragma omp simd
-            for (i64 i = 0; i < n; ++i)
-                elements[line + i] = as<float>((as<i32>(b[i]) & chosen[i]) | (as<i32>(a[i]) & ~chosen[i]));
+            for (i64 i = 0; i < LANES; ++i)
+                p[i] = as<float>((as<i32>(q[i]) & chosen[i]) | (as<i32>(p[i]) & ~chosen[i]));
+            std::memcpy(elements + at + j * grid.steps[3], p, static_cast<size_t>(n) * sizeof(float));
         }
     }
 }

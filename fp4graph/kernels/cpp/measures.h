@@ -67,6 +67,22 @@ inline void round_all(const float* u, float* q, i64 n, Key key = {}, u32 index =
     }
 }
 
+// x[0] op x[1] op ... x[n - 1], in any order, n at most N; x is overwritten. Halves are folded onto each other: in a
+// reduction of a short loop compilers add one lane after another.
+template <int N, class X, class Op>
+inline X fold(X* x, i64 n, Op op) {
+    if constexpr (N > 1 && N % 2 == 0) {
+        if (n == N) {
+#pragma omp simd
+            for (int j = 0; j < N / 2; ++j) x[j] = op(x[j], x[j + N / 2]);
+            return fold<N / 2>(x, N / 2, op);
+        }
+    }
+    X all = x[0];
+    for (i64 j = 1; j < n; ++j) all = op(all, x[j]);
+    return all;
+}
+
 // A number of units, at most so many.
 inline double whole(double x, double units) { return std::nearbyint(x > units ? units : x); }
 
@@ -81,23 +97,22 @@ struct Errors {
     // Errors are in units of 2 · `unit`, a power of two.
     Errors(double units, float unit) : units(units), above(1 / (2 * static_cast<double>(unit))) {}
 
+    template <int N>
     void add(const float* x, const float* rounded, i64 n) {
         if (M == AMAX) {
-            i64 m = 0;
-#pragma omp simd reduction(max : m)
-            for (i64 j = 0; j < n; ++j) {
-                const i64 bits = as<i64>(error(x[j], rounded[j]));
-                m = m > bits ? m : bits;
-            }
+            alignas(64) i64 bits[N];
+#pragma omp simd
+            for (i64 j = 0; j < n; ++j) bits[j] = as<i64>(error(x[j], rounded[j]));
+            const i64 m = fold<N>(bits, n, [](i64 a, i64 b) { return a > b ? a : b; });
             most = most > m ? most : m;
         } else {
-            double s = 0;
-#pragma omp simd reduction(+ : s)
+            alignas(64) double shares[N];
+#pragma omp simd
             for (i64 j = 0; j < n; ++j) {
                 const double e = error(x[j], rounded[j]);
-                s += whole((M == MSE ? e * e : e) * units, units);
+                shares[j] = whole((M == MSE ? e * e : e) * units, units);
             }
-            sum += s;
+            sum += fold<N>(shares, n, [](double a, double b) { return a + b; });
         }
     }
     double error(float x, float rounded) const {
@@ -182,7 +197,7 @@ void block_errors(const float* values, const float* scale, const float* unit, do
             round_all<F, F>(u, q, n);
 #pragma omp simd
             for (i64 j = 0; j < n; ++j) q[j] = dequantized<F>(q[j], s, inverse);
-            errors.add(values + i, q, n);
+            errors.template add<PIECE>(values + i, q, n);
         });
         error[k] = errors.total();
     }
@@ -236,14 +251,15 @@ void block_moments(const float* values, const float* scale, double* squares, dou
             alignas(64) float u[PIECE], q[PIECE];
             divide_all<F>(values + i, u, n, scale[k]);
             round_all<F, F>(u, q, n);
-            double a = 0, b = 0;
-#pragma omp simd reduction(+ : a, b)
+            alignas(64) double a[PIECE], b[PIECE];
+#pragma omp simd
             for (i64 j = 0; j < n; ++j) {
                 const double wide = u[j];
-                a += whole(wide * wide * per, units);
-                b += whole(wide * static_cast<double>(q[j]) * per, units);
+                a[j] = whole(wide * wide * per, units);
+                b[j] = whole(wide * static_cast<double>(q[j]) * per, units);
             }
-            first += a, second += b;
+            const auto add = [](double x, double y) { return x + y; };
+            first += fold<PIECE>(a, n, add), second += fold<PIECE>(b, n, add);
         });
         squares[k] = first * (1 / units), products[k] = second * (1 / units);
     }
