@@ -78,8 +78,9 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return :func:`fp4graph.numerics.quantize.round_elements`."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
-    numbered = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
-    if len(singles) != 2 or not all(_serves(single, u.device, draws=numbered) for single in singles):
+    in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
+    drawn = in_lines and noise.key is not None  # without a key the tensor code raises
+    if len(singles) != 2 or not all(_serves(single, u.device, draws=drawn) for single in singles):
         return quantize.round_elements(u, spec, noise)
     texts = [by_runs(single).to_text() for single in singles]
     # One block is a line, of which blocks that are lines themselves are counted like those of one line.
