@@ -6,7 +6,7 @@ where there are any, else by tensor code, to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Literal, TypeVar
@@ -28,7 +28,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Context, GroupScale, Part, Quantization, Rounding
+from fp4graph.technique import BlockScale, Context, GroupScale, Part, Quantization, Rounding
 from fp4graph.technique.context import product_of
 
 _T = TypeVar("_T")
@@ -104,7 +104,9 @@ class Quantizer:
         for part, context in at_stage("group_scale", self.acting):
             asked: list[tuple[Tensor, Groups]] = []
             plain = not (chosen or group_scales) and isinstance(spec.block, int)  # else z is read anyway
-            group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None)
+            proportional = isinstance(part, BlockScale) and part.normalizes  # γ is, to g
+            chooses = tuple(at_stage("group_statistic", self.acting)) if proportional else ()
+            group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None, chooses)
             answer = contract.run(part, "group_scale", z, group, context)
             if answer is None:
                 continue
@@ -117,7 +119,7 @@ class Quantizer:
             z = z / gamma if own is None else contract.same(part, "group_scale", own, z)
             chosen = chosen or own is not None
             g, groups = asked[-1] if asked else (None, None)
-            group_scales.append(GroupScale(part.name, gamma, g, groups, values))
+            group_scales.append(GroupScale(part.name, gamma, g if proportional else None, groups, values))
             values = Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
         for part, context in at_stage("scale", self.acting):
@@ -172,15 +174,16 @@ class Quantizer:
         blocking: Blocking,
         asked: list[tuple[Tensor, Groups]],
         largest: Callable[[], Tensor] | None,
+        chooses: Iterable[tuple[Part, Context]],
         granularity: Granularity,
     ) -> Tensor:
-        """Return g at ``granularity``, and append it with its groups to ``asked``."""
+        """Return g at ``granularity``, by the parts that choose it, and append it with its groups to ``asked``."""
         groups = Groups(blocking, granularity)
         if largest is not None and granularity in ("tensor", "all"):
             g = largest().reshape([1] * z.dim())
         else:
             g = operators.group_amax(z, groups)
-        for part, context in at_stage("group_statistic", self.acting):
+        for part, context in chooses:
             chosen = contract.run_like(part, "group_statistic", g, values(), g, groups, context)
             g = g if chosen is None else chosen
         asked.append((g, groups))

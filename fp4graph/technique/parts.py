@@ -242,15 +242,16 @@ class BlockScale(Part):
         """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
-        """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before."""
+        """Return the group statistic g of parts that normalize, shape of ``g``: the maximum of the group's Z, unless
+        changed before."""
 
     def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
 
-        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
-        proportional to the g asked for (EL Eq. 3). γ is broadcastable to ``z``; return γ and the block statistic of x/γ
+        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. Where the part ``normalizes``,
+        the derivative takes γ to be proportional to the g asked for (EL Eq. 3), else to be a constant. γ is broadcastable to ``z``; return γ and the block statistic of x/γ
         if the latter is not ``z / γ``.
         """
 

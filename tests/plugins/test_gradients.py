@@ -211,6 +211,48 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     close(found, slope + dg / kappa * (f - u * slope))
 
 
+def test_equation_3_sees_the_scales_inside_it(x):
+    """Macro blocks divide what the tensor scale has divided: f in Eq. 3 is the quantizer with its macro blocks."""
+    x = x[1:].double()
+    found = factor(
+        [
+            {"tensor_scaling": {"target": 16}},
+            {"tensor_scaling_gradient": {"kind": "ste"}},
+            {"macro_block_scaling": {"block": 16}},
+            {"step_gradient": {"kind": "dge"}},
+        ],
+        x.float(),
+        scale="e8m0",
+    )
+    kwargs = {"scale": "e8m0", "convention": "decode", "step": "dge", "max_kind": "ste", "scale_kind": "ste"}
+    kappa = 6 * 16
+    u = x / (x.abs().max() / kappa)
+    mantissa = np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 2
+    macro = torch.from_numpy(np.ceil(mantissa * 8) / 8)  # three stored bits, rounded up
+    assert len(set(macro.flatten().tolist())) == 2
+    blocks = (u / macro).reshape(-1, 8)
+    f = torch.stack([block_quantizer(block, **kwargs) for block in blocks]).reshape(x.shape) * macro
+    slope = torch.stack([diagonal(lambda t: block_quantizer(t, **kwargs), block) for block in blocks]).reshape(x.shape)
+    close(found.reshape(x.shape), slope + (f - u * slope) / kappa)
+
+
+def test_macro_blocks_have_the_maximum_beside_a_smooth_tensor_scale(x):
+    """A small β makes the tensor's LogSumExp several times its maximum; γ of a macro block is still a mantissa."""
+    techniques = [
+        {"tensor_scaling": {"target": 16}},
+        {"tensor_scaling_gradient": {"kind": "softmax", "beta": 0.05}},
+        {"macro_block_scaling": {"block": 16}},
+    ]
+    found = total(program(techniques, scale="e8m0")(x))
+    gamma = (torch.logsumexp(0.05 * x.double().abs().flatten(), 0) / 0.05 / (6 * 16)).float()
+    u = (x / gamma).double()
+    macro = torch.from_numpy(np.ceil(np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 16) / 8)
+    kwargs = {"scale": "e8m0", "convention": "decode", "step": "ste", "max_kind": "ste", "scale_kind": "ste"}
+    blocks = (u / macro).reshape(-1, 8)
+    expected = torch.stack([block_quantizer(block, **kwargs) for block in blocks]).reshape(x.shape) * macro * gamma
+    close(found, expected)
+
+
 @pytest.mark.parametrize("of", ["normalized", "original"])
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, size):
