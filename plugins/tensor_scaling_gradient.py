@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class TensorScalingGradient(Technique):
     """Differentiates the tensor scale too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
 
-    f' is the derivative of the block quantizer with the policy's other techniques; γ of macro blocks is a constant there.
-    ``kind`` chooses g and dg/dX, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x) at
-    its first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dg/dx =
+    f' is the derivative of the block quantizer with the policy's other techniques, where γ of macro blocks is constant.
+    ``kind`` chooses g and dg/dX, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x)
+    at its first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dg/dx =
     softmax(β·abs(x))·sign(x); ``hybrid`` the maximum with the softmax's gradient; ``ste`` the maximum with dg/dx = 1;
-    ``ignore``, the default, treats γ as a constant and costs nothing. β is absolute unless ``relative`` divides it by g's
-    maximum.
+    ``ignore``, the default, treats γ as a constant and costs nothing. β is absolute unless ``relative`` divides it by
+    g's maximum.
 
     Source: "Elucidating the design space of FP4 training", Corollary 1 and Eq. 3, Table 1. Its search space tries
     ignore, absmax and STE.

@@ -79,8 +79,9 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
     in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
-    drawn = in_lines and noise.key is not None  # without a key the tensor code raises
-    if len(singles) != 2 or not all(_serves(single, u.device, draws=drawn) for single in singles):
+    known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or u.dim() > 1)
+    drawn = noise.key is not None  # without a key the tensor code raises
+    if not known or not all(_serves(single, u.device, draws=drawn) for single in singles):
         return quantize.round_elements(u, spec, noise)
     texts = [by_runs(single).to_text() for single in singles]
     # One block is a line, of which blocks that are lines themselves are counted like those of one line.
@@ -232,6 +233,8 @@ def _choose(
     matrix: Sequence[int],
 ) -> Tensor:
     elements = _fake_choose(ratios)
+    if ratios.is_contiguous():
+        ratios = ratios.flatten().view(ratios.shape)  # axes of size 1 may have other strides
     grid = _gridded(ratios, axes)
     in_order = axes == 1 or key is None  # else the grid's order of elements must be theirs
     viewed = grid.data_ptr() == ratios.data_ptr() and ratios.stride() == elements.stride()

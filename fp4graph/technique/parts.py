@@ -250,9 +250,9 @@ class BlockScale(Part):
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
 
-        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. Where the part ``normalizes``,
-        the derivative takes γ to be proportional to the g asked for (EL Eq. 3), else to be a constant. γ is broadcastable to ``z``; return γ and the block statistic of x/γ
-        if the latter is not ``z / γ``.
+        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. Where the part ``normalizes``
+        the derivative takes γ to be proportional to the g asked for (EL Eq. 3), else to be constant. γ is broadcastable
+        to ``z``; return γ and the block statistic of x/γ if the latter is not ``z / γ``.
         """
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:

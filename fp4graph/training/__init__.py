@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,5 @@ def __getattr__(name: str) -> Any:
     must not wait for Dynamo."""
     if name not in __all__:
         raise AttributeError(f"module 'fp4graph.training' has no attribute {name!r}")
-    from fp4graph.training import optimizer, stripping
-
-    return getattr(stripping if name == "strip_file" else optimizer, name)
+    home = "stripping" if name == "strip_file" else "optimizer"
+    return getattr(importlib.import_module(f"fp4graph.training.{home}"), name)

@@ -27,7 +27,7 @@ def strip_file(source: str | Path, target: str | Path) -> int:
     """
     source, target = Path(source), Path(target)
     if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
-        raise Error("IN and OUT must be of the same kind: both .safetensors, or both of torch.save")
+        raise Error("source and target must be of the same kind: both .safetensors, or both of torch.save")
     if not source.is_file():
         raise Error(f"file {str(source)!r} does not exist; give a file of weights")
     try:

@@ -155,6 +155,25 @@ def test_elements_that_blocks_choose(elements, block, selector, shape, transpose
     assert block == "tensor" or all((found != other).any() for other in alone)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(
+    ("shape", "block", "dim"),
+    [
+        ((32, 48), 16, 0), ((16, 3, 32), 16, 1), ((50, 7), "row", 0), ((50,), "row", 0), ((24, 32), (4, 8), -1),
+        ((24, 32), (2, 8), -1), ((24, 32), 8, -1), ((64, 1), (16, 1), -1), ((2, 24, 32), (8, 4), -1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_blocks_of_any_layout_choose(shape, block, dim, transposed, rounding):
+    spec = QuantSpec(["e2m1", "int4"], block, ScaleSpec("e4m3", "nearest_even"), rounding)
+    x = torch.rand(*shape[:-2], *reversed(shape[-2:])).mT if transposed and len(shape) > 1 else torch.rand(shape)
+    blocking = Blocking(shape, block, dim)
+    ratios = blocking.split(x * 12 - 6)
+    noise = Noise(make_key(3), blocking, ratios.device)
+    found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
+    assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("selector", "power"), [("mse", 2), ("mae", 1)])
 def test_choices_between_nearly_equal_errors(selector, power, transposed):

@@ -75,7 +75,7 @@ void choose_elements(const float* ratios, const i32* key, float* elements, Block
             });
             chosen = exact_second.total() < exact_first.total() * (1 - equal);
         }
-        if (grid.lines * grid.length <= PIECE) {  // q holds the block; processors guess a branch wrongly half the time
+        if (grid.lines == 1 && grid.length <= PIECE) {  // q holds the block; a branch would be guessed wrongly
             grid.visit<PIECE>(k, [&](i64 i, i64 n) {
                 if (F::DRAWS) {
                     round_all<F, G>(ratios + i, q, n, bits, grid.number(k, i));
