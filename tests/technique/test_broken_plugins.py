@@ -72,7 +72,8 @@ BUG = "ZeroDivisionError: a stranger's bug"
 def gradients(**members: Any) -> dict[str, Any]:
     """A technique that differentiates everything rightly, but for these methods."""
     return {
-        "normalizes": True, "group_scale": lambda self, z, group, c: group("tensor"),
+        "normalizes": True,
+        "group_scale": lambda self, z, group, c: group("tensor"),
         "statistic_gradient": lambda self, values, z, c: values.sign(),
         "scale_surrogate": lambda self, ideal, c: torch.ones_like(ideal),
         "group_gradient": lambda self, values, g, groups, c: values.sign(),
