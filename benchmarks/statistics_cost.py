@@ -46,8 +46,9 @@ def measure(policy: str, model_name: str, batch: int, backend: str, steps: int) 
         return 1000 * (time.perf_counter() - begin)
 
     def watched(number: int, **options: Any) -> list[float]:
-        with tempfile.TemporaryDirectory() as folder, fp4graph.lab.Statistics(
-            model, optimizer, directory=folder, step=0, **options
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            fp4graph.lab.Statistics(model, optimizer, directory=folder, step=0, **options),
         ):
             return [step() for _ in range(number)]
 

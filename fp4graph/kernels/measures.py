@@ -84,7 +84,7 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     if not known or not all(_serves(single, u.device, draws=drawn) for single in singles):
         return quantize.round_elements(u, spec, noise)
     texts = [by_runs(single).to_text() for single in singles]
-    # One block is a line, of which blocks that are lines themselves are counted like those of one line.
+    # Blocks that are whole lines are numbered as parts of one long line.
     matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
     about = spec.selector, units_of(most_elements(spec.block)), matrix
     key = noise.key if draws else None

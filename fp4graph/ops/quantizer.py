@@ -104,9 +104,10 @@ class Quantizer:
         for part, context in at_stage("group_scale", self.acting):
             asked: list[tuple[Tensor, Groups]] = []
             plain = not (chosen or group_scales) and isinstance(spec.block, int)  # else z is read anyway
-            proportional = isinstance(part, BlockScale) and part.normalizes  # γ is, to g
-            chooses = tuple(at_stage("group_statistic", self.acting)) if proportional else ()
-            group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None, chooses)
+            # Only a γ that is proportional to g has a derivative by g, and may have another g than the maximum.
+            proportional = isinstance(part, BlockScale) and part.normalizes
+            choosing = tuple(at_stage("group_statistic", self.acting)) if proportional else ()
+            group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None, choosing)
             answer = contract.run(part, "group_scale", z, group, context)
             if answer is None:
                 continue
@@ -174,16 +175,16 @@ class Quantizer:
         blocking: Blocking,
         asked: list[tuple[Tensor, Groups]],
         largest: Callable[[], Tensor] | None,
-        chooses: Iterable[tuple[Part, Context]],
+        choosing: Iterable[tuple[Part, Context]],
         granularity: Granularity,
     ) -> Tensor:
-        """Return g at ``granularity``, by the parts that choose it, and append it with its groups to ``asked``."""
+        """Return g at ``granularity``, as parts in ``choosing`` change it; append it with its groups to ``asked``."""
         groups = Groups(blocking, granularity)
         if largest is not None and granularity in ("tensor", "all"):
             g = largest().reshape([1] * z.dim())
         else:
             g = operators.group_amax(z, groups)
-        for part, context in chooses:
+        for part, context in choosing:
             chosen = contract.run_like(part, "group_statistic", g, values(), g, groups, context)
             g = g if chosen is None else chosen
         asked.append((g, groups))

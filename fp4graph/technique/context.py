@@ -95,7 +95,7 @@ class GroupScale:
     Attributes:
         technique: the technique's name.
         scale: γ, fp32, broadcastable to a statistic.
-        statistic: g, the group statistic that γ is proportional to; None where the part does not ``normalize``.
+        statistic: g, the group statistic that γ is proportional to; None unless the part ``normalizes``.
         groups: the groups that g was taken over, or None.
         values: returns the operand before its division by γ, fp32, in the blocked layout.
     """

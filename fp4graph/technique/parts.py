@@ -242,8 +242,10 @@ class BlockScale(Part):
         """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
-        """Return the group statistic g of parts that normalize, shape of ``g``: the maximum of the group's Z, unless
-        changed before."""
+        """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before.
+
+        It is asked for the γ of parts that ``normalize``; other parts get the maximum.
+        """
 
     def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
