@@ -23,6 +23,7 @@ from tests.helpers import mixtures, models
 from tests.helpers.mixtures import SIZES
 from tests.helpers.policies import MXFP4, NVFP4
 from tests.helpers.steps import descend
+from tests.helpers.training import operation_by_operation
 
 __all__ = ["MXFP4", "NVFP4"]
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -94,6 +95,7 @@ def inputs(model: Any) -> torch.Tensor:
     return IMAGES if hasattr(model, "patch_embed") else TOKENS
 
 
+@operation_by_operation()
 def logits(model: Any) -> torch.Tensor:
     """Return the outputs of an eval forward."""
     with torch.no_grad():
@@ -101,6 +103,7 @@ def logits(model: Any) -> torch.Tensor:
     return y if isinstance(y, torch.Tensor) else y.logits
 
 
+@operation_by_operation()
 def trained(model: Any, under: Any, steps: int = 2) -> Any:
     """Apply a policy, train ``model`` on its inputs, and return it in eval mode, called once."""
     fp4graph.apply(model, under, backend="eager")
@@ -129,6 +132,7 @@ class _Recording:
     def output(self, site: str, y: torch.Tensor) -> None: ...
 
 
+@operation_by_operation()
 @torch.no_grad()
 def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site: as given, and as

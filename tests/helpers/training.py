@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +18,15 @@ import fp4graph
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 #: Runs a test compiled, and operation by operation.
 stances = pytest.mark.parametrize("stance", ["default", "force_eager"])
+
+
+@contextmanager
+def operation_by_operation() -> Iterator[None]:
+    """Run models uncompiled in this context, to the same bits: tests/model compares both ways, and a capture takes a
+    second that a test of something else need not spend."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*runs uncompiled", fp4graph.PolicyWarning)
+        yield
 
 
 def applied(model: nn.Module, policy: Any, **options: Any) -> nn.Module:
