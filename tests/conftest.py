@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import costs, models
+from tests.helpers import costs, models, training
 
 # Inductor's cache does not tell ATEN_CPU_CAPABILITY apart: it would compile code that was generated for other vectors.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
@@ -119,3 +119,15 @@ def vit() -> Callable[..., nn.Module]:
 @pytest.fixture
 def images() -> torch.Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def operation_by_operation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test's models uncompiled, unless its markers or parameters say that it is about what is compiled."""
+    call = getattr(request.node, "callspec", None)
+    compiled = any(request.node.get_closest_marker(name) for name in ("captured", "inductor"))
+    if compiled or (call and "aot_eager" in call.params.values()):
+        yield
+    else:
+        with training.operation_by_operation():
+            yield

@@ -28,7 +28,7 @@ from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.sites import program_of
 from tests.helpers.training import applied, prepared
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("operation_by_operation")]
 
 SCALES = st.one_of(
     st.fixed_dictionaries(

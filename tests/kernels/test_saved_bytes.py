@@ -17,7 +17,7 @@ from tests.helpers.floats import assert_same_bits
 from tests.helpers.models import Mlp
 from tests.helpers.policies import TIES_UP, one_rule
 
-pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("operation_by_operation")]  # tensor code keeps no bytes
 
 M, K, N = 96, 128, 64  # tokens, in, out
 PACKED, BF16 = 1 / 2 + 1 / 32, 2  # bytes per element, of MXFP4 (two codes to a byte, a scale to 32) and of bf16
@@ -124,6 +124,7 @@ def test_bytes_are_lossless():
         assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
 
 
+@pytest.mark.captured
 @pytest.mark.slow
 def test_the_shipped_policy():
     """The linears of two blocks, K to N and N to K each, under autocast."""

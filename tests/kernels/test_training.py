@@ -11,7 +11,7 @@ from tests.helpers.floats import assert_same_bits
 from tests.helpers.policies import depth_of, long_but_few, without_experts
 from tests.kernels.models import train
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("operation_by_operation")]
 
 POLICIES = without_experts(sorted(shipped_registry().policies))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -54,12 +54,14 @@ def test_every_policy_trains_to_the_same_bits(policy, calls):
         assert_same_bits(by_kernels, by_tensor_code)
 
 
+@pytest.mark.captured
 def test_what_is_requantized_comes_from_bytes(calls):
     """In both backward GEMMs of two linears in each of three blocks, three times."""
     train("tetrajet")
     assert calls.count("requantize") == 2 * 2 * 3 * 3
 
 
+@pytest.mark.captured
 @pytest.mark.slow
 def test_under_aot_autograd_the_bits_are_those_of_eager(calls):
     compiled = train("tetrajet-qema", torch.bfloat16, "aot_eager", blocks=1)

@@ -41,6 +41,8 @@ from tests.helpers.processes import IMPORTS, PATIENCE, python
 from tests.lab import trainings
 from tests.lab.trainings import STEPS, applied, loop, step
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 POLICIES = ["nvfp4", "tetrajet"]
 #: The quantile 0.975 of Student's distribution with 2 degrees of freedom, from a printed table.
 T_2 = 4.303

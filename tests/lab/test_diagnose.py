@@ -17,6 +17,8 @@ from fp4graph.technique.registry import default_registry
 from tests.docs.blocks import ROOT
 from tests.helpers.commands import run
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 
 class Block(nn.Module):
     def __init__(self):

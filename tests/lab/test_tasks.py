@@ -17,6 +17,8 @@ from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS, countdown, language, placed, regression, task_named
 from tests.helpers.policies import MXFP4, one_rule
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 #: "Elucidating the design space of FP4 training", appendix, Table 11: batch, accumulation, lr, epochs, tokens, context.
 TABLE_11 = {
     "gaussian": (4096, 1, 1e-2, 20, None, None),
@@ -231,6 +233,7 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path, monkeypatc
     assert tokenizer.decode(first.validation[:-1].tolist()) == texts.validation[0]
 
 
+@pytest.mark.captured
 @pytest.mark.long
 def test_a_u_nets_blocks_are_all_its_levels(denoising):
     """Every linear of every level, and neither the time embedding before them nor a convolution."""
@@ -261,6 +264,7 @@ def test_placing_follows_first_and_last_blocks_through_phases():
         placed(head, ["a.0"])
 
 
+@pytest.mark.captured
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["nvfp4", "mxfp4"])
 def test_a_regression_or_an_mlp_is_one_block(policy):

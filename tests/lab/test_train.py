@@ -32,6 +32,8 @@ from tests.helpers.policies import one_rule
 from tests.helpers.processes import PATIENCE, python
 from tests.lab.trainings import stop_at, tensorboard
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 #: A ViT on a few digits.
 SHORT = {"task": "digits", "batch_size": 16, "validation_batches": 2, "device": "cpu", "steps": 6, "validate_every": 2}
 CONTENT = {"settings": {}, "policy": ""}

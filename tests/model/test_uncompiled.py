@@ -423,11 +423,14 @@ def shipped():
     """Return rows for every shipped policy but those for experts, with as many blocks as it needs."""
     for policy in without_experts(sorted(default_registry().policies)):
         deep = "deep " if depth_of(policy) > 2 else ""
-        long = [f"{deep}llama", *([] if policy in FEW else [policy])]
-        yield from rows([f"{deep}vit", f"{deep}llama"], [policy], ["uncompiled"], long=long)
+        yield from rows([f"{deep}vit"], [policy], ["uncompiled"], long=[] if policy in FEW else [policy])
+        if policy in FEW:
+            yield from rows([f"{deep}llama"], [policy], ["uncompiled"], long=[policy])
 
 
 EVERY = MODES.keys() - {"call", "methods of a part"}
+#: Modes that differ by what becomes of the state, which a policy without state has none of.
+OF_STATE = {name for name in EVERY if MODES[name].between} | {"rehearsed", "under a counter"}
 BORROWING = ("beit", "eva02", "encoder and decoder", "swin v2", "torchvision's swin")
 LOOPS = (
     "loop, reentrant blocks", "loop twice, recomputed experts", "loop twice, recomputed blocks",
@@ -437,7 +440,7 @@ OPTIMIZER_SIDE = ("q_ema", "q_ramping", "dampen", "freeze")
 ROWS = [
     *shipped(),
     *rows(["calls"], ["tetrajet-qema"], EVERY),
-    *rows(["calls"], ["tetrajet"], EVERY, long=EVERY - {"applied again"}),
+    *rows(["calls"], ["tetrajet"], EVERY - OF_STATE, long=EVERY - {"applied again"}),
     *rows(["calls"], ["mxfp4-full-rht"], ["method"]),
     *rows(["vit"], ["tetrajet-qema"], ["methods of a part"]),
     *rows(["linear"], ["stochastic"], ["uncompiled", "forward", "copy"]),

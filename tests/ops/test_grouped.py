@@ -23,6 +23,8 @@ from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
 from tests.helpers.sites import program_of
 from tests.helpers.training import assert_equal
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 KEY, STEP = noise.make_key("site", "experts"), noise.make_step(0, 0, 0)
 N, K = 96, 64
 #: Experts without tokens, with one, with numbers that no block divides; five tokens belong to no expert.

@@ -27,6 +27,8 @@ from fp4graph.technique.operands import Gemm, Operand
 from tests.helpers.policies import NVFP4, long_but_few, one_rule
 from tests.helpers.sites import program_of
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 #: The stages of techniques that call the quantizer as often as they like.
 SEVERAL = ("around", "observe", "element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
@@ -151,6 +153,7 @@ def test_reasons_name_what_stands_in_the_way() -> None:
     assert seen["fprop.left"].keeps == {Keeps.ORIGINAL}
 
 
+@pytest.mark.captured
 @pytest.mark.compiler
 def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
     policy = one_rule({"outlier_clamp": {"operands": ["fprop.input"]}}, quantize=NVFP4)
@@ -164,6 +167,7 @@ def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
     assert operators_of(lambda: model(x).sum().backward())["quantize"] == 6
 
 
+@pytest.mark.captured
 def test_a_schedule_of_nothing_says_so() -> None:
     explained = fp4graph.explain(torch.nn.Sequential(torch.nn.Linear(8, 8)), "nvfp4-te", (torch.randn(2, 8),))
     assert explained.quantized == 0

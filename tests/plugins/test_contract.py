@@ -22,6 +22,8 @@ from tests.helpers.steps import assert_resumes, differences, push, through_file
 from tests.helpers.training import applied, prepared
 from tests.plugins.layer import KEY, Layer, draw, gaussian
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 TECHNIQUES = default_registry().techniques
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
 E8M0 = quantizer(16, rounding="nearest_even")

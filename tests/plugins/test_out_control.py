@@ -25,6 +25,8 @@ from tests.recipes.linear import Data, applied, mismatches, step
 from tests.recipes.newest_references import chosen_channels, double_block, mxfp8, tetrajet_v2_split
 from tests.recipes.other_references import quantize
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 HADAMARD, BACKWARD_NOISE = (
     {"hadamard": {"scope": "backward", "block": 16}},
     {"stochastic_rounding": {"operands": "backward"}},
@@ -182,6 +184,7 @@ def test_the_same_compiled(backend: str) -> None:
     assert torch.equal(*(each[0].fc._fp4graph_out_control_norms for each in (eager, other)))
 
 
+@pytest.mark.captured
 @pytest.mark.slow
 def test_multiplies_no_more_than_the_whole_layer() -> None:
     policy = fp4graph.load_policy(in_phases()).phases[-1].policy

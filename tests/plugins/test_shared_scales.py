@@ -17,6 +17,8 @@ from tests.helpers.models import llama
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 SHARED = {"tensor_scaling": {"share": "siblings"}}
 SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
@@ -234,6 +236,7 @@ def test_techniques_that_change_the_weight_before_are_refused(technique):
         applied(Attention(), policy(technique))
 
 
+@pytest.mark.captured
 def test_explain_names_the_groups():
     ids = torch.zeros(2, 8, dtype=torch.long)
     shown = fp4graph.explain(llama(), policy(), (ids,))

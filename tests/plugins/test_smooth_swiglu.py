@@ -18,6 +18,8 @@ from tests.helpers.policies import quantizer
 from tests.helpers.training import applied
 from tests.plugins.layer import Layer, gaussian
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 QUANTIZE = quantizer(16)
 
@@ -222,6 +224,7 @@ class Gelu(nn.Sequential):
         return super().forward(x)
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize(("module", "made"), [(GptOssExperts, "mul, other modules"), (Gelu, "gelu, other modules")])
 def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path):
     """Silu(gate)·up is what it knows, and the load of a policy cannot tell."""

@@ -396,6 +396,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.usefixtures("operation_by_operation")
 @pytest.mark.slow
 @pytest.mark.parametrize(("members", "stage", "site", "message"), BROKEN)
 def test_a_broken_member_is_named(

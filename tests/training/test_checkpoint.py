@@ -24,6 +24,8 @@ from tests.helpers.processes import python, run, run_ranks
 from tests.helpers.steps import descend, differences
 from tests.helpers.training import applied, prepared
 
+pytestmark = pytest.mark.usefixtures("operation_by_operation")
+
 HERE = Path(__file__).parent
 KILLS = 20
 

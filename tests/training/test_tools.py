@@ -14,7 +14,7 @@ import fp4graph
 from tests.helpers.models import vit
 from tests.helpers.steps import same
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("operation_by_operation")]
 
 
 def runs(*policies: str, **options: Any) -> list[Any]:
