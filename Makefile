@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 QUIET := PYTHONWARNINGS="ignore:Editable installation"
 INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test long oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger dist clean
+.PHONY: demo test long exhaustive oldest check lint format docs docs-site parity gpu gpu-plan gpu-validate bench bench-all stranger dist clean
 
 # PASSIVE: threads that wait sleep. Beside a busy process, threads that spin take the processor from those that compute.
 demo: $(STAMP)
@@ -22,17 +22,20 @@ PROCESSES := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(PROCESSES)
 
 test: $(STAMP) lint
-	$(PYTEST)
+	$(PYTEST) --ignore=tests/clients
 
-# Every other policy, case, kill and client, and a sample of the code for GPUs. Continuous integration runs `make test
-# long`.
+# Policies, cases, kills and clients that few changes touch, and the code for GPUs; of many cases one in three.
+# Continuous integration runs `make test long`.
 long: $(VENV)/.clients docs-site
-	$(PYTEST) -m "long and not parity and not gpu"
-	$(PYTEST) tests/gpu -m "gpu and not exhaustive"
+	$(PYTEST) -m "(long or gpu) and not exhaustive and not parity"
+
+# All of them: hours.
+exhaustive: $(VENV)/.clients docs-site
+	$(PYTEST) -m "(long or gpu) and not parity"
 
 # The tests of `make test` on the lowest versions that pyproject.toml allows.
 oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PROCESSES)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PROCESSES) --ignore=tests/clients
 
 # The inner loop: no test that compiles with Inductor, starts processes or services, or is slow for another reason. The
 # ignored folders hold only such tests, and importing them takes seconds.

@@ -9,6 +9,8 @@ import shlex
 import shutil
 import sys
 import tempfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,12 @@ if cpus.exists() and "GenuineIntel" in cpus.read_text():
 costs.install()
 #: Markers of the tests that ask for a fixture.
 MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
+#: Of a test with so many long cases, continuous integration runs one case in three.
+MANY = 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what says by its fixtures and parameters that it is slow."""
+    """Mark what says by its fixtures and parameters that it is slow, and what continuous integration leaves out."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKED_BY_FIXTURE:
@@ -46,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, marker in (("inductor", "inductor"), ("postgresql", "service")):
             if any(isinstance(value, str) and value == name for value in values):
                 item.add_marker(marker)
+    long = [item for item in items if any(map(item.get_closest_marker, ("long", "gpu")))]
+    cases = Counter(item.nodeid.partition("[")[0] for item in long)
+    for item in long:
+        many = cases[item.nodeid.partition("[")[0]] >= MANY
+        if many and zlib.crc32(item.nodeid.encode()) % 3:  # a sample of every parameter, and the same everywhere
+            item.add_marker("exhaustive")
 
 
 def pytest_collection_finish() -> None:

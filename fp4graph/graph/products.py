@@ -139,8 +139,8 @@ def value_of(node: Any) -> torch.Tensor | None:
 _VIEW_NAMES = frozenset({
     "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
     "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
-    "unflatten", "swapaxes", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
-    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "split_with_sizes",
+    "unflatten", "swapaxes", "swapdims", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
+    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "moveaxis", "split_with_sizes",
 })  # fmt: skip
 
 

@@ -10,6 +10,11 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.graph import functions
 
 
+def pytest_itemcollected(item):
+    """Mark all tests of this folder: `make test` does not import it, because its libraries take ten seconds."""
+    item.add_marker("long")
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     threads = torch.get_num_threads()

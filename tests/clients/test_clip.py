@@ -10,7 +10,6 @@ from tests.helpers.training import applied, prepared
 
 open_clip = pytest.importorskip("open_clip", reason="needs fp4graph[clients]")
 
-pytestmark = pytest.mark.long
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 TEXTS = torch.randint(1, 63, (4, 8), generator=torch.Generator().manual_seed(2))
 

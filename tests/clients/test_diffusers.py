@@ -10,8 +10,6 @@ from tests.helpers.training import applied, prepared
 diffusers = pytest.importorskip("diffusers", reason="needs fp4graph[test]")
 training_utils = pytest.importorskip("diffusers.training_utils", reason="needs fp4graph[test]")
 
-pytestmark = pytest.mark.long
-
 
 def unet():
     torch.manual_seed(0)

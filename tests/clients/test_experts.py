@@ -32,7 +32,6 @@ def of_experts(sites):
     return [(site.module, site.quantized) for site in sites if site.op == "grouped"], len(routers)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_product_of_experts_is_listed_and_quantized(name):
     experts, routers = of_experts(fp4graph.explain(mixture(name), "tetrajet", (TOKENS,)).sites)
@@ -41,7 +40,6 @@ def test_every_product_of_experts_is_listed_and_quantized(name):
     assert routers == len(mixed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trains_and_resumes(name, policy, tmp_path):
@@ -70,7 +68,7 @@ COMPILED = {("Qwen3-MoE", "tetrajet"), ("Mixtral", "mxfp4-best")}
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        pytest.param(name, policy, marks=pytest.mark.long if (name, policy) in COMPILED else pytest.mark.parity)
+        pytest.param(name, policy, marks=() if (name, policy) in COMPILED else pytest.mark.parity)
         for name in CONFIGS
         for policy in ("tetrajet", "nvfp4-te", "mxfp4-best")
     ],
@@ -91,10 +89,9 @@ def test_trains_under_inductor(name, policy):
 
 
 # The weights are the second factor of GPT-OSS's product, which adds biases, and the first of the others'.
-GATHERED = ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in ("Qwen3-MoE", "Mixtral"))]
+GATHERED = ["GPT-OSS", "Qwen3-MoE", "Mixtral"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", GATHERED)
 def test_weights_gathered_for_each_token_are_listed_as_grouped(name):
     model = mixture(name, "batched_mm", num_hidden_layers=2)
@@ -117,7 +114,6 @@ def to_nearest(name):
     return policy
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
@@ -140,7 +136,6 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
     assert ours[0] != mixture(name, num_hidden_layers=2)(TOKENS, labels=TOKENS).loss
 
 
-@pytest.mark.long
 def test_a_model_may_go_over_to_gathered_weights_to_generate():
     """As transformers' generate() has it on a GPU, for the steps after the prompt."""
     model, optimizer = prepared("Qwen3-MoE", "tetrajet", layers=2)
@@ -156,7 +151,6 @@ def test_a_model_may_go_over_to_gathered_weights_to_generate():
     assert torch.equal(tokens, same)
 
 
-@pytest.mark.long
 def test_a_loop_over_experts_is_refused_if_nothing_may_run_uncompiled():
     model = fp4graph.apply(mixture("Qwen3-MoE", "eager"), "tetrajet", backend="eager", strict=True)
     with pytest.raises(CaptureError, match=r"mlp\.experts: .*experts_implementation='grouped_mm'"):
@@ -166,7 +160,6 @@ def test_a_loop_over_experts_is_refused_if_nothing_may_run_uncompiled():
 NEAREST = one_rule(match={"op": ["linear", "grouped"], "block": True})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_loop_over_experts_trains_as_the_grouped_product_does(name):
     """The losses are those of grouped_mm, and not those of the model without quantized experts.

@@ -9,8 +9,6 @@ from tests.clients import tiny
 from tests.helpers.steps import descend
 from tests.helpers.training import prepared
 
-pytestmark = pytest.mark.long
-
 
 def trained(make):
     torch.manual_seed(0)
@@ -35,7 +33,7 @@ def graphs(model):
     return seen
 
 
-@pytest.mark.parametrize("make", [tiny.gpt2, tiny.qwen3])
+@pytest.mark.parametrize("make", [tiny.gpt2, pytest.param(tiny.qwen3, marks=pytest.mark.exhaustive)])
 def test_every_way_to_generate(make, products, said):
     model, uncompiled = trained(make), trained(make)
     compiled = graphs(model)

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from fp4graph.integrations import FP4GraphLightningCallback
 
-pytestmark = pytest.mark.long
 GENERATOR = torch.Generator().manual_seed(1)
 IMAGES, LABELS = torch.randn(16, 3, 32, 32, generator=GENERATOR), torch.randint(0, 10, (16,), generator=GENERATOR)
 BATCHES = list(zip(IMAGES.split(4), LABELS.split(4), strict=True))

@@ -8,8 +8,6 @@ import torch
 import fp4graph
 from tests.clients import tiny
 
-pytestmark = pytest.mark.long
-
 
 def gpt():
     return tiny.gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
@@ -58,7 +56,7 @@ def sample(model):
     return model.eval().generate(torch.tensor([[1]]), max_new_tokens=20, min_new_tokens=20, do_sample=True)
 
 
-@pytest.mark.parametrize("order", ["apply, compile", "compile, apply"])
+@pytest.mark.parametrize("order", ["apply, compile", pytest.param("compile, apply", marks=pytest.mark.exhaustive)])
 def test_train_resume_sample(order, tmp_path, products, said):
     model, losses = train(tmp_path / "whole.pt", "tetrajet", 6, order=order)
     assert losses[-1] < losses[0]

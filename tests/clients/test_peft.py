@@ -12,7 +12,6 @@ from tests.helpers.steps import descend
 
 peft = pytest.importorskip("peft", reason="needs fp4graph[clients]")
 
-pytestmark = pytest.mark.long
 TOKENS = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(3))
 
 

@@ -14,8 +14,6 @@ st = pytest.importorskip("sentence_transformers", reason="needs fp4graph[clients
 losses = pytest.importorskip("sentence_transformers.losses", reason="needs fp4graph[clients]")
 datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
 
-pytestmark = pytest.mark.long
-
 
 def test_contrastive_training(tmp_path, products, said, moved):
     torch.manual_seed(0)

@@ -10,7 +10,6 @@ from tests.clients import tiny
 from tests.helpers.steps import descend
 from tests.helpers.training import prepared
 
-pytestmark = pytest.mark.long
 TOKENS = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(3))
 LABELS = TOKENS[:, :5].contiguous()
 

@@ -15,7 +15,6 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.models import vit
 
-pytestmark = pytest.mark.long
 LOADER = [
     (torch.randn(4, 3, 32, 32, generator=g), torch.randint(0, 10, (4,), generator=g))
     for g in (torch.Generator().manual_seed(seed) for seed in range(3))

@@ -13,7 +13,6 @@ from tests.clients import tiny
 trl = pytest.importorskip("trl", reason="needs fp4graph[clients]")
 datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
 
-pytestmark = pytest.mark.long
 COMMON = {
     "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
     "learning_rate": 1e-3, "per_device_train_batch_size": 4,

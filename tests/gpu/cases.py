@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -44,24 +43,6 @@ OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 }
 VIEW = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("blocks", 5, 12))
 KEY, STEP = make_key("gpu"), make_step(0, 0, 7)
-
-
-def sampled(
-    names: Sequence[str], ways: Sequence[Any], share: int, default: Container[tuple[str, int]] = ()
-) -> list[Any]:
-    """Return every name with every one of the ``ways`` to test it, as parameters of a test.
-
-    ``make test`` runs those of ``default``, by the index of the way. Continuous integration runs about one in
-    ``share``, so spread that no name and no way is left out where it can be. ``make gpu`` runs all.
-    """
-    cases = []
-    for i, name in enumerate(names):
-        for j, way in enumerate(ways):
-            rare = () if (i + j * share // len(ways)) % share == 0 else (pytest.mark.exhaustive,)
-            marks = () if (name, j) in default else (pytest.mark.gpu, *rare)
-            values = (name, *(way if isinstance(way, tuple) else (way,)))
-            cases.append(pytest.param(*values, marks=marks, id="-".join(str(getattr(v, "name", v)) for v in values)))
-    return cases
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.numerics.target import traced_for
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES
 from fp4graph.technique.registry import default_registry
-from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations, sampled
+from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
 from tests.gpu.interpreted import run_generated
 from tests.helpers.floats import assert_same_bits
 
@@ -44,10 +44,9 @@ SPILLS = 0 if TRITON >= (3, 9) else 8 if TRITON >= (3, 8) else 10**6
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
 #: Exponentials and logarithms have no bits that every device agrees on.
 INEXACT_BY_NAME = ("smooth_max:",)
-EXACT_NAMES = tuple(name for name in quantizers() if not name.startswith(INEXACT_BY_NAME))
-GPUS = absent.H200, absent.B200
-BY_GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
-DTYPES = torch.float32, torch.bfloat16
+NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in quantizers()]
+GPUS = [pytest.param(gpu, id=f"sm_{gpu.capability}") for gpu in (absent.H200, absent.B200)]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 #: PTX that rounds otherwise than IEEE operations one by one: approximate or flushing instructions, multiplications
 #: contracted with additions, and those without a rounding mode, which the assembler may contract.
@@ -105,7 +104,8 @@ def binaries_of(compiler):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "dtype"), sampled(EXACT_NAMES, DTYPES, share=2, default={(name, 0) for name in FEW}))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
 def test_values(name, dtype, compiler, interpreter):
     """Of every quantizer of every shipped policy and technique; in fp32 on operands whose blocks do not fit."""
     quantizer = quantizers()[name]
@@ -122,9 +122,8 @@ def test_values(name, dtype, compiler, interpreter):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "gpu"), sampled(tuple(quantizers()), GPUS, share=4, default={(FEW[0], 0), (FEW[0], 1)})
-)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in quantizers()])
 def test_machine_code(name, gpu, binaries_of):
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer, torch.bfloat16), quantizer)
@@ -132,7 +131,7 @@ def test_machine_code(name, gpu, binaries_of):
 
 
 @pytest.mark.gpu
-@BY_GPU
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FEW)
 def test_machine_code_of_every_configuration(name, gpu, compiler):
     """At the size of a ViT-Base layer: those that are measured against each other on the card."""
@@ -145,7 +144,7 @@ def test_machine_code_of_every_configuration(name, gpu, compiler):
 
 
 @pytest.mark.gpu
-@BY_GPU
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [name for name, one in quantizers().items() if one.program.has_gradient_factor])
 def test_machine_code_of_gradient_factors(name, gpu, binaries_of):
     quantizer = quantizers()[name]

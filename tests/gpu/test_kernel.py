@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.draw import operand_draw
 from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
-from tests.gpu.cases import KEY, STEP, operands, programs, sampled
+from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.quantizers import hostile
@@ -264,13 +263,10 @@ GIVEN_FOR = {side: tuple(f"{side}_{name}" for name in ON_GPU) for side in ("rows
 EACH = {"EACH_R": "rows", "EACH_C": "columns"}
 
 
-#: By default an operator for the one GPU, the next for the other.
-WAYS = tuple(product(USES, GPUS))
-ALTERNATING = {(FEW[0], 2 * operator + operator % 2) for operator in range(len(USES))}
-
-
-@pytest.mark.parametrize(("name", "operator", "gpu"), sampled(tuple(pairs()), WAYS, share=6, default=ALTERNATING))
-def test_machine_code(name, operator, gpu, compiler):
+@pytest.mark.parametrize("operator", USES)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in pairs()])
+def test_machine_code(name, gpu, operator, compiler):
     """Without spilled registers, with IEEE arithmetic only."""
     rows, columns = pairs()[name]
     binary = compiler(compiled, gpu, rows, columns, operator)

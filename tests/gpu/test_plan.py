@@ -80,6 +80,7 @@ FIGURES = {
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", FIGURES)
 def test_the_default_case(policy, compiler):
     baseline = counted(compiler, "unquantized", "vit-b", linears=True)
@@ -111,6 +112,7 @@ DEEP = {"tetrajet": 1.5, "microscaling": 1.5, "nvfp4": 1.5}
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("block", ["trial-vit-3", pytest.param("deit-tiny-12", marks=pytest.mark.long)])
 def test_kernels_to_compile(block, compiler):
     """Whose number does not grow with the depth of a model, and is not much more than without quantizers."""
@@ -133,6 +135,7 @@ def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("policy", "rotations"), [("tetrajet", 0), ("nvfp4-te", 2 * 4)])  # both operands of wgrad
 def test_an_fp32_block_multiplies_bf16_and_writes_fp32(policy, rotations, compiler):
     """Four linears with three GEMMs each; the unquantized program has as many operations in fp32."""

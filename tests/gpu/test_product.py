@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu import absent
 from fp4graph.kernels import gpu, switches, triton_product
 from fp4graph.kernels.triton_kernels import product_kernel
-from tests.gpu.test_generated import BY_GPU, assert_machine_code
+from tests.gpu.test_generated import GPUS, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.process
@@ -58,7 +58,7 @@ def test_what_is_not_a_number(interpreter):
     assert_same_bits(found, due)
 
 
-@BY_GPU
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_machine_code(layout, gpu, compiler):
     """As fprop and dgrad launch it, and with operands that are contiguous along the other axis."""

@@ -273,6 +273,20 @@ def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_t
     assert torch.equal(rounded, output(model, EVERYTHING, x, "force_eager"))
 
 
+def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
+    """As torch multiplies then, and not in the order of fewest FLOPs."""
+    torch.manual_seed(0)
+    model = Called(lambda x, w: torch.einsum("btd,de,ef,fg->btg", x, w, w.T, w), 16, 24)
+    x = torch.randn(4, 8, 16)
+    with torch.backends.opt_einsum.flags(enabled=False):
+        explanation = fp4graph.explain(model, WEIGHTS, (x,))
+        expected = model(x)
+        backward = {**WEIGHTS, "rules": [{**WEIGHTS["rules"][0], "operands": {"fprop": "keep"}}]}
+        torch.testing.assert_close(output(model, backward, x), expected)
+    assert names(explanation) == [("linear", True)] * 3
+    assert explanation.flops == 3 * 2 * 4 * 8 * 16 * 24
+
+
 @torch.library.custom_op("fp4graph_tests::twice", mutates_args=())
 def product_of_a_library(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b

@@ -98,6 +98,36 @@ def test_a_quantized_linear_layer_is_known_as_a_producer():
     assert [(s.module, s.rule) for s in sites] == [("0", "all"), ("1", "kept"), ("3", "all")]
 
 
+#: Functions of ``x [1, 4, 32]``, each with the operation that a rule names as its producer.
+PRODUCERS = [
+    ("gelu", F.gelu),
+    ("gelu", lambda x: F.dropout(F.gelu(x), 0.5)),
+    ("gelu", lambda x: F.gelu(x).bfloat16().float().view(2, 2, 32)),
+    ("gelu", lambda x: F.gelu(x).index_select(1, torch.tensor([3, 0]))),
+    ("gelu", lambda x: F.dropout(F.gelu(x).reshape(4, 32)[torch.tensor([3, 0])], 0.5)),
+    ("silu", F.silu),
+    ("swiglu", lambda x: F.silu(x) * x.flip(1)),
+    ("swiglu", lambda x: x.flip(1) * F.silu(x)),
+    ("sdpa", lambda x: F.scaled_dot_product_attention(x, x, x)),
+]
+
+
+@pytest.mark.parametrize(("producer", "function"), PRODUCERS)
+def test_a_producer_is_known_past_views_casts_picked_rows_and_dropout(producer, function):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(function(x))
+
+    rules = [{"name": name, "match": {"op": "linear", "producer": name}, "keep": "it"} for name, _ in PRODUCERS]
+    rules = [*{rule["name"]: rule for rule in rules}.values(), *one_rule()["rules"]]
+    sites = fp4graph.explain(Net(), {**one_rule(), "rules": rules}, (torch.randn(1, 4, 32),)).sites
+    assert [s.rule for s in sites if s.op == "linear"] == [producer]
+
+
 class Forms(nn.Module):
     """Every spelling of a matrix product."""
 
@@ -113,7 +143,7 @@ class Forms(nn.Module):
         y = torch.matmul(y, w.t())
         y = torch.addmm(b, y.flatten(0, 1), w).view_as(x)
         y = torch.addmm(y.flatten(0, 1), y.flatten(0, 1), w, beta=0.5, alpha=2.0).view_as(x)
-        y = y.matmul(w)
+        y = y.matmul(w.swapdims(0, 1))
         y = torch.einsum("btk,nk->btn", y, w)
         z = torch.bmm(y, y.transpose(1, 2))
         z = torch.baddbmm(z, z, z)

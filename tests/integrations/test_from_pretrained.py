@@ -37,6 +37,7 @@ def step(model):
     return model
 
 
+@pytest.mark.usefixtures("operation_by_operation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_model_that_apply_makes(folder, dtype):
     model = loaded(folder, "tetrajet", dtype=dtype)
@@ -47,6 +48,7 @@ def test_it_is_the_model_that_apply_makes(folder, dtype):
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("operation_by_operation")
 def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
     model = step(fp4graph.apply(loaded(folder, "tetrajet"), "tetrajet-qema", **EAGER))
     model.save_pretrained(tmp_path / "trained")
@@ -64,6 +66,7 @@ def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
         assert torch.equal(plain(IDS).logits, fp4graph.remove(model).eval()(IDS).logits)
 
 
+@pytest.mark.usefixtures("operation_by_operation")
 def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path):
     config = FP4GraphConfig("tetrajet", **EAGER)
     model, removed = (

@@ -553,6 +553,7 @@ def test_curves_are_thinned_to_means():
 BRIEF = {"batch_size": 16, "steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}
 
 
+@pytest.mark.captured
 @pytest.mark.long
 def test_the_command_compares_a_task(command, tmp_path):
     words = ["compare", "digits", *(f"--{name.replace('_', '-')}={value}" for name, value in BRIEF.items())]
@@ -575,6 +576,7 @@ def test_the_command_compares_a_task(command, tmp_path):
     assert "its settings were changed" in command(*words, "--lr=1", "--policies=mxfp4").err
 
 
+@pytest.mark.captured
 @pytest.mark.long
 def test_the_command_compares_a_function_of_the_users(command, tmp_path):
     (tmp_path / "mine.py").write_text("from tests.lab.trainings import loop as fn\n")
@@ -586,6 +588,7 @@ def test_the_command_compares_a_function_of_the_users(command, tmp_path):
     sys.modules.pop("mine")
 
 
+@pytest.mark.captured
 @pytest.mark.long
 def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(command, tmp_path):
     """Of runs that have all failed nothing is kept that an edit could contradict."""
