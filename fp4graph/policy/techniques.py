@@ -22,6 +22,8 @@ from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
+#: Stages that are asked only where a part ``normalizes``.
+_OF_GROUPS = {"group_statistic", "group_gradient"}
 _T = TypeVar("_T")
 #: The largest complexity of a technique, so that sums stay finite.
 MOST_COMPLEX = 1000
@@ -162,10 +164,15 @@ class TechniqueResolver:
         ]
         plans = [self._probe(site, techniques, specs, acting) for site in sites]
         by_name = {declared.name: declared.technique for declared in techniques}
+        parts = {name: parts_of(technique, sites[0]) for name, technique in by_name.items()}
+        normalized = any(getattr(part, "normalizes", False) for each in parts.values() for part in each)
         for declared in techniques:
             reason = self._call(declared, "inert", partial(declared.technique.inert, plans[0], by_name))
+            stages = {stage for part in parts[declared.name] for stage in part.acted}
             if reason is None and declared.name not in acting:
                 reason = "it acts on no operand that is quantized"
+            elif reason is None and not normalized and stages and stages <= _OF_GROUPS:
+                reason = "it acts on statistics of groups, and no technique of its rule divides by one"
             self._inert.setdefault(declared.path, []).append(reason)
         quantized = {operand for operand, spec in plans[0].items() if spec is not None}
         for declared in techniques:

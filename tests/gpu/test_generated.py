@@ -240,6 +240,7 @@ def divided_by_what_is_known(z: Tensor) -> tuple[Tensor, ...]:
     return (z / torch.full_like(z, 6.0), z / torch.full((), 2688.0, device=z.device))
 
 
+@pytest.mark.long
 def test_quotients_by_constants(computed):
     """Inductor would multiply by the reciprocals, which gives a third of all numbers another last bit."""
     z = 1 + torch.arange(64 * 96).reshape(64, 96) * 2.0**-13

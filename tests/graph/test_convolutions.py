@@ -123,7 +123,7 @@ class Convolves(nn.Module):
     [
         *((case, stance, "eager") for case in CASES if case != "one image" for stance in ("default", "force_eager")),
         pytest.param("stride and padding", "default", "inductor", marks=pytest.mark.long),
-        ("groups", "default", "inductor"),
+        pytest.param("groups", "default", "inductor", marks=pytest.mark.long),
     ],
 )
 def test_six_operands_by_hand(case, stance, backend):

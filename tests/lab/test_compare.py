@@ -38,6 +38,7 @@ from fp4graph.lab.runs.train import train as train_task
 from fp4graph.model.listening import listening
 from tests.helpers.policies import one_rule
 from tests.helpers.processes import IMPORTS, PATIENCE, python
+from tests.helpers.training import operation_by_operation
 from tests.lab import trainings
 from tests.lab.trainings import STEPS, applied, loop, step
 
@@ -56,7 +57,8 @@ def compare(tmp_path):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """Two policies and the baseline under three seeds, timed."""
-    return fp4graph.compare(loop, POLICIES, folder=tmp_path_factory.mktemp("compare"), statistics=2)
+    with operation_by_operation():
+        return fp4graph.compare(loop, POLICIES, folder=tmp_path_factory.mktemp("compare"), statistics=2)
 
 
 @functools.cache
@@ -350,7 +352,7 @@ def test_goes_on_where_it_was_stopped(compare, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.process
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path, processes):
     folder, draw = tmp_path / "out", random.Random(processes)
     command = python("-m", "tests.lab.trainings", folder, str(processes))

@@ -260,6 +260,14 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
     assert train(model, policy("fine", technique("fine", scale=gathers))).isfinite()
 
 
+@pytest.mark.parametrize("stage", ["group_statistic", "group_gradient"])
+def test_statistics_of_groups_need_a_technique_that_divides_by_one(stage: str) -> None:
+    lone = technique("lone", **{stage: lambda self, values, g, groups, context: None})
+    with pytest.warns(PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no tech"):
+        policy("lone", lone)
+    policy(["divides", "lone"], technique("divides", normalizes=True, group_scale=lambda *_: None), lone)
+
+
 def test_no_part_is_kept_alive() -> None:
     part = made_part(scale=lambda self, values, z, context: z)
     contract.run(part, "scale", torch.ones(1), torch.ones(1), None)
