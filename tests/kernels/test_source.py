@@ -6,7 +6,7 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fp4graph.kernels import build
+from fp4graph.kernels import build, measures
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "fp4graph/kernels/cpp"
@@ -25,6 +25,10 @@ def test_every_file_is_part_of_the_text_of_a_library():
     for file in FOLDER.iterdir():
         kept = [line for line in file.read_text().splitlines() if not line.startswith(("#include", "#pragma once"))]
         assert max(text.count("\n".join(kept[-10:])) for text in libraries) == 1, file.name
+
+
+def test_python_knows_the_longest_block_that_cpp_holds():
+    assert f"constexpr i64 LONGEST = {measures._LONGEST};" in (FOLDER / "choices.h").read_text()
 
 
 def test_the_wheel_takes_every_file():
