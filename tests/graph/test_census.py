@@ -287,6 +287,13 @@ def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
     assert explanation.flops == 3 * 2 * 4 * 8 * 16 * 24
 
 
+def test_a_tensordot_that_sums_all_of_an_operand_is_not_written_out():
+    for function in (lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), lambda x, w: torch.tensordot(w, x[0])):
+        explanation = fp4graph.explain(Called(function, 8, 16), EVERYTHING, (torch.randn(4, 8, 16),))
+        assert names(explanation) == [("tensordot", False)]
+        assert "tensordot multiplies with a parameter in a way that cannot be quantized yet" in explanation.problem
+
+
 @torch.library.custom_op("fp4graph_tests::twice", mutates_args=())
 def product_of_a_library(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b

@@ -382,6 +382,16 @@ def test_a_layer_that_joins_with_an_adapter_is_refused():
     applied(model, "tetrajet")(X).sum().backward()
 
 
+def test_a_module_that_joins_alone_or_where_nothing_is_quantized_is_no_error():
+    alone = applied(net(), "tetrajet")
+    expected = alone.eval()(X)
+    alone.unused = nn.Linear(2, 2)
+    assert torch.equal(alone(X), expected)
+    plain = wrapped(applied(net(), "bf16"), Lora)
+    plain.head = nn.Sequential(nn.Linear(32, 32), plain.head)
+    assert plain(X).isfinite().all()
+
+
 def test_adapters_that_join_under_detect_nonfinite_are_named():
     model = applied(net(), "tetrajet")
     with fp4graph.detect_nonfinite(model), pytest.raises(Error, match="adapters joined or left the model inside"):
