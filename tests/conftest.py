@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ if cpus.exists() and "GenuineIntel" in cpus.read_text():
 costs.install()
 #: Markers of the tests that ask for a fixture.
 MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
-#: Of a test with so many long cases, continuous integration runs one case in three.
+#: Of a test with so many cases that are long or for a GPU, continuous integration runs one in three.
 MANY = 3
 
 
@@ -50,11 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, marker in (("inductor", "inductor"), ("postgresql", "service")):
             if any(isinstance(value, str) and value == name for value in values):
                 item.add_marker(marker)
-    long = [item for item in items if any(map(item.get_closest_marker, ("long", "gpu")))]
-    cases = Counter(item.nodeid.partition("[")[0] for item in long)
-    for item in long:
-        many = cases[item.nodeid.partition("[")[0]] >= MANY
-        if many and zlib.crc32(item.nodeid.encode()) % 3:  # a sample of every parameter, and the same everywhere
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if any(map(item.get_closest_marker, ("long", "gpu"))) and not item.get_closest_marker("parity"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for many in cases.values():
+        many.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # a sample of every parameter, the same everywhere
+        for item in many[-(-len(many) // 3) :] if len(many) >= MANY else ():
             item.add_marker("exhaustive")
 
 

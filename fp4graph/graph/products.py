@@ -170,19 +170,21 @@ def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
 #: Key in the meta data of an input: the operation that made the tensor, where it is known.
 PRODUCER = "fp4graph_producer"
 #: Views that may exchange the axes of a matrix.
-_TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
+_TRANSPOSITIONS = frozenset({
+    "t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
+})  # fmt: skip
 
 
 def transposes(views: tuple[Node, ...]) -> bool:
-    """Return whether a chain of views shows a matrix transposed."""
+    """Return whether a chain of views shows a matrix, or each matrix of a stack, transposed."""
     odd = False
     for view in views:
-        name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
-        if name == "permute":
-            order = [axis for axis in view.args[1:] if isinstance(axis, int)] or list(view.args[1])  # type: ignore[arg-type]
-            odd ^= [axis % 2 for axis in order] == [1, 0] if len(order) == 2 else False
-        else:
-            odd ^= name in _TRANSPOSITIONS
+        name, source = str(view.args[1]) if name_of(view) == "getattr" else name_of(view), value_of(view.args[0])
+        axes = 2 if source is None else source.dim()
+        if name in _TRANSPOSITIONS and axes > 1:
+            sizes = tuple(range(2, 2 + axes))  # all different
+            shown = operation(view)(torch.empty(sizes, device="meta"), *view.args[1:], **view.kwargs)
+            odd ^= tuple(shown.shape[-2:]) == (sizes[-1], sizes[-2])
     return odd
 
 

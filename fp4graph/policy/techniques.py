@@ -17,7 +17,7 @@ from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.policy.words import dotted
-from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at, parts_of
+from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at, parts_of, plans
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
@@ -162,19 +162,20 @@ class TechniqueResolver:
             for op in _probed(match)
             for producer in match.producer or (None, *DISTINGUISHED_PRODUCERS)
         ]
-        plans = [self._probe(site, techniques, specs, acting) for site in sites]
+        planned_at = [self._probe(site, techniques, specs, acting) for site in sites]
         by_name = {declared.name: declared.technique for declared in techniques}
-        parts = {name: parts_of(technique, sites[0]) for name, technique in by_name.items()}
+        parts = {name: [p for site in sites for p in parts_of(technique, site)] for name, technique in by_name.items()}
         normalized = any(getattr(part, "normalizes", False) for each in parts.values() for part in each)
         for declared in techniques:
-            reason = self._call(declared, "inert", partial(declared.technique.inert, plans[0], by_name))
+            reason = self._call(declared, "inert", partial(declared.technique.inert, planned_at[0], by_name))
             stages = {stage for part in parts[declared.name] for stage in part.acted}
+            on_groups = stages and stages <= _OF_GROUPS and not plans(declared.technique)
             if reason is None and declared.name not in acting:
                 reason = "it acts on no operand that is quantized"
-            elif reason is None and not normalized and stages and stages <= _OF_GROUPS:
-                reason = "it acts on statistics of groups, and no technique of its rule divides by one"
+            elif reason is None and on_groups and not normalized:
+                reason = "it acts on statistics of groups, and no part of its rule's techniques normalizes by one"
             self._inert.setdefault(declared.path, []).append(reason)
-        quantized = {operand for operand, spec in plans[0].items() if spec is not None}
+        quantized = {operand for operand, spec in planned_at[0].items() if spec is not None}
         for declared in techniques:
             for named in declared.technique.addresses_given.values():
                 kept = {name for name in named if not {*ADDRESSES[name]} & quantized}

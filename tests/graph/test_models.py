@@ -143,7 +143,7 @@ class Forms(nn.Module):
         y = torch.matmul(y, w.t())
         y = torch.addmm(b, y.flatten(0, 1), w).view_as(x)
         y = torch.addmm(y.flatten(0, 1), y.flatten(0, 1), w, beta=0.5, alpha=2.0).view_as(x)
-        y = y.matmul(w.swapdims(0, 1))
+        y = y.matmul(w)
         y = torch.einsum("btk,nk->btn", y, w)
         z = torch.bmm(y, y.transpose(1, 2))
         z = torch.baddbmm(z, z, z)

@@ -42,7 +42,7 @@ WITHOUT_KERNELS = ("bf16", "if4")
 @pytest.mark.filterwarnings("ignore:.*smooth_swiglu.*no effect in this model:fp4graph.PolicyWarning")
 @pytest.mark.parametrize("policy", long_but_few(POLICIES))
 def test_every_policy_trains_to_the_same_bits(policy, calls):
-    blocks = depth_of(policy, 1)  # a capture takes as long as a model is deep
+    blocks = depth_of(policy, 1)
     for dtype in DTYPES:
         by_kernels = train(policy, dtype, blocks=blocks)
         assert bool(calls) is (policy not in WITHOUT_KERNELS)

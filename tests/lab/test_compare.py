@@ -290,6 +290,7 @@ def test_a_training_that_cannot_be_compared(compare, tmp_path, train, says):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.captured
 def test_policies_that_do_not_fit_are_all_named_before_the_first_training(compare, tmp_path):
     nowhere = one_rule(match={"module": "absent.*"}, default="keep") | {"name": "nowhere"}
     late = {**one_rule(), "name": "late", "phases": [{"at": 4, "rules": nowhere["rules"]}]}

@@ -20,8 +20,6 @@ from fp4graph.technique import BlockScale, Wrapper, parts_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
-pytestmark = pytest.mark.usefixtures("operation_by_operation")
-
 TECHNIQUES = default_registry().techniques
 QEma = TECHNIQUES["q_ema"]
 #: NVFP4 without techniques.

@@ -123,7 +123,7 @@ def test_options_change_what_is_computed():
 
 @pytest.mark.slow
 def test_the_last_short_validation_batch_counts_each_sample_once():
-    """360 images in batches of 100: the last has 60, filled up for the compiled shape."""
+    """360 images in batches of 100: the last has 60, filled up to the one shape that is compiled."""
     chosen = run(steps=1, batch_size=100, validate_every=1)
     whole, some = (train(dataclasses.replace(chosen, validation_batches=count)) for count in (None, 3))
     problem = TASKS["digits"].make(TASKS["digits"].settings(chosen))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
-from tests.helpers.models import Mlp
-from tests.helpers.policies import MXFP4
+from tests.helpers.models import Mlp, grouped_mm
+from tests.helpers.policies import MXFP4, one_rule
 from tests.helpers.training import applied, prepared, train
 
 start = partial(Mlp, 32, 64, 32, nn.functional.gelu)
@@ -52,20 +54,58 @@ def test_the_optimizers_view_is_that_of_the_graph() -> None:
     assert weights["second.weight"].view.producer == "gelu"
 
 
-def test_a_parameter_stored_as_it_is_multiplied_is_quantized_along_its_contraction_axis() -> None:
-    class Direct(nn.Module):
-        """``x @ W`` with ``W [K, N]``, which no module of torch owns."""
+#: Products of ``x`` with a parameter ``w [64, 64]`` that no module of torch owns, and the axis of ``w`` that is summed.
+STORED: list[tuple[Callable[[Tensor, Tensor], Tensor], int]] = [
+    (lambda x, w: x @ w, 0),
+    (lambda x, w: F.linear(x, w.T), 0),
+    (lambda x, w: F.linear(x, w.swapdims(0, 1)), 0),
+    (lambda x, w: F.linear(x, w.moveaxis(0, 1)), 0),
+    (lambda x, w: F.linear(x, w.movedim(-1, 0)), 0),
+    (lambda x, w: F.linear(x, w.permute((1, 0))), 0),
+    (lambda x, w: F.linear(x, w.transpose(dim0=0, dim1=0).movedim((0, 1), (0, 1))), 1),
+    (lambda x, w: x @ w.moveaxis(source=1, destination=0), 1),
+    (lambda x, w: x @ w.permute(0, 1).mT, 1),
+]
 
+
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@pytest.mark.parametrize(("product", "axis"), STORED)
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+def test_a_parameter_is_quantized_along_its_contraction_axis(
+    product: Callable[[Tensor, Tensor], Tensor], axis: int, stance: str
+) -> None:
+    class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mixing_weight = nn.Parameter(torch.randn(64, 32, generator=torch.Generator().manual_seed(2)))
+            self.mixing_weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.mixing_weight
+        def forward(self, x: Tensor) -> Tensor:
+            return product(x, self.mixing_weight)
 
     model = applied(Direct(), "tetrajet")
-    model(torch.randn(4, 64))
+    with torch.compiler.set_stance(stance):
+        model(torch.randn(4, 64))
     (weight,) = runtime_of(model).weights
     spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"), ties="up")
-    expected = fp4graph.fake_quantize(model.mixing_weight, spec, dim=0)
+    expected = fp4graph.fake_quantize(model.mixing_weight, spec, dim=axis)
     assert torch.equal(quantize(weight, model.mixing_weight, runtime_of(model).step), expected)
+
+
+@pytest.mark.parametrize(
+    "turned", [lambda w: w.permute(0, 2, 1), lambda w: w.movedim(1, 2), lambda w: w.transpose(1, 2)]
+)
+def test_experts_are_quantized_along_their_contraction_axis(turned: Callable[[Tensor], Tensor]) -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts_weight = nn.Parameter(torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(2)))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return grouped_mm(x, turned(self.experts_weight), offs=ends)
+
+    model = applied(Direct(), one_rule(op="grouped", quantize=MXFP4))
+    model(torch.randn(8, 64), torch.tensor([3, 8], dtype=torch.int32))
+    (weight,) = runtime_of(model).weights
+    spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"))
+    expected = fp4graph.fake_quantize(model.experts_weight, spec, dim=2)
+    assert torch.equal(quantize(weight, model.experts_weight, runtime_of(model).step), expected)

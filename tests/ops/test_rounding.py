@@ -26,8 +26,6 @@ from tests.helpers.policies import NVFP4, loaded
 from tests.helpers.sites import program_of
 from tests.helpers.training import assert_equal
 
-pytestmark = pytest.mark.usefixtures("operation_by_operation")
-
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
 #: Significant bits: half a unit in the last place of x is at most 2^-bits·abs(x).

@@ -17,8 +17,6 @@ from tests.helpers import oracle
 from tests.helpers.policies import loaded
 from tests.plugins.layer import Layer, gaussian
 
-pytestmark = pytest.mark.usefixtures("operation_by_operation")
-
 MEASURES = {
     "mse": lambda errors: sum(e * e for e in errors),
     "mae": lambda errors: sum(abs(e) for e in errors),

@@ -13,8 +13,6 @@ from fp4graph.technique.operands import Operand
 from tests.helpers.policies import loaded
 from tests.plugins.layer import Layer, gaussian
 
-pytestmark = pytest.mark.usefixtures("operation_by_operation")
-
 OPTIONS = {"block": 64}
 
 

@@ -112,6 +112,7 @@ def test_values_of_chosen_channels(seed: int) -> None:
     assert (np.abs(got[1] - reference[1]) > 1e-4 * whole).mean() < 2e-3
 
 
+@pytest.mark.captured
 @pytest.mark.slow
 def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
     model, optimizer = started(in_phases())
