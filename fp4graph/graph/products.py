@@ -169,6 +169,8 @@ def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 #: Key in the meta data of an input: the operation that made the tensor, where it is known.
 PRODUCER = "fp4graph_producer"
+#: Key in the meta data of a node that keeps no value: the number of axes of its tensor.
+DIMENSIONS = "fp4graph_dimensions"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({
     "t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
@@ -176,16 +178,23 @@ _TRANSPOSITIONS = frozenset({
 
 
 def transposes(views: tuple[Node, ...]) -> bool:
-    """Return whether a chain of views shows a matrix, or each matrix of a stack, transposed."""
-    odd = False
+    """Return whether a chain of views shows a matrix ``[N, K]``, or each of a stack ``[E, N, K]``, transposed."""
+    transposed = False
     for view in views:
-        name, source = str(view.args[1]) if name_of(view) == "getattr" else name_of(view), value_of(view.args[0])
-        axes = 2 if source is None else source.dim()
-        if name in _TRANSPOSITIONS and axes > 1:
-            sizes = tuple(range(2, 2 + axes))  # all different
-            shown = operation(view)(torch.empty(sizes, device="meta"), *view.args[1:], **view.kwargs)
-            odd ^= tuple(shown.shape[-2:]) == (sizes[-1], sizes[-2])
-    return odd
+        name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
+        if name in _TRANSPOSITIONS:
+            sizes = tuple(
+                range(2, 2 + _dimensions(view.args[0]))
+            )  # all different: the shape tells where each axis went
+            shown = operation(view)(torch.empty(sizes, device="meta"), *view.args[1:], **view.kwargs).shape
+            transposed ^= len(sizes) > 1 and tuple(shown[-2:]) == (sizes[-1], sizes[-2])
+    return transposed
+
+
+def _dimensions(node: Any) -> int:
+    """Return the number of axes of the tensor that ``node`` stands for."""
+    value = value_of(node)
+    return int(node.meta[DIMENSIONS]) if value is None else value.dim()
 
 
 def producer_of(node: Node) -> str | None:

@@ -91,10 +91,21 @@ def test_a_parameter_is_quantized_along_its_contraction_axis(
     assert torch.equal(quantize(weight, model.mixing_weight, runtime_of(model).step), expected)
 
 
-@pytest.mark.parametrize(
-    "turned", [lambda w: w.permute(0, 2, 1), lambda w: w.movedim(1, 2), lambda w: w.transpose(1, 2)]
-)
-def test_experts_are_quantized_along_their_contraction_axis(turned: Callable[[Tensor], Tensor]) -> None:
+#: Ways to show a stack of experts' matrices ``[E, N, K]`` to a grouped product, which sums axis 1 of what it gets.
+TURNED: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w.transpose(1, 2),
+    lambda w: w.permute(0, 2, 1),
+    lambda w: w.movedim(1, 2),
+    lambda w: w.view(2, 64, 64).transpose(1, 2),
+    lambda w: w.contiguous().transpose(-1, -2),
+    lambda w: w.mT.permute(0, 2, 1).movedim(-1, 1),
+]
+
+
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+@pytest.mark.parametrize("turned", TURNED)
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+def test_experts_are_quantized_along_their_contraction_axis(turned: Callable[[Tensor], Tensor], stance: str) -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +115,8 @@ def test_experts_are_quantized_along_their_contraction_axis(turned: Callable[[Te
             return grouped_mm(x, turned(self.experts_weight), offs=ends)
 
     model = applied(Direct(), one_rule(op="grouped", quantize=MXFP4))
-    model(torch.randn(8, 64), torch.tensor([3, 8], dtype=torch.int32))
+    with torch.compiler.set_stance(stance):
+        model(torch.randn(8, 64), torch.tensor([3, 8], dtype=torch.int32))
     (weight,) = runtime_of(model).weights
     spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"))
     expected = fp4graph.fake_quantize(model.experts_weight, spec, dim=2)
