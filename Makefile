@@ -29,7 +29,7 @@ test: $(STAMP) lint
 long: $(VENV)/.clients docs-site
 	$(PYTEST) -m "(long or gpu) and not exhaustive and not parity"
 
-# All of them: hours.
+# The same with every case: hours.
 exhaustive: $(VENV)/.clients docs-site
 	$(PYTEST) -m "(long or gpu) and not parity"
 

@@ -34,7 +34,7 @@ if cpus.exists() and "GenuineIntel" in cpus.read_text():
 costs.install()
 #: Markers of the tests that ask for a fixture.
 MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
-#: Of a test with so many cases that are long or for a GPU, continuous integration runs one in three.
+#: Continuous integration runs one in three cases of a test that has at least so many marked ``long`` or ``gpu``.
 MANY = 3
 
 
@@ -51,12 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if any(map(item.get_closest_marker, ("long", "gpu"))) and not item.get_closest_marker("parity"):
+        elsewhere = any(map(item.get_closest_marker, ("parity", "exhaustive")))
+        if any(map(item.get_closest_marker, ("long", "gpu"))) and not elsewhere:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for many in cases.values():
-        many.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # a sample of every parameter, the same everywhere
-        for item in many[-(-len(many) // 3) :] if len(many) >= MANY else ():
-            item.add_marker("exhaustive")
+    for of_test in cases.values():
+        if len(of_test) >= MANY:
+            # By a hash, so that no parameter's value is left out because of its place; the same on every machine.
+            of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            for item in of_test[-(-len(of_test) // 3) :]:
+                item.add_marker("exhaustive")
 
 
 def pytest_collection_finish() -> None:

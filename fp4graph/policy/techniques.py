@@ -17,13 +17,24 @@ from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.policy.words import dotted
-from fp4graph.technique import OperandSpecs, Technique, acts_at, checked_plan, gemms_at, operands_at, parts_of, plans
+from fp4graph.technique import (
+    STAGES,
+    BlockScale,
+    OperandSpecs,
+    Technique,
+    acts_at,
+    checked_plan,
+    gemms_at,
+    operands_at,
+    parts_of,
+    plans,
+)
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
-#: Stages that are asked only where a part ``normalizes``.
-_OF_GROUPS = {"group_statistic", "group_gradient"}
+#: Stages that the engine asks only where a part ``normalizes``.
+_OF_GROUPS = ("group_statistic", "group_gradient")
 _T = TypeVar("_T")
 #: The largest complexity of a technique, so that sums stay finite.
 MOST_COMPLEX = 1000
@@ -164,16 +175,14 @@ class TechniqueResolver:
         ]
         planned_at = [self._probe(site, techniques, specs, acting) for site in sites]
         by_name = {declared.name: declared.technique for declared in techniques}
-        parts = {name: [p for site in sites for p in parts_of(technique, site)] for name, technique in by_name.items()}
-        normalized = any(getattr(part, "normalizes", False) for each in parts.values() for part in each)
+        parts = [part for technique in by_name.values() for site in sites for part in parts_of(technique, site)]
+        normalized = any(isinstance(part, BlockScale) and part.normalizes for part in parts)
         for declared in techniques:
             reason = self._call(declared, "inert", partial(declared.technique.inert, planned_at[0], by_name))
-            stages = {stage for part in parts[declared.name] for stage in part.acted}
-            on_groups = stages and stages <= _OF_GROUPS and not plans(declared.technique)
             if reason is None and declared.name not in acting:
                 reason = "it acts on no operand that is quantized"
-            elif reason is None and on_groups and not normalized:
-                reason = "it acts on statistics of groups, and no part of its rule's techniques normalizes by one"
+            elif reason is None and not normalized and _acts_on_groups_alone(declared.technique):
+                reason = "it acts on statistics of groups, and no technique of its rule normalizes by one"
             self._inert.setdefault(declared.path, []).append(reason)
         quantized = {operand for operand, spec in planned_at[0].items() if spec is not None}
         for declared in techniques:
@@ -255,6 +264,12 @@ def _require_one_element(technique: Technique, site: SiteView, planned: OperandS
                 f"it needs a single element format, and the blocks of {operand} choose between "
                 f"{' and '.join(each.name for each in spec.elements)}; name one element there"
             )
+
+
+def _acts_on_groups_alone(technique: Technique) -> bool:
+    """Return whether a technique changes or differentiates statistics of groups, and does nothing else."""
+    others = (stage for stage in STAGES if stage not in _OF_GROUPS)
+    return acts_at(technique, *_OF_GROUPS) and not acts_at(technique, *others) and not plans(technique)
 
 
 def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:

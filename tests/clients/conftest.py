@@ -11,7 +11,7 @@ from fp4graph.graph import functions
 
 
 def pytest_itemcollected(item):
-    """Mark all tests of this folder: `make test` does not import it, because its libraries take ten seconds."""
+    """Mark every test of this folder ``long``; `make test` ignores it, because its libraries take seconds to import."""
     item.add_marker("long")
 
 

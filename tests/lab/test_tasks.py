@@ -71,9 +71,8 @@ def test_a_length_in_tokens_counts_whole_steps(task, steps):
         ("digits", 8, 12),
         pytest.param("digits-diffusion", 24, 54, marks=pytest.mark.long),
         pytest.param("text", 14, 17, marks=pytest.mark.long),
-        pytest.param(
-            "countdown", 14, 17, marks=[pytest.mark.long, pytest.mark.captured]
-        ),  # however often its rollouts are captured
+        # Its sites are the same however often its rollouts are captured.
+        pytest.param("countdown", 14, 17, marks=[pytest.mark.long, pytest.mark.captured]),
     ],
 )
 def test_every_family_trains_at_once(task, quantized, sites):

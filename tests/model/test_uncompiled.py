@@ -429,7 +429,7 @@ def shipped():
 
 
 EVERY = MODES.keys() - {"call", "methods of a part"}
-#: Modes that differ by what becomes of the state, which a policy without state has none of.
+#: Modes about the state of techniques; a policy without state is not tested in them.
 OF_STATE = {name for name in EVERY if MODES[name].between} | {"rehearsed", "under a counter"}
 BORROWING = ("beit", "eva02", "encoder and decoder", "swin v2", "torchvision's swin")
 LOOPS = (

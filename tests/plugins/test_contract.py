@@ -285,16 +285,13 @@ def test_steps_resume_to_the_bit(case: str, at: int, dtype: torch.dtype) -> None
 @pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.errors.PolicyWarning")
 @pytest.mark.parametrize(
     "name",
-    [
+    [  # these two write state in the graph
         pytest.param(name, marks=pytest.mark.captured) if name in ("tensor_scaling", "out_control") else name
         for name in (*OPTIONS, *TRAINING)
     ],
 )
 def test_a_training_in_bf16_resumes_to_the_bit(name: str) -> None:
-    """What the graph writes comes with the model, what the optimizer's step writes with the optimizer.
-
-    Techniques that write state in the graph run captured.
-    """
+    """What the graph writes comes with the model, what the optimizer's step writes with the optimizer."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = applied(Mlp(64, 96, 32).bfloat16(), policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4))

@@ -261,9 +261,11 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("stage", ["group_statistic", "group_gradient"])
-def test_statistics_of_groups_need_a_technique_that_divides_by_one(stage: str) -> None:
+def test_what_acts_on_statistics_of_groups_alone_needs_a_technique_that_normalizes(stage: str) -> None:
     lone = technique("lone", **{stage: lambda self, values, g, groups, context: None})
-    with pytest.warns(PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no part"):
+    with pytest.warns(
+        PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no technique"
+    ):
         policy("lone", lone)
     policy(["divides", "lone"], technique("divides", normalizes=True, group_scale=lambda *_: None), lone)
     policy("plans", technique("plans", plan=lambda self, site, specs: specs, group_statistic=lambda *_: None))
