@@ -82,11 +82,8 @@ class FourOrSix(BlockScale):
         spec = context.spec
         assert spec is not None
         six, four = (statistics.block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
-        errors = [
-            measures.block_errors(values, scale, z, spec, self.options.measure, context.blocking)
-            for scale in (six, four)
-        ]
-        chooses_four = errors[1] < errors[0]
+        about = z, spec, self.options.measure, context.blocking, context.quotient
+        chooses_four = measures.errs_less(values, (six, four), *about)
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)
         return torch.where(chooses_four, four, six)

@@ -118,14 +118,16 @@ class UnbiasedScale(BlockScale):
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
-        q, groups = quantization, Groups(quantization.blocking, self.options.block)
+        q, length = quantization, self.options.block
         # Fractions of _SQUARE_BOUND add exactly, so that compiled code, which adds in another order, has the same bits.
-        moments = measures.block_moments(q.values, q.scale, q.spec, q.blocking, _SQUARE_BOUND, self.options.block)
-        squares, products = (groups.reduce(sums, "sum") for sums in moments)
+        squares, products = measures.group_moments(
+            q.values, q.scale, q.spec, q.blocking, _SQUARE_BOUND, length, q.quotient
+        )
         factor = torch.where(products == 0, 1.0, squares / products)
         corrected = (q.scale.double() * factor).to(torch.float32).clamp(max=q.spec.scale.format.max)
         scale = round_stochastically(corrected, q.spec.scale.format, context.noise.block_bits())
-        return scale if (sparse := groups.sparse(_FILL_DIVISOR)) is None else torch.where(sparse, q.scale, scale)
+        sparse = Groups(q.blocking, length).sparse(_FILL_DIVISOR)
+        return scale if sparse is None else torch.where(sparse, q.scale, scale)
 
 
 class StochasticWhereSparse(Rounding):

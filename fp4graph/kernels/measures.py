@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fp4graph.kernels.abi import Entry
 from fp4graph.kernels.devices import CPU, by_runs
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import quantize, scaling
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, Groups, block_length
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.exact import block_error, most_elements, total, units_of
 from fp4graph.numerics.noise import Noise
@@ -31,8 +31,26 @@ from fp4graph.numerics.spec import QuantSpec, Selector
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 
 
+class Quotient(NamedTuple):
+    """Values in the blocked layout as an operand and its divisor: operators divide as they read.
+
+    Attributes:
+        operand: returns the operand, of its own dtype, in the blocked layout.
+        divisor: fp32, of one element; None for 1.
+    """
+
+    operand: Callable[[], Tensor]
+    divisor: Tensor | None = None
+
+
 def block_errors(
-    values: Tensor, scale: Tensor, z: Tensor, spec: QuantSpec, measure: Selector, blocking: Blocking
+    values: Tensor,
+    scale: Tensor,
+    z: Tensor,
+    spec: QuantSpec,
+    measure: Selector,
+    blocking: Blocking,
+    quotient: Quotient | None = None,
 ) -> Tensor:
     """Return the error of each block that is rounded to nearest under ``scale``: float64, in the shape of ``scale``.
 
@@ -40,12 +58,13 @@ def block_errors(
         values: fp32, in the blocked layout.
         z: the largest magnitude of each block; errors are in units of the power of two above it.
         measure: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
+        quotient: ``values`` again; None where they are no quotient by one number.
     """
-    unit, nearest = power_of_two(z).clamp(min=_SMALLEST_NORMAL), replace(spec, rounding="nearest")
+    unit, nearest = _unit(z), replace(spec, rounding="nearest")
     if _serves(nearest, values.device):
-        text = by_runs(nearest).to_text()
+        text, divided = by_runs(nearest).to_text(), _divided(values, quotient)
         error: Tensor = torch.ops.fp4graph.block_errors(
-            values, scale, unit, _axes(blocking), text, measure, units_of(most_elements(spec.block))
+            *divided, scale, unit, _axes(blocking), text, measure, units_of(most_elements(spec.block))
         )
         return error
     elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
@@ -53,43 +72,104 @@ def block_errors(
     return block_error(errors / (2 * unit.double()), measure, spec.block, blocking.axes)
 
 
-def block_moments(
-    values: Tensor, scale: Tensor, spec: QuantSpec, blocking: Blocking, largest: float, most: int
+def errs_less(
+    values: Tensor,
+    scales: tuple[Tensor, Tensor],
+    z: Tensor,
+    spec: QuantSpec,
+    measure: Selector,
+    blocking: Blocking,
+    quotient: Quotient | None = None,
+) -> Tensor:
+    """Return whether each block errs less under the second of two scales than under the first, by :func:`block_errors`:
+    bool, in the shape of the scales."""
+    nearest = replace(spec, rounding="nearest")
+    if not _serves(nearest, values.device):
+        first, second = (block_errors(values, scale, z, spec, measure, blocking) for scale in scales)
+        return second < first
+    about = _axes(blocking), by_runs(nearest).to_text(), measure, units_of(most_elements(spec.block))
+    less: Tensor = torch.ops.fp4graph.errs_less(*_divided(values, quotient), *scales, _unit(z), *about)
+    return less
+
+
+def group_moments(
+    values: Tensor,
+    scale: Tensor,
+    spec: QuantSpec,
+    blocking: Blocking,
+    largest: float,
+    length: int,
+    quotient: Quotient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ u²/largest and Σ u·q/largest of each block, float64, in the shape of ``scale``.
+    """Return Σ u²/largest and Σ u·q/largest over each block's group, float64, in the shape of ``scale``.
 
     u are the ratios of ``values``, fp32 in the blocked layout, to ``scale``, and q the elements nearest to them.
 
     Args:
         largest: a power of two above every u² and u·q.
-        most: a bound of the number of elements whose sums are added up.
+        length: the elements of a group, neighbours in a line; a multiple of the block's.
+        quotient: as in :func:`block_errors`.
     """
     if _serves(spec, values.device):
-        about = _axes(blocking), by_runs(spec).to_text(), largest, units_of(most)
-        squares, products = torch.ops.fp4graph.block_moments(values, scale, *about)
+        together = length // block_length(spec.block)
+        about = _axes(blocking), by_runs(spec).to_text(), together, largest, units_of(length)
+        squares, products = torch.ops.fp4graph.group_moments(*_divided(values, quotient), scale, *about)
         return squares, products
-    ratio = scaling.ratio(values, scale, spec)
+    ratio, groups = scaling.ratio(values, scale, spec), Groups(blocking, length)
     elements, ratio = round_nearest(ratio, spec.element, spec.ties).double(), ratio.double()
-    squares, products = (total(sums / largest, blocking.axes, most) for sums in (ratio * ratio, ratio * elements))
+    of_blocks = (total(sums / largest, blocking.axes, length) for sums in (ratio * ratio, ratio * elements))
+    squares, products = (groups.reduce(sums, "sum") for sums in of_blocks)
     return squares, products
 
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return :func:`fp4graph.numerics.quantize.round_elements`."""
+    chosen = _chosen(u, None, None, spec, noise)
+    return quantize.round_elements(u, spec, noise) if chosen is None else chosen
+
+
+def quantize_elements(
+    values: Tensor, scale: Tensor, spec: QuantSpec, noise: Noise, quotient: Quotient | None = None
+) -> Tensor:
+    """Return ``values``, fp32 in the blocked layout, quantized under ``scale`` and dequantized; ``quotient`` as in
+    :func:`block_errors`."""
+    operand, divisor = _divided(values, quotient)
+    chosen = _chosen(operand, divisor, scale, spec, noise)
+    if chosen is not None:
+        return chosen
+    elements = quantize.round_elements(scaling.ratio(values, scale, spec), spec, noise)
+    return scaling.dequantize(elements, scale, spec)
+
+
+def _chosen(
+    values: Tensor, divisor: Tensor | None, scale: Tensor | None, spec: QuantSpec, noise: Noise
+) -> Tensor | None:
+    """Return blocks that have chosen between two elements, dequantized; None where no operator knows them."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
     in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
-    known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or u.dim() > 1)
+    known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or values.dim() > 1)
     drawn = noise.key is not None  # without a key the tensor code raises
-    if not known or not all(_serves(single, u.device, draws=drawn) for single in singles):
-        return quantize.round_elements(u, spec, noise)
+    if not known or not all(_serves(single, values.device, draws=drawn) for single in singles):
+        return None
     texts = [by_runs(single).to_text() for single in singles]
     # Blocks that are whole lines are numbered as parts of one long line.
     matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
     about = spec.selector, units_of(most_elements(spec.block)), matrix
     key = noise.key if draws else None
-    elements: Tensor = torch.ops.fp4graph.choose_elements(u, key, _axes(blocking), *texts, *about)
-    return elements
+    result: Tensor = torch.ops.fp4graph.choose(values, divisor, scale, key, _axes(blocking), *texts, *about)
+    return result
+
+
+def _unit(z: Tensor) -> Tensor:
+    return power_of_two(z).clamp(min=_SMALLEST_NORMAL)
+
+
+def _divided(values: Tensor, quotient: Quotient | None) -> tuple[Tensor, Tensor | None]:
+    """Return what an operator reads, and what it divides it by."""
+    if quotient is None or (operand := quotient.operand()).dtype not in CPU.dtypes:
+        return values, None
+    return operand, quotient.divisor
 
 
 def _serves(spec: QuantSpec, device: torch.device, *, draws: bool = False) -> bool:
@@ -121,42 +201,32 @@ class _Grid(ctypes.Structure):
 
 _LONGEST = 64  # of cpp/choices.h
 _AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
-_TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
-_PARAMETERS = "const BlockGrid& grid, double number, double units, int threads"
+_TAIL = (ctypes.POINTER(_Grid), ctypes.c_int64, _DOUBLE, _DOUBLE, ctypes.c_int)
 
 
-def _entry(tensors: str, call: str, formats: str, file: str = "measures.h") -> Entry:
+def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file: str = "measures.h") -> Entry:
     """Return an entry of a file in cpp/, with a variant for blocks whose elements are not contiguous. Its loops have a
     constant length where the lines of blocks have that length."""
-    name, _, arguments = call.partition("(")
-    apart = f"grid.steps[3] != 1 ? {name}_across<{formats}> : "
-    known = f"({apart}grid.length == Q::BLOCK ? {name}<{formats}, Q::BLOCK> : {name}<{formats}, LANES>)({arguments}"
-    code = f"void run({tensors}, {_PARAMETERS}) {{{{ {known}; }}}}"
-    return Entry(code, (*[_AT] * (tensors.count(",") + 1), *_TAIL), file)
+    apart = f"grid.steps[3] != 1 ? {name}_across<{{S}}, {formats}> : "
+    known = f"{apart}grid.length == Q::BLOCK ? {name}<{{S}}, {formats}, Q::BLOCK> : {name}<{{S}}, {formats}, LANES>"
+    names = [tensor.rpartition(" ")[2] for tensor in tensors.split(", ")]
+    given = ", ".join(["values, divisor", *names, "grid, together", *["number"] * number, "units, threads"])
+    code = (
+        f"void run(const {{S}}* values, const float* divisor, {tensors}, const BlockGrid& grid, i64 together, "
+        f"double number, double units, int threads) {{{{ ({known})({given}); }}}}"
+    )
+    return Entry(code, (*[_AT] * (2 + len(names)), *_TAIL), file)
 
 
-_MOMENTS = _entry(
-    "const {T}* values, const float* scale, double* squares, double* products",
-    "block_moments(values, scale, squares, products, grid, number, units, threads)",
-    "Q",
-)
-_ERRORS = {
-    measure: _entry(
-        "const {T}* values, const float* scale, const float* unit, double* error",
-        "block_errors(values, scale, unit, error, grid, units, threads)",
-        f"Q, {measure.upper()}",
-    )
-    for measure in get_args(Selector)
-}
-_CHOICES = {
-    measure: _entry(
-        "const {T}* ratios, const i32* key, float* elements",
-        "choose_elements(ratios, key, elements, grid, number, units, threads)",
-        f"P, Q, {measure.upper()}",
-        "choices.h",
-    )
-    for measure in get_args(Selector)
-}
+_MOMENTS = _entry("group_moments", "const float* scale, double* squares, double* products", "Q", number=True)
+_ERRORS, _LESS, _CHOICES = {}, {}, {}
+for _measure in get_args(Selector):
+    _name = _measure.upper()
+    _ERRORS[_measure] = _entry("block_errors", "const float* scale, const float* unit, double* error", f"Q, {_name}")
+    _tensors = "const float* scale, const float* other, const float* unit, bool* result"
+    _LESS[_measure] = _entry("errs_less", _tensors, f"Q, {_name}", file="choices.h")
+    _tensors = "const float* scale, const i32* key, float* result"
+    _CHOICES[_measure] = _entry("choose", _tensors, f"P, Q, {_name}", number=True, file="choices.h")
 
 
 def _run(
@@ -166,21 +236,21 @@ def _run(
     others: tuple[Tensor | None, ...],
     number: float,
     units: float,
+    *,
+    together: int = 1,
     matrix: Sequence[int] = (),
     **formats: str,
 ) -> None:
     """Run an entry on ``values``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
 
-    The other tensors are contiguous; None is a null pointer. ``matrix`` is ``[R, C]`` of the tensor without padding,
-    which numbers elements for their random bits.
+    The other tensors are contiguous; None is a null pointer. ``together`` neighbouring blocks of a line have one
+    result. ``matrix`` is ``[R, C]`` of the tensor without padding, which numbers elements for their random bits.
     """
     values = _gridded(values, axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
-    grid, at = (
-        _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps), *((1, 1, *matrix)[-2:])),
-        map(abi.at, (values, *others)),
-    )
-    abi.function(entry, torch.float32, **formats)(*at, grid, number, units, torch.get_num_threads())
+    grid = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps), *((1, 1, *matrix)[-2:]))
+    run = abi.function(entry, torch.float32, values.dtype, **formats)
+    run(*map(abi.at, (values, *others)), grid, together, number, units, torch.get_num_threads())
 
 
 def _gridded(values: Tensor, axes: int) -> Tensor:
@@ -200,30 +270,69 @@ def _gridded(values: Tensor, axes: int) -> Tensor:
     return grid if grid.stride(3) == 1 or across else grid.contiguous()
 
 
-def _errors(values: Tensor, scale: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float) -> Tensor:
-    error = _fake_errors(values, scale)
-    _run(_ERRORS[measure], axes, values, (scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
+def _errors(
+    values: Tensor,
+    divisor: Tensor | None,
+    scale: Tensor,
+    unit: Tensor,
+    axes: int,
+    spec: str,
+    measure: str,
+    units: float,
+) -> Tensor:
+    error = _fake_errors(values, divisor, scale)
+    _run(_ERRORS[measure], axes, values, (divisor, scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
     return error
 
 
-def _fake_errors(values: Tensor, scale: Tensor, *about: object) -> Tensor:
+def _fake_errors(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> Tensor:
     return torch.empty_like(scale, dtype=torch.float64, memory_format=torch.contiguous_format)
 
 
+def _errs_less(
+    values: Tensor,
+    divisor: Tensor | None,
+    scale: Tensor,
+    other: Tensor,
+    unit: Tensor,
+    axes: int,
+    spec: str,
+    measure: str,
+    units: float,
+) -> Tensor:
+    less = _fake_errs_less(values, divisor, scale)
+    others = divisor, scale.contiguous(), other.contiguous(), unit.contiguous(), less
+    _run(_LESS[measure], axes, values, others, 0, units, Q=spec)
+    return less
+
+
+def _fake_errs_less(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> Tensor:
+    return torch.empty_like(scale, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
 def _moments(
-    values: Tensor, scale: Tensor, axes: int, spec: str, largest: float, units: float
+    values: Tensor,
+    divisor: Tensor | None,
+    scale: Tensor,
+    axes: int,
+    spec: str,
+    together: int,
+    largest: float,
+    units: float,
 ) -> tuple[Tensor, Tensor]:
-    squares, products = _fake_moments(values, scale)
-    _run(_MOMENTS, axes, values, (scale.contiguous(), squares, products), largest, units, Q=spec)
-    return squares, products
+    sums = _fake_moments(values, divisor, scale)
+    _run(_MOMENTS, axes, values, (divisor, scale.contiguous(), *sums), largest, units, together=together, Q=spec)
+    return sums
 
 
-def _fake_moments(values: Tensor, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
-    return _fake_errors(values, scale), _fake_errors(values, scale)
+def _fake_moments(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
+    return _fake_errors(values, divisor, scale), _fake_errors(values, divisor, scale)
 
 
 def _choose(
-    ratios: Tensor,
+    values: Tensor,
+    divisor: Tensor | None,
+    scale: Tensor | None,
     key: Tensor | None,
     axes: int,
     first: str,
@@ -232,37 +341,47 @@ def _choose(
     units: float,
     matrix: Sequence[int],
 ) -> Tensor:
-    elements = _fake_choose(ratios)
-    if ratios.is_contiguous():
-        ratios = ratios.flatten().view(ratios.shape)  # axes of size 1 may have other strides
-    grid = _gridded(ratios, axes)
+    result = _fake_choose(values)
+    if values.is_contiguous():
+        values = values.flatten().view(values.shape)  # axes of size 1 may have other strides
+    grid = _gridded(values, axes)
     in_order = axes == 1 or key is None  # else the grid's order of elements must be theirs
-    viewed = grid.data_ptr() == ratios.data_ptr() and ratios.stride() == elements.stride()
+    viewed = grid.data_ptr() == values.data_ptr() and values.stride() == result.stride()
     held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
-    if not (ratios.is_contiguous() or (in_order and viewed and held)):
-        return elements.copy_(_choose(ratios.contiguous(), key, axes, first, second, measure, units, matrix))
-    others = None if key is None else key.contiguous(), elements
-    _run(_CHOICES[measure], axes, ratios, others, quantize.EQUAL, units, matrix, P=first, Q=second)
-    return elements
+    if not (values.is_contiguous() or (in_order and viewed and held)):
+        about = key, axes, first, second, measure, units, matrix
+        return result.copy_(_choose(values.contiguous(), divisor, scale, *about))
+    others = (divisor, *(None if each is None else each.contiguous() for each in (scale, key)), result)
+    entry = _CHOICES[measure]
+    _run(entry, axes, values, others, quantize.EQUAL, units, matrix=matrix, P=first, Q=second)
+    return result
 
 
-def _fake_choose(ratios: Tensor, *about: object) -> Tensor:
-    return torch.empty_like(ratios)
+def _fake_choose(values: Tensor, *about: object) -> Tensor:
+    return torch.empty_like(values, dtype=torch.float32)
 
 
 operator(
-    "block_errors(Tensor values, Tensor scale, Tensor unit, int axes, str spec, str measure, float units) -> Tensor",
+    "block_errors(Tensor values, Tensor? divisor, Tensor scale, Tensor unit, int axes, str spec, str measure, "
+    "float units) -> Tensor",
     _fake_errors,
     CPU=_errors,
 )
 operator(
-    "block_moments(Tensor values, Tensor scale, int axes, str spec, float largest, float units) -> (Tensor, Tensor)",
+    "errs_less(Tensor values, Tensor? divisor, Tensor scale, Tensor other, Tensor unit, int axes, str spec, "
+    "str measure, float units) -> Tensor",
+    _fake_errs_less,
+    CPU=_errs_less,
+)
+operator(
+    "group_moments(Tensor values, Tensor? divisor, Tensor scale, int axes, str spec, int together, float largest, "
+    "float units) -> (Tensor, Tensor)",
     _fake_moments,
     CPU=_moments,
 )
 operator(
-    "choose_elements(Tensor ratios, Tensor? key, int axes, str first, str second, str measure, float units, "
-    "SymInt[] matrix) -> Tensor",
+    "choose(Tensor values, Tensor? divisor, Tensor? scale, Tensor? key, int axes, str first, str second, str measure, "
+    "float units, SymInt[] matrix) -> Tensor",
     _fake_choose,
     CPU=_choose,
 )

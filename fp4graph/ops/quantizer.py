@@ -17,10 +17,10 @@ from torch import Tensor
 from fp4graph.kernels import operators, statistics
 from fp4graph.kernels.devices import by_runs
 from fp4graph.kernels.direction import Blocks, Direction
-from fp4graph.kernels.measures import round_elements
+from fp4graph.kernels.measures import Quotient, quantize_elements, round_elements
 from fp4graph.kernels.request import Job, Kernel, Needs
 from fp4graph.numerics import scaling
-from fp4graph.numerics.blocking import Blocking, Granularity, Groups
+from fp4graph.numerics.blocking import Blocking, Granularity, Groups, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.segments import Segments
@@ -50,6 +50,7 @@ class Scaled:
     scale: Tensor | None
     group_scales: tuple[GroupScale, ...]
     chosen: bool
+    quotient: Quotient | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,7 @@ class Quantizer:
         spec = self.spec
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = Once(lambda: blocking.split(x.to(torch.float32)))
+        quotient: Quotient | None = Quotient(Once(lambda: blocking.split(x)))
         largest = self._largest(x)
         if spec.block == "tensor" and largest is not None:
             z = largest().reshape(blocking.scale_shape)
@@ -121,13 +123,15 @@ class Quantizer:
             chosen = chosen or own is not None
             g, groups = asked[-1] if asked else (None, None)
             group_scales.append(GroupScale(part.name, gamma, g if proportional else None, groups, values))
-            values = Once(partial(_quotient, values, gamma))
+            values = Once(partial(_divide, values, gamma))
+            whole = quotient is not None and quotient.divisor is None and is_scalar(gamma)
+            quotient = Quotient(quotient.operand, gamma) if quotient is not None and whole else None
         scale: Tensor | None = None
         for part, context in at_stage("scale", self.acting):
-            divided = self._divided(part, context, group_scales)
+            divided = replace(self._divided(part, context, group_scales), quotient=quotient)
             answer = contract.run_like(part, "scale", z, values(), z, divided)
             scale = scale if answer is None else answer
-        return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
+        return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen, quotient)
 
     def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
@@ -139,7 +143,7 @@ class Quantizer:
         if self.kernel.needs is Needs.STAGES:
 
             def rounded() -> Tensor:
-                values = self._rounded(scaled).dequantized()
+                values = self._dequantized(scaled)
                 return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
 
             return self.kernel.run(Job(x, Direction(self.spec, self.draw), rounded=rounded)).values
@@ -190,12 +194,22 @@ class Quantizer:
         asked.append((g, groups))
         return g
 
+    def _dequantized(self, scaled: Scaled) -> Tensor:
+        """Return the dequantized operand divided by γ, fp32, in the blocked layout; without its elements where no
+        technique needs them."""
+        if self._rounding() or [*at_stage("rescale", self.acting)]:
+            return self._rounded(scaled).dequantized()
+        values = scaled.values()
+        scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
+        noise = self._noise(scaled.blocking, values.device)
+        return quantize_elements(values, scale, self.spec, noise, scaled.quotient)
+
     def _rounded(self, scaled: Scaled) -> Quantization:
         values = scaled.values()
         scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
         rounding = Once(partial(self._elements, scaled, values, scale))
-        groups = scaled.statistic, scaled.group_scales
-        rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *groups)
+        about = scaled.statistic, scaled.group_scales, scaled.quotient
+        rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *about)
         for part, context in at_stage("rescale", self.acting):
             other = contract.run_like(part, "rescale", scale, rounded, context)
             rounded = rounded if other is None else replace(rounded, scale=other)
@@ -253,5 +267,5 @@ class Once(Generic[_T]):
         return self._made
 
 
-def _quotient(values: Callable[[], Tensor], gamma: Tensor) -> Tensor:
+def _divide(values: Callable[[], Tensor], gamma: Tensor) -> Tensor:
     return values() / gamma

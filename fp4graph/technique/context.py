@@ -9,6 +9,7 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from fp4graph.kernels import operators, statistics
+from fp4graph.kernels.measures import Quotient
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
@@ -37,6 +38,8 @@ class Context:
         gemm: the product whose operands a pair transform is given; None for other stages.
         normalized: the granularity of the statistic g by which a technique that ``normalizes`` divides this operand,
             as in U = X/g; None where no technique does.
+        quotient: the values of a stage ``scale`` as an operand and the γ that divides it, for the functions of
+            :mod:`fp4graph.kernels.measures`; None where several γ divide, or one that is not of the whole tensor.
     """
 
     blocking: Blocking
@@ -48,6 +51,7 @@ class Context:
     spec: QuantSpec | None = None
     gemm: Gemm | None = None
     normalized: Granularity | None = None
+    quotient: Quotient | None = None
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -121,6 +125,7 @@ class Quantization:
         rounding: returns :attr:`ratio` and :attr:`elements`, which are computed when somebody first reads them.
         statistic: Z before it was divided by γ, in the shape of ``z``.
         group_scales: of the techniques that have one, in the order in which they divide.
+        quotient: ``values`` as in :attr:`Context.quotient`.
     """
 
     spec: QuantSpec
@@ -131,6 +136,7 @@ class Quantization:
     rounding: Callable[[], tuple[Tensor, Tensor]]
     statistic: Tensor
     group_scales: tuple[GroupScale, ...]
+    quotient: Quotient | None = None
 
     @property
     def ratio(self) -> Tensor:

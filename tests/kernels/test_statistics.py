@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,14 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
     found, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
     assert_same_bits(found, expected)
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
+    # Half of the blocks have nearly equal scales, whose errors fp32 cannot tell apart.
+    factors = torch.where(torch.arange(scale.numel()).reshape(scale.shape) % 2 == 0, 1.5, 1 + 2**-22)
+    for others in (scale, scale * factors, scale / factors):
+        found, expected = by_both(
+            lambda others=others: measures.errs_less(values, (scale, others), z, spec, measure, blocking)
+        )
+        assert torch.equal(found, expected)
+        assert others is not scale or not found.any()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
@@ -125,9 +134,36 @@ def test_moments_of_blocks(transposed):
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)
     assert values.is_contiguous() != transposed
-    found, expected = by_both(lambda: measures.block_moments(values, scale, spec, blocking, 128.0, 128))
+    found, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 64))
     for sums, due in zip(found, expected, strict=True):
         assert_same_bits(sums, due)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [16, (16, 16)], ids=str)
+def test_operators_divide_as_they_read(block, dtype, transposed):
+    """Values given as an operand and its divisor are the values divided before, without a read of them."""
+    spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), ties="away")
+    blocking, operand, *_ = parts((130, 70), spec, transposed)
+    operand, gamma = operand.to(dtype), torch.tensor([0.37])
+    values = operand.float() / gamma
+    z = scaling.amax(values, blocking.axes)
+    scale, unread = scaling.block_scale(z, spec.scale, spec.element), torch.full_like(values, torch.nan)
+    quotient = measures.Quotient(lambda: operand, gamma)
+    _, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, "mse", blocking))
+    assert_same_bits(measures.block_errors(unread, scale, z, spec, "mse", blocking, quotient), expected)
+    _, expected = by_both(lambda: measures.errs_less(values, (scale, scale * 1.5), z, spec, "mse", blocking))
+    assert 0 < expected.sum() < expected.numel()
+    assert torch.equal(measures.errs_less(unread, (scale, scale * 1.5), z, spec, "mse", blocking, quotient), expected)
+    choosing, noise = replace(spec, others=(INT4,), selector="mae"), Noise(None, blocking, values.device)
+    _, expected = by_both(lambda: measures.quantize_elements(values, scale, choosing, noise))
+    assert_same_bits(measures.quantize_elements(unread, scale, choosing, noise, quotient), expected)
+    if block == 16:
+        _, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 32))
+        found = measures.group_moments(unread, scale, spec, blocking, 128.0, 32, quotient)
+        for sums, due in zip(found, expected, strict=True):
+            assert_same_bits(sums, due)
 
 
 @pytest.mark.parametrize(
@@ -226,10 +262,13 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "order_statistics": (_x.view(-1), 4),
     "order_statistics, bf16": (_x.bfloat16().view(-1), 0),
     "order_statistics, of nothing": (_x[:0].view(-1), 0),
-    "block_errors": (_values, _scale, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
-    "block_moments": (_values, _scale, 1, TEXT, 128.0, 2.0**49),
-    "choose_elements": (_values, None, 1, TEXT, OTHER, "mse", 2.0**49, [8, 16]),
-    "choose_elements, drawn": (_values, make_key(3), 1, DRAWS, OTHER_DRAWS, "mse", 2.0**49, [8, 16]),
+    "block_errors": (_values, None, _scale, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
+    "block_errors, of a quotient": (_values.bfloat16(), _x.max(), _scale, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
+    "errs_less": (_values, None, _scale, _scale * 1.5, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
+    "group_moments": (_values, None, _scale, 1, TEXT, 2, 128.0, 2.0**49),
+    "choose": (_values, None, None, None, 1, TEXT, OTHER, "mse", 2.0**49, [8, 16]),
+    "choose, of a quotient": (_values.bfloat16(), _x.max(), _scale, None, 1, TEXT, OTHER, "mse", 2.0**49, [8, 16]),
+    "choose, drawn": (_values, None, _scale, make_key(3), 1, DRAWS, OTHER_DRAWS, "mse", 2.0**49, [8, 16]),
 }
 
 

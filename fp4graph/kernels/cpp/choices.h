@@ -38,70 +38,88 @@ struct RoughErrors {
     }
 };
 
-// Ratios u of each block rounded to elements of F or of G, whose values are stretched to the maximum of F: to those of
-// G where their error, rounded to nearest, is smaller by more than a share of `equal`. `key` is read where F draws.
-template <class F, class G, int M, int PIECE>
-void choose_elements(const float* ratios, const i32* key, float* elements, BlockGrid grid, double equal, double units,
-                     int threads) {
+// The longest lines of blocks that are held in tiles, and the largest such blocks of several lines.
+constexpr i64 LONGEST = 64;
+constexpr i64 HELD = 256;
+
+// The ratios u of each block rounded to elements of F or of G, whose values are stretched to the maximum of F: to those of
+// G where their error, rounded to nearest, is smaller by more than a share of `equal`; then dequantized. Without `scale` the
+// values are the ratios, and the result the elements. `key` is read where F draws.
+template <class T, class F, class G, int M, int PIECE>
+void choose(const T* values, const float* divisor, const float* scale, const i32* key, float* result, BlockGrid grid, i64,
+            double equal, double units, int threads) {
+    const Operand<T> operand(values, divisor);
     const Key bits = F::DRAWS ? Key{static_cast<u32>(key[0]), static_cast<u32>(key[1])}.absorb(0) : Key{};
     using Rough = RoughErrors<M>;
     const Rough rough(grid.lines * grid.length, units);
+    const bool holds = grid.lines * grid.length <= HELD;
+    constexpr i64 SIZE = PIECE > HELD ? PIECE : HELD;
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 k = 0; k < grid.count(); ++k) {
+        const float s = scale ? scale[k] : 1.0f, inverse = 1.0f / s;
+        alignas(64) float ratios[SIZE], firsts[SIZE], seconds[SIZE];
+        // Calls visit(i, n, at) for a block's pieces, whose ratios are at `at` of the tile.
+        const auto each = [&](bool known, auto visit) {
+            i64 at = 0;
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
+                if (!known) {
+                    operand.template read<PIECE>(i, n, ratios + at);
+                    divide_all<F>(ratios + at, ratios + at, n, s);
+                }
+                visit(i, n, at);
+                at += holds ? n : 0;
+            });
+        };
         i32 m = 0;
-        grid.visit<PIECE>(k, [&](i64 i, i64 n) {
+        each(false, [&](i64, i64 n, i64 at) {
             alignas(64) i32 magnitudes[PIECE];
-            std::memcpy(magnitudes, ratios + i, static_cast<size_t>(n) * sizeof(i32));
+            std::memcpy(magnitudes, ratios + at, static_cast<size_t>(n) * sizeof(i32));
 #pragma omp simd
             for (i64 j = 0; j < n; ++j) magnitudes[j] &= ~SIGN;
             m = max(m, fold<PIECE>(magnitudes, n, [](i32 a, i32 b) { return a > b ? a : b; }));
         });
         const float unit = as<float>(max(m & INFINITE, 1 << 23));
         float first = 0, second = 0;
-        alignas(64) float q[PIECE];
-        grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-            round_all<F, Nearest<G>>(ratios + i, q, n);
-            second = Rough::join(second, Rough::template of<PIECE>(ratios + i, q, n));
-            round_all<F, Nearest<F>>(ratios + i, elements + i, n);
-            first = Rough::join(first, Rough::template of<PIECE>(ratios + i, elements + i, n));
+        each(holds, [&](i64, i64 n, i64 at) {
+            round_all<F, Nearest<F>>(ratios + at, firsts + at, n);
+            round_all<F, Nearest<G>>(ratios + at, seconds + at, n);
+            first = Rough::join(first, Rough::template of<PIECE>(ratios + at, firsts + at, n));
+            second = Rough::join(second, Rough::template of<PIECE>(ratios + at, seconds + at, n));
         });
-        bool chosen = second < first;
+        bool other = second < first;
         if (!rough.tell(first, second, unit)) {
             Errors<M> exact_first(units, unit), exact_second(units, unit);
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-                round_all<F, Nearest<G>>(ratios + i, q, n);
-                exact_second.template add<PIECE>(ratios + i, q, n);
-                exact_first.template add<PIECE>(ratios + i, elements + i, n);
-            });
-            chosen = exact_second.total() < exact_first.total() * (1 - equal);
-        }
-        if (grid.lines == 1 && grid.length <= PIECE) {  // q holds the block; a branch would be guessed wrongly
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-                if (F::DRAWS) {
-                    round_all<F, G>(ratios + i, q, n, bits, grid.number(k, i));
-                    round_all<F, F>(ratios + i, elements + i, n, bits, grid.number(k, i));
+            each(holds, [&](i64, i64 n, i64 at) {
+                if (!holds) {
+                    round_all<F, Nearest<F>>(ratios + at, firsts + at, n);
+                    round_all<F, Nearest<G>>(ratios + at, seconds + at, n);
                 }
-                const i32 other = -static_cast<i32>(chosen);
-#pragma omp simd
-                for (i64 j = 0; j < n; ++j)
-                    elements[i + j] = as<float>((as<i32>(q[j]) & other) | (as<i32>(elements[i + j]) & ~other));
+                exact_first.template add<PIECE>(ratios + at, firsts + at, n);
+                exact_second.template add<PIECE>(ratios + at, seconds + at, n);
             });
-        } else if (chosen || F::DRAWS) {
-            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-                if (chosen) round_all<F, G>(ratios + i, elements + i, n, bits, grid.number(k, i));
-                else round_all<F, F>(ratios + i, elements + i, n, bits, grid.number(k, i));
-            });
+            other = exact_second.total() < exact_first.total() * (1 - equal);
         }
+        const i32 chosen = -static_cast<i32>(other);  // a branch would be guessed wrongly
+        each(holds, [&](i64 i, i64 n, i64 at) {
+            float *p = firsts + at, *q = seconds + at;
+            if (F::DRAWS || !holds) {
+                round_all<F, F>(ratios + at, p, n, bits, grid.number(k, i));
+                round_all<F, G>(ratios + at, q, n, bits, grid.number(k, i));
+            }
+#pragma omp simd
+            for (i64 j = 0; j < n; ++j)
+                p[j] = dequantized<F>(as<float>((as<i32>(q[j]) & chosen) | (as<i32>(p[j]) & ~chosen)), s, inverse);
+            std::memcpy(result + i, p, static_cast<size_t>(n) * sizeof(float));
+        });
     }
 }
 
 // The same for blocks of one line each, strided in memory: LANES of them at once, whose first elements are contiguous.
 // They are read into a tile, because lines that lie a power of two apart evict each other from the cache.
-constexpr i64 LONGEST = 64;
-
-template <class F, class G, int M>
-void choose_elements_across(const float* ratios, const i32* key, float* elements, BlockGrid grid, double equal,
-                            double units, int threads) {
+template <class T, class F, class G, int M>
+void choose_across(const T* values, const float* divisor, const float* scale, const i32* key, float* result,
+                   BlockGrid grid, i64, double equal, double units, int threads) {
+    const Operand<T> operand(values, divisor);
     const Key bits = F::DRAWS ? Key{static_cast<u32>(key[0]), static_cast<u32>(key[1])}.absorb(0) : Key{};
     using Rough = RoughErrors<M>;
     const Rough rough(grid.length, units);
@@ -112,13 +130,18 @@ void choose_elements_across(const float* ratios, const i32* key, float* elements
         const i64 at = row + m * grid.steps[2];
         const u32 number = grid.number(row * grid.middle + m, at), step = static_cast<u32>(grid.columns);
         alignas(64) float u[LONGEST * LANES], a[LONGEST * LANES], b[LONGEST * LANES];
-        alignas(64) float first[LANES] = {}, second[LANES] = {};
+        alignas(64) float s[LANES], inverse[LANES], first[LANES] = {}, second[LANES] = {};
         alignas(64) i32 largest[LANES] = {}, chosen[LANES] = {};
         if (n < LANES) std::memset(u, 0, sizeof u);
+        for (i64 i = 0; i < LANES; ++i) {
+            s[i] = scale && i < n ? scale[(row + i) * grid.middle + m] : 1.0f;
+            inverse[i] = 1.0f / s[i];
+        }
         for (i64 j = 0; j < grid.length; ++j) {
             float *x = u + j * LANES, *p = a + j * LANES, *q = b + j * LANES;
-            const size_t length = static_cast<size_t>(n == LANES ? LANES : n) * sizeof(float);
-            std::memcpy(x, ratios + at + j * grid.steps[3], length);
+            operand.template read<LANES>(at + j * grid.steps[3], n, x);
+#pragma omp simd
+            for (i64 i = 0; i < LANES; ++i) x[i] = ratio<F>(x[i], s[i], inverse[i]);
             round_all<F, Nearest<F>>(x, p, LANES);
             round_all<F, Nearest<G>>(x, q, LANES);
 #pragma omp simd
@@ -149,8 +172,95 @@ void choose_elements_across(const float* ratios, const i32* key, float* elements
             }
 #pragma omp simd
             for (i64 i = 0; i < LANES; ++i)
-                p[i] = as<float>((as<i32>(q[i]) & chosen[i]) | (as<i32>(p[i]) & ~chosen[i]));
-            std::memcpy(elements + at + j * grid.steps[3], p, static_cast<size_t>(n) * sizeof(float));
+                p[i] = dequantized<F>(as<float>((as<i32>(q[i]) & chosen[i]) | (as<i32>(p[i]) & ~chosen[i])), s[i],
+                                      inverse[i]);
+            std::memcpy(result + at + j * grid.steps[3], p, static_cast<size_t>(n) * sizeof(float));
+        }
+    }
+}
+
+// Whether each block, rounded to nearest, errs less under the second of two scales.
+template <class T, class F, int M, int PIECE>
+void errs_less(const T* values, const float* divisor, const float* scale, const float* other, const float* unit,
+               bool* result, BlockGrid grid, i64, double units, int threads) {
+    const Operand<T> operand(values, divisor);
+    using Rough = RoughErrors<M>;
+    const Rough rough(grid.lines * grid.length, units);
+#pragma omp parallel for num_threads(threads) if (grid.parallel())
+    for (i64 k = 0; k < grid.count(); ++k) {
+        const float scales[] = {scale[k], other[k]};
+        // Calls visit(x, rounded, n, c) for the block's pieces, rounded under scale number c.
+        const auto each = [&](auto visit) {
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
+                alignas(64) float x[PIECE], u[PIECE], q[PIECE];
+                operand.template read<PIECE>(i, n, x);
+                for (int c = 0; c < 2; ++c) {
+                    const float s = scales[c], inverse = 1.0f / s;
+                    divide_all<F>(x, u, n, s);
+                    round_all<F, F>(u, q, n);
+#pragma omp simd
+                    for (i64 j = 0; j < n; ++j) q[j] = dequantized<F>(q[j], s, inverse);
+                    visit(x, q, n, c);
+                }
+            });
+        };
+        float errors[2] = {};
+        each([&](const float* x, const float* q, i64 n, int c) {
+            errors[c] = Rough::join(errors[c], Rough::template of<PIECE>(x, q, n));
+        });
+        result[k] = errors[1] < errors[0];
+        if (rough.tell(errors[0], errors[1], unit[k])) continue;
+        Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
+        each([&](const float* x, const float* q, i64 n, int c) { exact[c].template add<PIECE>(x, q, n); });
+        result[k] = exact[1].total() < exact[0].total();
+    }
+}
+
+// The same for blocks of one line each, strided in memory, as those of by_lanes.
+template <class T, class F, int M>
+void errs_less_across(const T* values, const float* divisor, const float* scale, const float* other, const float* unit,
+                      bool* result, BlockGrid grid, i64, double units, int threads) {
+    const Operand<T> operand(values, divisor);
+    using Rough = RoughErrors<M>;
+    const Rough rough(grid.length, units);
+    const i64 tiles = (grid.outer + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) if (grid.parallel())
+    for (i64 t = 0; t < tiles * grid.middle; ++t) {
+        const i64 row = t / grid.middle * LANES, m = t % grid.middle, n = min(grid.outer - row, LANES);
+        const i64 at = row + m * grid.steps[2];
+        alignas(64) float x[LANES] = {}, s[2][LANES], inverse[2][LANES], errors[2][LANES] = {};
+        for (i64 i = 0; i < LANES; ++i)
+            for (int c = 0; c < 2; ++c) {
+                s[c][i] = i < n ? (c ? other : scale)[(row + i) * grid.middle + m] : 1.0f;
+                inverse[c][i] = 1.0f / s[c][i];
+            }
+        for (i64 j = 0; j < grid.length; ++j) {
+            operand.template read<LANES>(at + j * grid.steps[3], n, x);
+            for (int c = 0; c < 2; ++c)
+#pragma omp simd
+                for (i64 i = 0; i < LANES; ++i) {
+                    i32 place;
+                    const float q = round_element<F>(ratio<F>(x[i], s[c][i], inverse[c][i]), 0, place);
+                    errors[c][i] =
+                        Rough::join(errors[c][i], Rough::of(x[i], dequantized<F>(q, s[c][i], inverse[c][i])));
+                }
+        }
+        for (i64 i = 0; i < n; ++i) {
+            const i64 k = (row + i) * grid.middle + m;
+            result[k] = errors[1][i] < errors[0][i];
+            if (rough.tell(errors[0][i], errors[1][i], unit[k])) continue;
+            Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
+            for (i64 j = 0; j < grid.length; ++j) {
+                float value, q;
+                operand.template read<1>(at + i + j * grid.steps[3], 1, &value);
+                for (int c = 0; c < 2; ++c) {
+                    i32 place;
+                    q = round_element<F>(ratio<F>(value, s[c][i], inverse[c][i]), 0, place);
+                    q = dequantized<F>(q, s[c][i], inverse[c][i]);
+                    exact[c].template add<1>(&value, &q, 1);
+                }
+            }
+            result[k] = exact[1].total() < exact[0].total();
         }
     }
 }

@@ -38,6 +38,25 @@ struct BlockGrid {
     }
 };
 
+// Operands in memory, of which blocks are measured: at most N values side by side, widened and divided. `divisor` is
+// one number for all, or a null pointer.
+template <class T>
+struct Operand {
+    const T* data;
+    float by;
+    Operand(const T* data, const float* divisor) : data(data), by(divisor ? *divisor : 1.0f) {}
+
+    template <int N>
+    void read(i64 i, i64 n, float* x) const {
+        if (n == N) widen<N>(data + i, x);
+        else
+            for (i64 j = 0; j < n; ++j) x[j] = widen(data[i + j]);
+        if (by == 1) return;
+#pragma omp simd
+        for (i64 j = 0; j < n; ++j) x[j] /= by;
+    }
+};
+
 // Loops of their own, without which compilers thread jumps through the rounding and vectorize nothing.
 template <class F>
 inline void divide_all(const float* x, float* u, i64 n, float scale) {
@@ -122,23 +141,27 @@ struct Errors {
 };
 
 // Measures LANES blocks at once. Each block is one line, strided in memory; the first elements of neighbouring blocks are
-// contiguous, and so are the second ones, and so on. A lane's block begins with begin(lane, number of the block); add takes
-// the next element of all lanes; end(lane, number of the block) stores the result.
-template <class Lanes>
-void by_lanes(const float* values, const BlockGrid& grid, int threads, const Lanes& idle) {
-    const i64 tiles = (grid.outer + LANES - 1) / LANES;
+// contiguous, and so are the second ones, and so on. `together` neighbours within a line of the operand have one result. A
+// lane's block begins with begin(lane, number of the block); add takes the next element of all lanes; end(lane, number of
+// the block) stores the result.
+template <class T, class Lanes>
+void by_lanes(const Operand<T>& operand, const BlockGrid& grid, i64 together, int threads, const Lanes& idle) {
+    const i64 tiles = (grid.outer + LANES - 1) / LANES, groups = (grid.middle + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
-    for (i64 t = 0; t < tiles * grid.middle; ++t) {
-        const i64 row = t / grid.middle * LANES, m = t % grid.middle, n = min(grid.outer - row, LANES);
+    for (i64 t = 0; t < tiles * groups; ++t) {
+        const i64 row = t / groups * LANES, first = t % groups * together, n = min(grid.outer - row, LANES);
+        const i64 behind = min(first + together, grid.middle);
         Lanes lanes = idle;
-        for (i64 i = 0; i < n; ++i) lanes.begin(i, (row + i) * grid.middle + m);
         alignas(64) float line[LANES] = {};
-        for (i64 j = 0; j < grid.length; ++j) {
-            const float* from = values + row + m * grid.steps[2] + j * grid.steps[3];
-            if (n < LANES) std::memcpy(line, from, static_cast<size_t>(n) * sizeof(float));
-            lanes.add(n < LANES ? line : from);
+        for (i64 m = first; m < behind; ++m) {
+            for (i64 i = 0; i < n; ++i) lanes.begin(i, (row + i) * grid.middle + m);
+            for (i64 j = 0; j < grid.length; ++j) {
+                operand.template read<LANES>(row + m * grid.steps[2] + j * grid.steps[3], n, line);
+                lanes.add(line);
+            }
         }
-        for (i64 i = 0; i < n; ++i) lanes.end(i, (row + i) * grid.middle + m);
+        for (i64 m = first; m < behind; ++m)
+            for (i64 i = 0; i < n; ++i) lanes.end(i, (row + i) * grid.middle + m);
     }
 }
 
@@ -178,26 +201,28 @@ struct LanesOfErrors {
 };
 
 // The error of each block, rounded under `scale`.
-template <class F, int M>
-void block_errors_across(const float* values, const float* scale, const float* unit, double* error, BlockGrid grid,
-                         double units, int threads) {
-    by_lanes(values, grid, threads, LanesOfErrors<F, M>(scale, unit, error, units));
+template <class T, class F, int M>
+void block_errors_across(const T* values, const float* divisor, const float* scale, const float* unit, double* error,
+                         BlockGrid grid, i64, double units, int threads) {
+    by_lanes(Operand<T>(values, divisor), grid, 1, threads, LanesOfErrors<F, M>(scale, unit, error, units));
 }
 
-template <class F, int M, int PIECE>
-void block_errors(const float* values, const float* scale, const float* unit, double* error, BlockGrid grid,
-                  double units, int threads) {
+template <class T, class F, int M, int PIECE>
+void block_errors(const T* values, const float* divisor, const float* scale, const float* unit, double* error,
+                  BlockGrid grid, i64, double units, int threads) {
+    const Operand<T> operand(values, divisor);
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 k = 0; k < grid.count(); ++k) {
         const float s = scale[k], inverse = 1.0f / s;
         Errors<M> errors(units, unit[k]);
         grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-            alignas(64) float u[PIECE], q[PIECE];
-            divide_all<F>(values + i, u, n, s);
+            alignas(64) float x[PIECE], u[PIECE], q[PIECE];
+            operand.template read<PIECE>(i, n, x);
+            divide_all<F>(x, u, n, s);
             round_all<F, F>(u, q, n);
 #pragma omp simd
             for (i64 j = 0; j < n; ++j) q[j] = dequantized<F>(q[j], s, inverse);
-            errors.template add<PIECE>(values + i, q, n);
+            errors.template add<PIECE>(x, q, n);
         });
         error[k] = errors.total();
     }
@@ -233,34 +258,41 @@ struct LanesOfMoments {
     void end(i64 i, i64 k) const { squares[k] = first[i] * (1 / units), products[k] = second[i] * (1 / units); }
 };
 
-// Σ u² and Σ u·q of each block, over `largest`, a power of two: u are its ratios, q the elements nearest to them.
-template <class F>
-void block_moments_across(const float* values, const float* scale, double* squares, double* products, BlockGrid grid,
-                          double largest, double units, int threads) {
-    by_lanes(values, grid, threads, LanesOfMoments<F>(scale, squares, products, largest, units));
+// Σ u² and Σ u·q of each block's group, over `largest`, a power of two: u are the ratios of `together` neighbouring blocks
+// of a line, and q the elements nearest to them.
+template <class T, class F>
+void group_moments_across(const T* values, const float* divisor, const float* scale, double* squares, double* products,
+                          BlockGrid grid, i64 together, double largest, double units, int threads) {
+    const LanesOfMoments<F> lanes(scale, squares, products, largest, units);
+    by_lanes(Operand<T>(values, divisor), grid, together, threads, lanes);
 }
 
-template <class F, int PIECE>
-void block_moments(const float* values, const float* scale, double* squares, double* products, BlockGrid grid,
-                   double largest, double units, int threads) {
+template <class T, class F, int PIECE>
+void group_moments(const T* values, const float* divisor, const float* scale, double* squares, double* products,
+                   BlockGrid grid, i64 together, double largest, double units, int threads) {
+    const Operand<T> operand(values, divisor);
     const double per = units / largest;
+    const i64 groups = (grid.middle + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
-    for (i64 k = 0; k < grid.count(); ++k) {
-        double first = 0, second = 0;
-        grid.visit<PIECE>(k, [&](i64 i, i64 n) {
-            alignas(64) float u[PIECE], q[PIECE];
-            divide_all<F>(values + i, u, n, scale[k]);
-            round_all<F, F>(u, q, n);
-            alignas(64) double a[PIECE], b[PIECE];
+    for (i64 g = 0; g < grid.outer * groups; ++g) {
+        const i64 line = g / groups * grid.middle, begin = line + g % groups * together;
+        const i64 end = min(begin + together, line + grid.middle);
+        alignas(64) double first[PIECE] = {}, second[PIECE] = {};
+        for (i64 k = begin; k < end; ++k)
+            grid.visit<PIECE>(k, [&](i64 i, i64 n) {
+                alignas(64) float u[PIECE], q[PIECE];
+                operand.template read<PIECE>(i, n, u);
+                divide_all<F>(u, u, n, scale[k]);
+                round_all<F, F>(u, q, n);
 #pragma omp simd
-            for (i64 j = 0; j < n; ++j) {
-                const double wide = u[j];
-                a[j] = whole(wide * wide * per, units);
-                b[j] = whole(wide * static_cast<double>(q[j]) * per, units);
-            }
-            const auto add = [](double x, double y) { return x + y; };
-            first += fold<PIECE>(a, n, add), second += fold<PIECE>(b, n, add);
-        });
-        squares[k] = first * (1 / units), products[k] = second * (1 / units);
+                for (i64 j = 0; j < n; ++j) {
+                    const double wide = u[j];
+                    first[j] += whole(wide * wide * per, units);
+                    second[j] += whole(wide * static_cast<double>(q[j]) * per, units);
+                }
+            });
+        const auto add = [](double x, double y) { return x + y; };
+        const double u2 = fold<PIECE>(first, PIECE, add) * (1 / units), uq = fold<PIECE>(second, PIECE, add) * (1 / units);
+        for (i64 k = begin; k < end; ++k) squares[k] = u2, products[k] = uq;
     }
 }
