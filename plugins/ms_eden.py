@@ -119,10 +119,8 @@ class UnbiasedScale(BlockScale):
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
         q, length = quantization, self.options.block
-        # Fractions of _SQUARE_BOUND add exactly, so that compiled code, which adds in another order, has the same bits.
-        squares, products = measures.group_moments(
-            q.values, q.scale, q.spec, q.blocking, _SQUARE_BOUND, length, q.quotient
-        )
+        about = q.spec, q.blocking, _SQUARE_BOUND, length, q.quotient
+        squares, products = measures.group_moments(q.values, q.scale, *about)
         factor = torch.where(products == 0, 1.0, squares / products)
         corrected = (q.scale.double() * factor).to(torch.float32).clamp(max=q.spec.scale.format.max)
         scale = round_stochastically(corrected, q.spec.scale.format, context.noise.block_bits())

@@ -9,7 +9,6 @@ from operator import mul
 from typing import TYPE_CHECKING
 
 from fp4graph.kernels import operators, statistics
-from fp4graph.kernels.measures import Quotient
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
@@ -18,6 +17,7 @@ from fp4graph.technique.operands import Gemm
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fp4graph.kernels.measures import Quotient
     from fp4graph.numerics.draw import Draw
     from fp4graph.numerics.noise import Noise
 
