@@ -1,4 +1,4 @@
-"""A linear layer under a technique: its quantizers, operand by operand, and its three products."""
+"""A linear layer under a technique: its quantizers, operand by operand, its three products, and its steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
@@ -15,6 +16,8 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.policy import Policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers import training
+from tests.helpers.steps import Stream
 
 KEY = noise.make_key("site", "fc")
 
@@ -64,3 +67,30 @@ class Layer:
         y = site_function(self.program(options, **more), "linear", 1.0, 1.0)(x, w, None, draw.key, draw.step, 0)
         y.backward(dy)
         return y.detach(), x.grad, w.grad
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 6).to(dtype)
+
+
+def stepped(policy: Any, make: Callable[..., Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return :func:`linear` under the policy, and the optimizer that ``make`` makes of its parameters, prepared."""
+    model = training.applied(linear(dtype), policy)
+    return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
+
+
+def step(model: Any, optimizer: Any, grad: Tensor) -> None:
+    """Step once on this gradient of the weight, and ones of the bias."""
+    model.weight.grad, model.bias.grad = grad.clone(), torch.ones_like(model.bias)
+    optimizer.step()
+
+
+def pushes(steps: int, dtype: torch.dtype = torch.float32) -> Stream:
+    """Gradients of a weight and a bias that push to and fro, most of all where a weight near a threshold oscillates."""
+    generator, stream = torch.Generator().manual_seed(1), []
+    for number in range(steps):
+        push = torch.where(torch.arange(64) % 8 == 0, 4.0 if number % 2 else -4.0, 0.3)
+        weight = 0.3 * torch.randn(6, 64, generator=generator) + push
+        stream.append([weight.to(dtype), torch.randn(6, generator=generator).to(dtype)])
+    return stream

@@ -20,7 +20,7 @@ from tests.helpers.models import Mlp
 from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
 from tests.helpers.steps import assert_resumes, differences, push, through_file
 from tests.helpers.training import applied, prepared
-from tests.plugins.layer import KEY, Layer, draw, gaussian
+from tests.plugins.layer import KEY, Layer, draw, gaussian, linear, pushes
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
@@ -200,16 +200,6 @@ def test_inductor_computes_the_bits_of_eager(make: Any, inductor: Any) -> None:
 # ---------------------------------------------------------------------- the optimizer's step
 
 
-def pushes(steps: int, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor | None]]:
-    """Gradients of a weight and a bias that push to and fro, most of all where a weight near a threshold oscillates."""
-    generator, stream = torch.Generator().manual_seed(1), []
-    for step in range(steps):
-        push_of_step = torch.where(torch.arange(64) % 8 == 0, 4.0 if step % 2 else -4.0, 0.3)
-        weight = 0.3 * torch.randn(6, 64, generator=generator) + push_of_step
-        stream.append([weight.to(dtype), torch.randn(6, generator=generator).to(dtype)])
-    return stream
-
-
 FREEZE = {"momentum": 0.125, "threshold": 0.3}
 RAMPS = TRAINING["q_ramping"]
 #: Options of techniques that act in the optimizer's step.
@@ -226,14 +216,8 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def stepped(name: str, options: Any, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    declared = {name: options}
-    model = applied(model, one_rule(quantize=TIES_UP, techniques=[declared]))
+    model = applied(model, one_rule(quantize=TIES_UP, techniques=[{name: options}]))
     return model, prepared(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(64, 6, dtype=dtype)
 
 
 class Sharing(nn.Module):

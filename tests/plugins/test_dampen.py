@@ -11,34 +11,22 @@ from torch import nn
 
 import fp4graph
 from tests.helpers.policies import TIES_UP, with_technique
+from tests.plugins.layer import step, stepped
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-
 
 policy = partial(with_technique, "dampen", quantize=TIES_UP)
 
 
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Linear(64, 6).to(dtype)
-
-
-def prepared(options, dtype=torch.float32, make=lambda p: torch.optim.SGD(p, lr=0.5)):
-    applied = fp4graph.apply(model(dtype), policy(options), backend="eager")
-    return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
-
-
-def step(applied, optimizer, grad):
-    applied.weight.grad, applied.bias.grad = grad.clone(), torch.ones_like(applied.bias)
-    optimizer.step()
+def prepared(options, dtype=torch.float32, **rest):
+    return stepped(policy(options, **rest), partial(torch.optim.SGD, lr=0.5), dtype)
 
 
 def test_the_gradient_is_that_of_the_squared_frobenius_norm():
     """One step of plain gradient descent, element by element, Q by hand: 2.4 and 6 in a block with S = 1."""
     applied, optimizer = prepared({"strength": 0.25})
     with torch.no_grad():
-        applied.weight.zero_()
-        applied.weight[0, :4] = torch.tensor([6.0, 2.4, -0.7, 0.25])
+        applied.weight.zero_()[0, :4] = torch.tensor([6.0, 2.4, -0.7, 0.25])
     step(applied, optimizer, torch.zeros(6, 64))
     # Q: 6, 2, -0.5, 0.5 (a tie, up); minus lr 0.5 times 2 times 0.25 times (w - Q).
     expected = [6.0, 2.4 - 0.25 * 0.4, -0.7 + 0.25 * 0.2, 0.25 + 0.25 * 0.25]
@@ -50,8 +38,7 @@ def test_the_gradient_is_that_of_the_squared_frobenius_norm():
 
 def test_it_is_what_autograd_makes_of_the_loss_term():
     applied, optimizer = prepared({"strength": 0.3})
-    w = applied.weight.detach().clone()
-    task = torch.randn(6, 64)
+    w, task = applied.weight.detach().clone(), torch.randn(6, 64)
     step(applied, optimizer, task)
     leaf = w.double().requires_grad_()
     ((task.double() * leaf).sum() + 0.3 * (leaf - fp4graph.fake_quantize(w, SPEC).double()).square().sum()).backward()
@@ -97,8 +84,7 @@ def test_loss_scaling_and_clipping_come_before_it():
 
 def test_it_shares_a_rule_with_q_ema():
     """Q(W) is then the value that q_ema chooses, which the forward multiplies with."""
-    applied = fp4graph.apply(model(), policy({"strength": 0.5}, more=["q_ema"]), backend="eager")
-    optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.0))
+    applied, optimizer = prepared({"strength": 0.5}, more=["q_ema"])
     with torch.no_grad():
         applied.weight.fill_(2.4)
         applied.weight[:, ::32] = 6.0

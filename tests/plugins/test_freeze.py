@@ -10,25 +10,19 @@ import torch
 from torch import nn
 
 import fp4graph
+from tests.helpers import training
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule, with_technique
+from tests.plugins.layer import step, stepped
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 OPTIONS = {"momentum": 0.125, "threshold": 0.3}
 
-
 policy = partial(with_technique, "freeze", quantize=TIES_UP)
+sgd = partial(torch.optim.SGD, lr=1.0)
 
 
-def prepared(options=OPTIONS, dtype=torch.float32, make=None, **where):
-    torch.manual_seed(0)
-    applied = fp4graph.apply(nn.Linear(64, 6).to(dtype), policy(options, **where), backend="eager")
-    make = make or (lambda p: torch.optim.SGD(p, lr=1.0))
-    return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
-
-
-def step(applied, optimizer, grad):
-    applied.weight.grad, applied.bias.grad = grad.clone(), torch.zeros_like(applied.bias)
-    optimizer.step()
+def prepared(options=OPTIONS, dtype=torch.float32, **where):
+    return stepped(policy(options, **where), sgd, dtype)
 
 
 def remembered(applied, optimizer, name):
@@ -142,9 +136,9 @@ def test_state_loaded_before_preparing_is_understood():
     grads = list(wandering(60))
     for grad in grads[:30]:
         step(applied, optimizer, grad)
-    other = fp4graph.apply(nn.Linear(64, 6), policy(OPTIONS), backend="eager")
+    other = training.applied(nn.Linear(64, 6), policy(OPTIONS))
     other.load_state_dict(applied.state_dict())
-    its = torch.optim.SGD(other.parameters(), lr=1.0)
+    its = sgd(other.parameters())
     its.load_state_dict(optimizer.state_dict())
     assert remembered(other, its, "frozen").dtype is torch.float32
     fp4graph.prepare_optimizer(other, its)
@@ -157,8 +151,7 @@ def test_state_loaded_before_preparing_is_understood():
 
 def test_values_that_move_with_their_scales_do_not_turn():
     """A tensor scale follows the largest weight, and moves every value of the tensor at every step."""
-    options = {"momentum": 0.125, "threshold": 0.1}
-    applied, optimizer = prepared(options, quantize=NVFP4, more=["tensor_scaling"])
+    applied, optimizer = prepared({"momentum": 0.125, "threshold": 0.1}, quantize=NVFP4, more=["tensor_scaling"])
     with torch.no_grad():
         applied.weight.copy_(torch.tensor([0.0, 0.5, 1.0, 3.0]).repeat(6, 16) * 0.01)
         applied.weight[:, ::16] = 0.06
@@ -176,8 +169,8 @@ def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
     data = one_rule(quantize=TIES_UP, techniques=[{"freeze": OPTIONS}])
     kept = {"name": "kept", "match": {"module": "0"}, "operands": {"fprop.weight": "keep"}}
     data["rules"].insert(0, data["rules"][0] | kept)
-    model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), data, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = training.applied(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), data)
+    optimizer = training.prepared(model, torch.optim.SGD)
     model(torch.randn(4, 32)).square().mean().backward()
     optimizer.step()
     assert "fp4graph.freeze.frozen" not in optimizer.state.get(model[0].weight, {})

@@ -98,7 +98,7 @@ def maximum(x, kind, beta=40.0):
     return smooth if kind == "softmax" else magnitude.max().detach() + (smooth - smooth.detach())
 
 
-def block_quantizer(x, *, scale, convention, step, max_kind, scale_kind, low=None):
+def block_quantizer(x, *, scale="e4m3", convention="decode", step="ste", max_kind="ste", scale_kind="ste", low=None):
     q, small = rounding(step, GRID), rounding(scale_kind, SCALES[scale], low)
     z = maximum(x, max_kind) if max_kind != "ste" else x.abs().max().detach()
     if convention == "decode":
@@ -112,9 +112,24 @@ def diagonal(function, x):
     return torch.autograd.functional.jacobian(function, x).reshape(x.numel(), x.numel()).diagonal().reshape(x.shape)
 
 
+def by_blocks(function, x):
+    """``function`` of each block of 8, in the shape of ``x``."""
+    return torch.stack([function(block) for block in x.double().reshape(-1, 8)]).reshape(x.shape)
+
+
+def values_of(x, **kwargs):
+    return by_blocks(lambda block: block_quantizer(block, **kwargs), x)
+
+
+def slopes_of(x, **kwargs):
+    """The diagonal of each block's Jacobian."""
+    return by_blocks(lambda block: diagonal(lambda t: block_quantizer(t, **kwargs), block), x)
+
+
 def policy(techniques, scale="e4m3", convention="decode", block=8, operands=None):
-    scale = {"format": scale, "rounding": "nearest_even", "convention": convention}
-    return fp4graph.load_policy(one_rule(*techniques, quantize=quantizer(block) | {"scale": scale}, operands=operands))
+    quantize = quantizer(block, scale, "nearest_even")
+    quantize["scale"]["convention"] = convention
+    return fp4graph.load_policy(one_rule(*techniques, quantize=quantize, operands=operands))
 
 
 layer = Layer(policy, 16, 4)
@@ -139,12 +154,6 @@ def close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=3e-4, atol=3e-4)
 
 
-def assert_slopes(found, x, **kwargs):
-    """Compare a factor with the diagonal of each block's Jacobian."""
-    for row, got in zip(x.double(), found, strict=True):
-        close(got, torch.cat([diagonal(lambda t: block_quantizer(t, **kwargs), block) for block in row.split(8)]))
-
-
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 @pytest.mark.parametrize("scale", ["e4m3", "e8m0"])
 @pytest.mark.parametrize("step", ["ste", "dge", "spline", "sigmoid", "clip"])
@@ -157,14 +166,13 @@ def test_equation_1(x, convention, scale, step, max_kind, scale_kind):
     with pytest.warns(PolicyWarning) if step == "ste" else contextlib.nullcontext():
         found = factor(techniques, x, scale=scale, convention=convention)
     kinds = {"step": step, "max_kind": max_kind, "scale_kind": scale_kind}
-    assert_slopes(found, x, scale=scale, convention=convention, **kinds)
+    close(found, slopes_of(x, scale=scale, convention=convention, **kinds))
 
 
 def test_low_range_scale_gradient(x):
     x = x[1:] * 2.0**-6  # scales from 2^-9 up: both below and above the smallest normal
     techniques = [{"smooth_max": {"kind": "absmax"}}, {"scale_gradient": {"kind": "dge", "range": "low"}}]
-    kinds = {"step": "ste", "max_kind": "absmax", "scale_kind": "dge", "low": 2.0**-6}
-    assert_slopes(factor(techniques, x), x, scale="e4m3", convention="decode", **kinds)
+    close(factor(techniques, x), slopes_of(x, max_kind="absmax", scale_kind="dge", low=2.0**-6))
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
@@ -188,13 +196,12 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
         *([{"step_gradient": {"kind": step}}] if step != "ste" else []),
     ]
     kappa = 6 * 448 * (headroom or 1)
-    kwargs = {"scale": "e4m3", "convention": convention, "step": step, "max_kind": max_kind, "scale_kind": "ste"}
+    kwargs = {"convention": convention, "step": step, "max_kind": max_kind}
 
     def quantize(t):
         # ste: dg/dX = 1 at every element, which is no function's gradient, so built for the diagonal.
         g = t.abs().max().detach() + (t - t.detach()) if kind == "ste" else maximum(t, kind, 4.0)
-        gamma = g / kappa
-        return torch.cat([block_quantizer(block, **kwargs) for block in (t / gamma).split(8)]) * gamma
+        return values_of(t / (g / kappa), **kwargs) * (g / kappa)
 
     found = factor(techniques, x, convention=convention).reshape(-1)
     flat = x.double().reshape(-1)
@@ -204,36 +211,26 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     leaf = flat.clone().requires_grad_()
     g = leaf.abs().max().detach() if kind == "ste" else maximum(leaf, kind, 4.0)
     dg = torch.ones_like(flat) if kind == "ste" else torch.autograd.grad(g, leaf)[0]
-    gamma = (g / kappa).detach()
-    u = flat / gamma
-    f = torch.cat([block_quantizer(block, **kwargs) for block in u.split(8)])
-    slope = torch.cat([diagonal(lambda t: block_quantizer(t, **kwargs), block) for block in u.split(8)])
-    close(found, slope + dg / kappa * (f - u * slope))
+    u = flat / (g / kappa).detach()
+    slope = slopes_of(u, **kwargs)
+    close(found, slope + dg / kappa * (values_of(u, **kwargs) - u * slope))
 
 
 def test_equation_3_sees_the_scales_inside_it(x):
     """Macro blocks divide what the tensor scale has divided: f in Eq. 3 is the quantizer with its macro blocks."""
     x = x[1:].double()
-    found = factor(
-        [
-            {"tensor_scaling": {"target": 16}},
-            {"tensor_scaling_gradient": {"kind": "ste"}},
-            {"macro_block_scaling": {"block": 16}},
-            {"step_gradient": {"kind": "dge"}},
-        ],
-        x.float(),
-        scale="e8m0",
-    )
-    kwargs = {"scale": "e8m0", "convention": "decode", "step": "dge", "max_kind": "ste", "scale_kind": "ste"}
+    techniques = [
+        {"tensor_scaling": {"target": 16}}, {"tensor_scaling_gradient": {"kind": "ste"}},
+        {"macro_block_scaling": {"block": 16}}, {"step_gradient": {"kind": "dge"}},
+    ]  # fmt: skip
+    found = factor(techniques, x.float(), scale="e8m0")
     kappa = 6 * 16
     u = x / (x.abs().max() / kappa)
     mantissa = np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 2
     macro = torch.from_numpy(np.ceil(mantissa * 8) / 8)  # three stored bits, rounded up
     assert len(set(macro.flatten().tolist())) == 2
-    blocks = (u / macro).reshape(-1, 8)
-    f = torch.stack([block_quantizer(block, **kwargs) for block in blocks]).reshape(x.shape) * macro
-    slope = torch.stack([diagonal(lambda t: block_quantizer(t, **kwargs), block) for block in blocks]).reshape(x.shape)
-    close(found.reshape(x.shape), slope + (f - u * slope) / kappa)
+    f, slope = (of(u / macro, scale="e8m0", step="dge") for of in (values_of, slopes_of))
+    close(found.reshape(x.shape), slope + (f * macro - u * slope) / kappa)
 
 
 def test_macro_blocks_have_the_maximum_beside_a_smooth_tensor_scale(x):
@@ -247,10 +244,7 @@ def test_macro_blocks_have_the_maximum_beside_a_smooth_tensor_scale(x):
     gamma = (torch.logsumexp(0.05 * x.double().abs().flatten(), 0) / 0.05 / (6 * 16)).float()
     u = (x / gamma).double()
     macro = torch.from_numpy(np.ceil(np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 16) / 8)
-    kwargs = {"scale": "e8m0", "convention": "decode", "step": "ste", "max_kind": "ste", "scale_kind": "ste"}
-    blocks = (u / macro).reshape(-1, 8)
-    expected = torch.stack([block_quantizer(block, **kwargs) for block in blocks]).reshape(x.shape) * macro * gamma
-    close(found, expected)
+    close(found, values_of(u / macro, scale="e8m0") * macro * gamma)
 
 
 @pytest.mark.parametrize("of", ["normalized", "original"])
@@ -325,15 +319,11 @@ def test_absmax_ties_go_to_the_first_and_zero_blocks_are_straight_through():
     assert found[0, 2] == 1
 
 
-def test_softmax_statistic_leaves_padding_out():
+def test_the_softmax_statistic_leaves_padding_out_and_a_relative_beta_follows_the_data():
     x = torch.randn(2, 12)
-    quantization = program([{"smooth_max": {"kind": "softmax", "beta": 2.0}}]).quantize(x)
-    expected = torch.stack([torch.logsumexp(2 * x[:, :8].abs(), 1), torch.logsumexp(2 * x[:, 8:].abs(), 1)], 1) / 2
-    torch.testing.assert_close(quantization.z.reshape(2, 2), expected)
-
-
-def test_relative_beta_follows_the_scale_of_the_data():
-    x = torch.randn(2, 16)
+    z = program([{"smooth_max": {"kind": "softmax", "beta": 2.0}}]).quantize(x).z
+    expected = [torch.logsumexp(2 * block.abs(), 1) / 2 for block in (x[:, :8], x[:, 8:])]
+    torch.testing.assert_close(z.reshape(2, 2), torch.stack(expected, 1))
     f = program([{"smooth_max": {"kind": "softmax", "beta": 8.0, "relative": True}}])
     torch.testing.assert_close(f.quantize(x * 1e-3).z, f.quantize(x).z * 1e-3, rtol=1e-5, atol=0)
 
@@ -352,40 +342,28 @@ def test_the_soft_tensor_scale_of_every_operand(size, operand):
     assert f.quantize(torch.zeros(2, 16)).dequantized().eq(0).all()
 
 
-def test_surrogates_leave_the_forward_alone(x):
-    plain = program([])
-    for techniques in (
-        [{"step_gradient": {"kind": "dge"}}],
-        [{"smooth_max": {"kind": "hybrid"}}, {"scale_gradient": {"kind": "dge"}}],
-    ):
-        assert torch.equal(program(techniques)(x)[0].values, plain(x)[0].values)
+DGE = {"step_gradient": {"kind": "dge"}}
 
 
-def test_dge_on_weights_only():
-    x = torch.randn(3, 16)
-    techniques = [{"step_gradient": {"kind": "dge", "operands": ["fprop.weight"]}}]
-    assert factor(techniques, x) is None
-    assert factor(techniques, x, Operand.FPROP_WEIGHT) is not None
+def test_surrogates_leave_the_forward_and_other_operands_alone(x):
+    plain = program([])(x)[0].values
+    for techniques in ([DGE], [{"smooth_max": {"kind": "hybrid"}}, {"scale_gradient": {"kind": "dge"}}]):
+        assert torch.equal(program(techniques)(x)[0].values, plain)
+    of_weights = [{"step_gradient": {"kind": "dge", "operands": ["fprop.weight"]}}]
+    assert factor(of_weights, x) is None
+    assert factor(of_weights, x, Operand.FPROP_WEIGHT) is not None
 
 
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_the_factor_multiplies_the_gradient_of_the_product(convention):
     """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a rotation around it: in the rotated basis."""
-    techniques = [
-        {"step_gradient": {"kind": "dge"}},
-        {"hadamard": {"kind": "deterministic", "block": 8, "scope": ["fprop"]}},
-    ]
+    techniques = [DGE, {"hadamard": {"kind": "deterministic", "block": 8, "scope": ["fprop"]}}]
     x, w, dy = torch.randn(5, 16), torch.randn(4, 16), torch.randn(5, 4)
     exact = {"backward": "keep", "dgrad.weight": "fprop", "wgrad.input": "fprop"}
     _, dx, dw = layer.products(x, w, dy, techniques, convention=convention, operands=exact)
     h = torch.block_diag(*[hadamard_matrix(8).double()] * 2)
     rotated = [t.double() @ h for t in (x, w)]
-    kwargs = {"scale": "e4m3", "convention": convention, "step": "dge", "max_kind": "ste", "scale_kind": "ste"}
-    f = [torch.stack([torch.cat([block_quantizer(b, **kwargs) for b in r.split(8)]) for r in t]) for t in rotated]
-    slope = [
-        torch.stack([torch.cat([diagonal(lambda v: block_quantizer(v, **kwargs), b) for b in r.split(8)]) for r in t])
-        for t in rotated
-    ]
+    f, slope = ([of(t, convention=convention, step="dge") for t in rotated] for of in (values_of, slopes_of))
     close(dx, ((dy.double() @ f[1]) * slope[0]) @ h.T)
     close(dw, ((dy.double().T @ f[0]) * slope[1]) @ h.T)
 
@@ -394,14 +372,11 @@ def test_the_factor_multiplies_the_gradient_of_the_product(convention):
 @pytest.mark.compiler
 def test_gradients_compile(x):
     """The factor under Inductor; pow and exp may differ from eager's in the last bits, so to a few ulps."""
-    f = program([{"smooth_max": {"kind": "absmax"}}, {"step_gradient": {"kind": "dge"}}, {"scale_gradient": {}}])
+    f = program([{"smooth_max": {"kind": "absmax"}}, DGE, {"scale_gradient": {}}])
     eager = f.gradient_factor(x, None, None)
     compiled = torch.compile(lambda t: f.gradient_factor(t, None, None))(x)
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     assert torch.equal(torch.compile(lambda t: f(t)[0].values)(x), f(x)[0].values)
-
-
-# ------------------------------------------------------------------ what a policy cannot say
 
 
 TENSOR_GRADIENT = [{"tensor_scaling": {"headroom": 0.5}}, {"tensor_scaling_gradient": {"kind": "absmax"}}]
@@ -414,7 +389,7 @@ TENSOR_GRADIENT = [{"tensor_scaling": {"headroom": 0.5}}, {"tensor_scaling_gradi
         (TENSOR_GRADIENT, "e4m3", "encode", True),  # s = 2/448 becomes 2^-8
         (["tensor_scaling", TENSOR_GRADIENT[1]], "e4m3", "decode", False),
         (["tensor_scaling", TENSOR_GRADIENT[1]], "e8m0", "decode", True),  # 1/6 becomes 1/8, and 8 is clipped
-        ([*TENSOR_GRADIENT, {"step_gradient": {"kind": "dge"}}], "e4m3", "decode", True),
+        ([*TENSOR_GRADIENT, DGE], "e4m3", "decode", True),
         ([*TENSOR_GRADIENT, {"smooth_max": {"kind": "hybrid"}}], "e4m3", "decode", False),
         ([*TENSOR_GRADIENT, "stochastic_scale_rounding"], "e4m3", "decode", False),
     ],
@@ -424,24 +399,23 @@ def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniqu
     without = [t for t in techniques if t is not TENSOR_GRADIENT[1]]
     x = x[1:]
     plain = factor(without, x, scale=scale, convention=convention)
-    plain = torch.ones_like(x) if plain is None else plain
     stochastic = "stochastic_scale_rounding" in techniques  # 224 is a value of E4M3, but no rounding is promised
     warned = pytest.warns(PolicyWarning, match=r"absmax.*the term f\(U\) - U·f'\(U\) is 0; remove it")
     with contextlib.nullcontext() if acts or stochastic else warned:
         found = factor(techniques, x, scale=scale, convention=convention)
-    assert torch.allclose(found, plain, rtol=0, atol=1e-5) == (not acts)
+    expected = torch.ones_like(x) if plain is None else plain
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5) == (not acts)
 
 
 def test_complexity():
     for techniques, omega in [
-        ([{"step_gradient": {"kind": "dge"}}], 2.0),
+        ([DGE], 2.0),
         ([{"smooth_max": {"kind": "hybrid"}}, {"scale_gradient": {}}], 4.5),
         ([{"tensor_scaling": {}}, {"tensor_scaling_gradient": {"kind": "ste"}}], 3.5),
     ]:
         assert policy(techniques).complexity == omega
     with pytest.warns(PolicyWarning, match="no effect"):
-        free = policy(["tensor_scaling", "tensor_scaling_gradient"])
-    assert free.complexity == 0.5
+        assert policy(["tensor_scaling", "tensor_scaling_gradient"]).complexity == 0.5
 
 
 def test_the_spline_is_the_line_through_its_knots():

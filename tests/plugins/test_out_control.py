@@ -27,23 +27,20 @@ from tests.recipes.other_references import quantize
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
-HADAMARD, BACKWARD_NOISE = (
-    {"hadamard": {"scope": "backward", "block": 16}},
-    {"stochastic_rounding": {"operands": "backward"}},
-)
+BACKWARD = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
 MEASURE, SPLIT = 2, 4  # forwards before these phases of `phased`
 WAIT = {"out_control": {"mode": "wait"}}
 NORMS = "blocks.1.fc._fp4graph_out_control_norms"
 
 
-def in_phases(quantize: dict[str, Any] = NVFP4, more: tuple[Any, ...] = (), **split: Any) -> dict[str, Any]:
+def in_phases(more: tuple[Any, ...] = (), rule: Any = None, **split: Any) -> dict[str, Any]:
     """A policy of one rule that measures after two forwards and splits after four."""
 
-    def rules(**options: Any) -> list[Any]:
-        return one_rule({"out_control": options}, *more, quantize=quantize)["rules"]
+    def policy(phases: Any = (), **options: Any) -> dict[str, Any]:
+        return one_rule({"out_control": options}, *more, quantize=NVFP4, **(rule or {}), phases=phases)
 
-    later = [{"at": MEASURE, "rules": rules(mode="measure")}, {"at": SPLIT, "rules": rules(mode="split", **split)}]
-    return one_rule(WAIT, *more, quantize=quantize, phases=later)
+    rules = policy(mode="measure")["rules"], policy(mode="split", **split)["rules"]
+    return policy([{"at": at, "rules": each} for at, each in zip((MEASURE, SPLIT), rules, strict=True)], mode="wait")
 
 
 class Layer(nn.Module):
@@ -65,9 +62,7 @@ def batch(number: int, tokens: int = 24) -> torch.Tensor:
     return torch.randn(2, tokens // 2, 70, generator=generator) * torch.exp(always + now)
 
 
-def trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, accumulate: int = 1
-) -> list[torch.Tensor]:
+def trained(model: nn.Module, optimizer: Any, steps: range, accumulate: int = 1) -> list[torch.Tensor]:
     """The outputs of every forward; forward n is on ``batch(n)``."""
     outputs = []
     for number in steps:
@@ -85,8 +80,12 @@ def started(policy: Any, backend: str = "eager", **layer: Any) -> tuple[nn.Modul
 
 
 def norms_of(number: int) -> np.ndarray:
-    x = batch(number).double().numpy().reshape(-1, 70)
-    return np.sqrt((x * x).sum(0))
+    return np.linalg.norm(batch(number).double().numpy().reshape(-1, 70), axis=0)
+
+
+def measured() -> np.ndarray:
+    """The norms of channels that the forwards before the split add up to."""
+    return sum(norms_of(number) for number in range(MEASURE, SPLIT))
 
 
 @pytest.mark.slow
@@ -117,16 +116,14 @@ def test_values_of_chosen_channels(seed: int) -> None:
 def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(SPLIT))
-    measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
-    entries = model.fc
-    np.testing.assert_allclose(entries._fp4graph_out_control_norms.double().numpy(), measured, rtol=1e-6)
-    assert not entries._fp4graph_out_control_fprop_input_recent.any()
+    np.testing.assert_allclose(model.fc._fp4graph_out_control_norms.double().numpy(), measured(), rtol=1e-6)
+    assert not model.fc._fp4graph_out_control_fprop_input_recent.any()
 
-    before = entries._fp4graph_out_control_norms.clone()
-    w, x = (t.detach().double().numpy() for t in (model.fc.weight, batch(SPLIT).reshape(-1, 70)))
-    bias = model.fc.bias.detach().double().numpy()
+    before = model.fc._fp4graph_out_control_norms.clone()
+    tensors = model.fc.weight, model.fc.bias, batch(SPLIT).reshape(-1, 70)
+    w, bias, x = (t.detach().double().numpy().copy() for t in tensors)
     (y,) = trained(model, optimizer, range(SPLIT, SPLIT + 1))
-    chosen, rest = chosen_channels(measured)
+    chosen, rest = chosen_channels(measured())
     assert len(chosen) == 7
     nvfp4 = {"block": 16, "fmt": "e4m3", "rule": "nearest_even"}
     expected = quantize(x[:, rest], 1, **nvfp4) @ quantize(w[:, rest], 1, **nvfp4).T
@@ -143,8 +140,7 @@ def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not()
         with torch.no_grad():
             model(batch(50))
         trained(model, optimizer, range(number, number + 1), accumulate=2)
-    measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
-    np.testing.assert_allclose(model.fc._fp4graph_out_control_norms.double().numpy(), measured, rtol=1e-6)
+    np.testing.assert_allclose(model.fc._fp4graph_out_control_norms.double().numpy(), measured(), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -160,13 +156,10 @@ def test_until_channels_are_split_nothing_is_another() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, SPLIT, 5])  # before measuring, in it, at the split, after it
 def test_resumes_bit_for_bit(at: int) -> None:
-    more = (HADAMARD, BACKWARD_NOISE)
-    whole = started(in_phases(more=more))
+    whole, first, second = (started(in_phases(more=BACKWARD)) for _ in range(3))
     outputs = trained(*whole, range(7))
-    first = started(in_phases(more=more))
     trained(*first, range(at))
     saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
-    second = started(in_phases(more=more))
     assert saved[0].keys() == second[0].state_dict().keys()  # the same in all phases
     second[0].load_state_dict(saved[0])
     second[1].load_state_dict(saved[1])
@@ -178,7 +171,7 @@ def test_resumes_bit_for_bit(at: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def test_the_same_compiled(backend: str) -> None:
-    policy = in_phases(more=(HADAMARD, BACKWARD_NOISE, {"tensor_scaling": {"granularity": 32}}))
+    policy = in_phases(more=(*BACKWARD, {"tensor_scaling": {"granularity": 32}}))
     eager, other = started(policy), started(policy, backend)
     for a, b in zip(trained(*eager, range(6)), trained(*other, range(6)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
@@ -209,13 +202,11 @@ def test_multiplies_no_more_than_the_whole_layer() -> None:
 def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
     data = Data.wide(3)
     model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
-    norms = np.random.default_rng(3).random(256)
-    entries = model.blocks[1].fc
-    runtime = runtime_of(model)
+    layer, runtime = model.blocks[1].fc, runtime_of(model)
     (weight,) = (each for each in runtime.weights if each.name == "blocks.1.fc.weight")
-    entries._fp4graph_out_control_norms.copy_(torch.from_numpy(norms))
-    got = weight_quantizer.quantize(weight, model.blocks[1].fc.weight.detach(), runtime.step)
-    chosen, rest = chosen_channels(entries._fp4graph_out_control_norms.double().numpy())
+    norms = layer._fp4graph_out_control_norms.copy_(torch.from_numpy(np.random.default_rng(3).random(256)))
+    got = weight_quantizer.quantize(weight, layer.weight.detach(), runtime.step)
+    chosen, rest = chosen_channels(norms.double().numpy())
     assert np.array_equal(got[:, chosen].double().numpy(), mxfp8(data.w[:, chosen], 1))
     np.testing.assert_allclose(got[:, rest].double().numpy(), double_block(data.w[:, rest], 1), rtol=1e-6)
     apart = weight_quantizer.apart(weight)
@@ -229,8 +220,7 @@ def test_osci_reset_leaves_chosen_channels_alone() -> None:
     """Weights swing about the middle of an interval of E4M3, which NVFP4 would reset as well."""
     more = ({"osci_reset": {"start": SPLIT, "every": 8, "track": 4, "threshold": 3.0}},)
     model, optimizer = started(in_phases(more=more), bias=False)
-    for group in optimizer.param_groups:
-        group.update(lr=1.0, momentum=0.0)
+    optimizer.param_groups[0].update(lr=1.0, momentum=0.0)
     swing = torch.rand(40, 70, generator=torch.Generator().manual_seed(1)) * 0.02
     weights = []
     for number in range(SPLIT + 6):
@@ -247,8 +237,7 @@ def test_osci_reset_leaves_chosen_channels_alone() -> None:
 
 @pytest.mark.slow
 def test_splits_nothing_that_was_not_measured() -> None:
-    policy = fp4graph.load_policy(in_phases()).phases[-1].policy
-    model, optimizer = started(policy)
+    model, optimizer = started(fp4graph.load_policy(in_phases()).phases[-1].policy)
     with pytest.raises(fp4graph.Error, match=r"input channels of fc\.weight, and none were measured.*mode: measure"):
         trained(model, optimizer, range(1))
 
@@ -267,28 +256,20 @@ def test_a_frozen_layer_beside_trained_ones_is_refused() -> None:
 def test_a_call_with_nan_counts_the_other_channels() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(MEASURE))
-    x = batch(MEASURE)
-    x[0, 3, 11] = torch.nan
-    x[1, 2, 12] = torch.inf
+    x, expected = batch(MEASURE), norms_of(MEASURE)
+    x[0, 3, 11], x[1, 2, 12], expected[[11, 12]] = torch.nan, torch.inf, 0
     model(x)
     recent = model.fc._fp4graph_out_control_fprop_input_recent.double().numpy()
-    expected = norms_of(MEASURE)
-    expected[[11, 12]] = 0
     np.testing.assert_allclose(recent, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("channels", "multiple", "inputs", "count"),
     [
-        (0.1, 1, 768, 77),
-        (0.1, 1, 4096, 410),
-        (0.1, 1, 4, 1),
-        (0.1, 128, 768, 128),
-        (0.1, 128, 4096, 512),
-        (0.5, 1, 3, 2),
-        (0.25, 16, 64, 16),
+        (0.1, 1, 768, 77), (0.1, 1, 4096, 410), (0.1, 1, 4, 1), (0.1, 128, 768, 128), (0.1, 128, 4096, 512),
+        (0.5, 1, 3, 2), (0.25, 16, 64, 16),
     ],
-)
+)  # fmt: skip
 def test_the_number_of_channels(channels: float, multiple: int, inputs: int, count: int) -> None:
     """The nearest number; in 128s that of the authors' code, where ceil(int(0.1·4096) / 128) is 4."""
     options = {"mode": "split", "channels": channels, "multiple": multiple}
@@ -301,18 +282,12 @@ def test_the_number_of_channels(channels: float, multiple: int, inputs: int, cou
 def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
     """The author is warned, and the training is what it is without the technique."""
 
-    def phased(*techniques: Any) -> dict[str, Any]:
-        return one_rule(*techniques, quantize=NVFP4, operands={operand: "keep"})
-
+    keep = {"operands": {operand: "keep"}}
     with pytest.warns(fp4graph.PolicyWarning, match=f"no effect here: {operand} stays in high precision"):
-        fp4graph.load_policy(phased(WAIT))
+        fp4graph.load_policy(one_rule(WAIT, quantize=NVFP4, **keep))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4graph.PolicyWarning)
-        later = [
-            {"at": at, "rules": phased({"out_control": {"mode": mode}})["rules"]}
-            for at, mode in ((MEASURE, "measure"), (SPLIT, "split"))
-        ]
-        with_it, plain = started({**phased(WAIT), "phases": later}), started(phased())
+        with_it, plain = started(in_phases(rule=keep)), started(one_rule(quantize=NVFP4, **keep))
         assert_equal(trained(*with_it, range(6)), trained(*plain, range(6)))
 
 
@@ -333,10 +308,11 @@ def test_a_later_phase_is_refused_before_training(more: tuple[Any, ...], split: 
 @pytest.mark.slow
 def test_the_refusal_names_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
-    file.write_text(
-        "version: 1\nname: p\nrules:\n  - match: {op: linear}\n"
-        "    quantize: {element: e2m1, block: 16, scale: {format: e4m3}}\n"
-        "    techniques: [q_ema, {out_control: {mode: split}}]\n"
-    )
-    with pytest.raises(CaptureError, match=r"p\.yaml:4: technique out_control .* q_ema"):
+    file.write_text("""version: 1
+rules:
+  - match: {op: linear}
+    quantize: {element: e2m1, block: 16, scale: {format: e4m3}}
+    techniques: [q_ema, {out_control: {mode: split}}]
+""")
+    with pytest.raises(CaptureError, match=r"p\.yaml:3: technique out_control .* q_ema"):
         fp4graph.apply(Layer(), file, backend="eager")

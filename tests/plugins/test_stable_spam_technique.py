@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import timm.optim
@@ -41,13 +42,13 @@ def policy(options=None):
     return {"version": 1, "name": "p", "default": "keep", "techniques": [{"stable_spam": options or {}}]}
 
 
-def fused_adamw(p):
-    return torch.optim.AdamW(p, **ADAM, fused=True)
+adamw = partial(torch.optim.AdamW, **ADAM)
+fused_adamw = partial(adamw, fused=True)
 
 
 def prepared(make, options=None, dtype=torch.float32):
     torch.manual_seed(0)
-    model = fp4graph.apply(Several().to(dtype), policy(options), backend="eager")
+    model = applied(Several().to(dtype), policy(options))
     return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
 
 
@@ -68,9 +69,6 @@ def assert_close(model, other, **tolerances):
         torch.testing.assert_close(p.detach(), q.detach(), **tolerances)
 
 
-# ---------------------------------------------------------------------- what it computes
-
-
 @pytest.mark.parametrize("changed", [{}, {"total_steps": None}, {"reset_interval": None}, {"reset_interval": 1}])
 def test_fused_adamw_under_it_is_stable_spam_to_the_bit(changed):
     (model, optimizer), (reference, spam) = both(options={**CONDITIONING, **changed})
@@ -85,9 +83,7 @@ def test_fused_adamw_under_it_is_stable_spam_to_the_bit(changed):
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_other_adamws_differ_by_rounding(foreach):
-    (model, optimizer), (reference, spam) = both(
-        lambda p: torch.optim.AdamW(p, **ADAM, foreach=foreach), dtype=torch.float64
-    )
+    (model, optimizer), (reference, spam) = both(partial(adamw, foreach=foreach), dtype=torch.float64)
     push(optimizer, model.parameters(), gradients(45, torch.float64))
     push(spam, reference.parameters(), gradients(45, torch.float64))
     assert_close(model, reference, rtol=1e-10, atol=1e-12)
@@ -127,7 +123,7 @@ class Subclass(torch.Tensor):
 
 def test_other_tensors_go_one_by_one():
     expected, optimizer = prepared(fused_adamw, CONDITIONING)
-    model, its = prepared(lambda p: torch.optim.AdamW(p, **ADAM, foreach=False), CONDITIONING)
+    model, its = prepared(partial(adamw, foreach=False), CONDITIONING)
     push(optimizer, expected.parameters(), gradients(12))
     wrapped = [[None if g is None else g.as_subclass(Subclass) for g in grads] for grads in gradients(12)]
     push(its, model.parameters(), wrapped)
@@ -139,9 +135,8 @@ def test_it_acts_beside_a_quantizing_rule_and_after_what_is_declared_before_it()
     data = one_rule(quantize=quantizer(16), default="keep", techniques=techniques)
     model = applied(nn.Linear(16, 4, bias=False), data)
     optimizer = fp4graph.prepare_optimizer(model, fused_adamw(model.parameters()))
-    weight = model.weight.detach().clone()
     model(torch.randn(8, 16)).square().mean().backward()
-    grad = model.weight.grad.clone()
+    weight, grad = model.weight.detach().clone(), model.weight.grad.clone()
     optimizer.step()
     spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
     dampened = grad + (weight - fp4graph.fake_quantize(weight, spec))
@@ -150,16 +145,10 @@ def test_it_acts_beside_a_quantizing_rule_and_after_what_is_declared_before_it()
     assert fp4graph.load_policy(data).complexity == 1.0
 
 
-# ---------------------------------------------------------------------- around any optimizer of Adam's kind
-
-TORCH = {
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+TORCH = {name: partial(getattr(torch.optim, name), lr=0.01) for name in ("AdamW", "NAdam", "RAdam", "Adamax")} | {
+    "Adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "fused": fused_adamw,
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
 }
 TIMM = [
     "adamw", "adamwlegacy", "cadamw", "nadamw", "nadamlegacy", "radamlegacy", "lamb", "lambc", "adamp", "adabelief",
@@ -176,7 +165,7 @@ def optimizer_named(name, p):
 
 @pytest.mark.parametrize("name", [*TORCH, *TIMM])
 def test_after_a_reset_the_optimizer_is_as_new(name):
-    model, optimizer = prepared(lambda p: optimizer_named(name, p), {"reset_interval": 4})
+    model, optimizer = prepared(partial(optimizer_named, name), {"reset_interval": 4})
     stream = [grads for grads in gradients(30) if all(g is not None for g in grads)]
     push(optimizer, model.parameters(), stream[:3])
     former = [p.detach().clone() for p in model.parameters()]
@@ -192,9 +181,7 @@ def test_after_a_reset_the_optimizer_is_as_new(name):
 def test_resets_reach_parameters_without_a_gradient():
     model, optimizer = prepared(fused_adamw, {"reset_interval": 2})
     first, *others = model.parameters()
-    for p in (first, *others):
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+    push(optimizer, (first, *others), [[torch.ones_like(p) for p in model.parameters()]])
     first.grad = None
     optimizer.step()
     assert optimizer.state[first]["step"] == 0
@@ -202,47 +189,43 @@ def test_resets_reach_parameters_without_a_gradient():
     assert optimizer.state[others[0]]["step"] == 1
 
 
-def timm_optimizer(name):
-    return lambda p: timm.optim.create_optimizer_v2(list(p), opt=name)
-
-
-ADAMS = r"with momenta betas .*; {} .*{}.*Use torch.optim.AdamW"
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ADAMS.format("SGD", "has no betas")),
-        (torch.optim.RMSprop, ADAMS.format("RMSprop", "has no betas")),
-        (timm_optimizer("lion"), ADAMS.format("Lion", "keeps exp_avg")),
-        (timm_optimizer("muon"), ADAMS.format("Muon", "momentum_buffer")),
-        (timm_optimizer("madgrad"), ADAMS.format("MADGRAD", "has no betas")),
-        (timm_optimizer("adopt"), ADAMS.format("Adopt", "reset_interval: null")),
-        (StableSPAM, r"condition its gradients a second time; use torch\.optim\.AdamW"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD .*has no betas"),
+        (torch.optim.RMSprop, "RMSprop .*has no betas"),
+        *((partial(optimizer_named, name.lower()), f"{name} .*{why}") for name, why in (
+            ("Lion", "keeps exp_avg"), ("Muon", "momentum_buffer"), ("MADGRAD", "has no betas"),
+            ("Adopt", "reset_interval: null"),
+        )),
     ],
-    ids=["sgd", "rmsprop", "lion", "muon", "madgrad", "adopt", "StableSPAM itself"],
-)
+)  # fmt: skip
 def test_optimizers_without_adams_moments_are_refused(make, message):
     model, optimizer = prepared(make)
-    with pytest.raises(fp4graph.Error, match=message):
+    with pytest.raises(fp4graph.Error, match=f"with momenta betas .*; {message}.*Use torch.optim.AdamW"):
         push(optimizer, model.parameters(), gradients(1))
 
 
-def test_sparse_gradients_are_refused():
-    model = fp4graph.apply(nn.Embedding(5, 3, sparse=True), policy(), backend="eager")
+def test_stable_spam_itself_and_sparse_gradients_are_refused():
+    model, optimizer = prepared(StableSPAM)
+    with pytest.raises(fp4graph.Error, match=r"condition its gradients a second time; use torch\.optim\.AdamW"):
+        push(optimizer, model.parameters(), gradients(1))
+    model = applied(nn.Embedding(5, 3, sparse=True), policy())
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
     nn.functional.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()
     with pytest.raises(fp4graph.Error, match="sparse or complex"):
         optimizer.step()
 
 
-# ---------------------------------------------------------------------- momenta
+def watched(options):
+    """A model, its optimizer, and the list of the momenta that each step uses."""
+    (model, optimizer), seen = prepared(fused_adamw, options), []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(o.param_groups[0]["betas"]))
+    return model, optimizer, seen
 
 
 def test_the_users_momenta_come_back():
-    model, optimizer = prepared(fused_adamw, {"total_steps": 3, "eta_min": 0.5})
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(o.param_groups[0]["betas"]))
+    model, optimizer, seen = watched({"total_steps": 3, "eta_min": 0.5})
     for grads in gradients(6):
         push(optimizer, model.parameters(), [grads])
         assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
@@ -252,17 +235,15 @@ def test_the_users_momenta_come_back():
     assert [beta1 / 0.85 for beta1, _ in seen] == pytest.approx(expected)
 
 
-def test_a_step_that_raises_does_not_keep_them(monkeypatch):
-    model, optimizer = prepared(fused_adamw, {"total_steps": 3})
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(o.param_groups[0]["betas"][0]))
+def test_a_step_that_raises_does_not_keep_them():
+    model, optimizer, seen = watched({"total_steps": 3})
     push(optimizer, model.parameters(), gradients(1))
     interrupted = optimizer.register_step_pre_hook(lambda o, args, kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         push(optimizer, model.parameters(), gradients(1))
     interrupted.remove()
     push(optimizer, model.parameters(), gradients(1))
-    assert seen[2] == pytest.approx(0.85 * (1.5 - (0.5 + 0.5 * (1 + 2**-0.5) / 2)))
+    assert seen[2][0] == pytest.approx(0.85 * (1.5 - (0.5 + 0.5 * (1 + 2**-0.5) / 2)))
     assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
 
 
@@ -290,16 +271,12 @@ def test_a_group_added_later_joins_the_schedule():
     assert optimizer.state[late]["fp4graph.stable_spam.conditioned"] == 1
 
 
-# ---------------------------------------------------------------------- resuming
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["fused", "AdamW", "lamb", "adan"])
 def test_a_resumed_run_is_the_run(dtype, name):
-    assert_resumes(
-        lambda: prepared(lambda p: optimizer_named(name, p), CONDITIONING, dtype), gradients(40, dtype), at=17
-    )
+    make = partial(optimizer_named, name)
+    assert_resumes(lambda: prepared(make, CONDITIONING, dtype), gradients(40, dtype), at=17)
 
 
 def test_a_distributed_checkpoint_resumes_too():
@@ -313,9 +290,6 @@ def test_a_distributed_checkpoint_resumes_too():
     for each, which in ((model, optimizer), (other, its)):
         push(which, each.parameters(), stream[9:])
     assert same(model.parameters(), other.parameters())
-
-
-# ---------------------------------------------------------------------- options
 
 
 def test_the_defaults_are_those_of_the_optimizer():

@@ -26,66 +26,44 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({**SCHEDULE, "sigma_start": 0}, "sigma_start must be above 0"),
         ({**SCHEDULE, "sigma_end": math.inf}, "sigma_end must be"),
         ({**SCHEDULE, "sigma_end": 0.06}, "sigma_end 0.06 is above sigma_start 0.05"),
-        ({**SCHEDULE, "stages": 1}, "at least 2"),
-        ({**SCHEDULE, "steps_per_stage": 0}, "at least 1"),
+        ({**SCHEDULE, "stages": 1}, "at least 2"), ({**SCHEDULE, "steps_per_stage": 0}, "at least 1"),
         ({**SCHEDULE, "kind": "multiplied"}, "did you mean 'multiplicative'"),
     ],
-    "conditional_scaling": [
-        ({}, r"write scale: \{convention: encode\} for fprop.input"),
-    ],
+    "conditional_scaling": [({}, r"write scale: \{convention: encode\} for fprop.input")],
     "dampen": [
-        ({"strength": 0}, "strength must be above 0"),
-        ({"strength": math.inf}, "strength"),
+        ({"strength": 0}, "strength must be above 0"), ({"strength": math.inf}, "strength"),
         ({"total_steps": 0}, "total_steps must be at least 1"),
-        ({"start": 1.0, "total_steps": 5}, "start must be below 1"),
-        ({"start": 0.5}, "set total_steps"),
+        ({"start": 1.0, "total_steps": 5}, "start must be below 1"), ({"start": 0.5}, "set total_steps"),
     ],
-    "four_over_six": [
-        ({"measure": "l2"}, "must be 'mse', 'mae' or 'amax'"),
-    ],
+    "four_over_six": [({"measure": "l2"}, "must be 'mse', 'mae' or 'amax'")],
     "freeze": [
-        ({"momentum": 0}, "momentum must be above 0"),
-        ({"momentum": 1}, "momentum must be below 1"),
-        ({"threshold": 0}, "threshold must be above 0"),
-        ({"final_threshold": 0.1}, "set total_steps"),
-        ({"start": 0.1}, "set total_steps"),
-        ({"total_steps": 100}, "set final_threshold or start"),
+        ({"momentum": 0}, "momentum must be above 0"), ({"momentum": 1}, "momentum must be below 1"),
+        ({"threshold": 0}, "threshold must be above 0"), ({"final_threshold": 0.1}, "set total_steps"),
+        ({"start": 0.1}, "set total_steps"), ({"total_steps": 100}, "set final_threshold or start"),
     ],
     "hadamard": [
-        ({"block": 24}, "power of two"),
-        ({"block": 1}, "power of two"),
-        ({"scope": []}, "scope is empty"),
-        ({"scope": ["fprp"]}, "fprop"),
-        ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
+        ({"block": 24}, "power of two"), ({"block": 1}, "power of two"), ({"scope": []}, "scope is empty"),
+        ({"scope": ["fprp"]}, "fprop"), ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
         ({"kind": "signs"}, "deterministic"),
     ],
     "loss_scaling": [
-        ({"init_scale": 0}, "init_scale must be above 0"),
-        ({"init_scale": math.inf}, "init_scale"),
+        ({"init_scale": 0}, "init_scale must be above 0"), ({"init_scale": math.inf}, "init_scale"),
         ({"growth_factor": 1.0}, "growth_factor must be above 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
         ({"growth_interval": 0}, "growth_interval must be at least 1"),
     ],
-    "low_rank_residual": [
-        ({"rank": 0}, "at least 1"),
-        ({"rank": 1.5}, "rank"),
-        ({"iterations": -1}, "at least 0"),
-    ],
+    "low_rank_residual": [({"rank": 0}, "at least 1"), ({"rank": 1.5}, "rank"), ({"iterations": -1}, "at least 0")],
     "macro_block_scaling": [
-        ({"block": 40}, "block 40 is not a multiple of the block of .*, 16 elements"),
-        ({"block": 0}, "at least 1"),
-        ({"mantissa_bits": 0}, "at least 1"),
-        ({"mantissa_bits": 11}, "at most 10"),
+        ({"block": 40}, "block 40 is not a multiple of the block of .*, 16 elements"), ({"block": 0}, "at least 1"),
+        ({"mantissa_bits": 0}, "at least 1"), ({"mantissa_bits": 11}, "at most 10"),
     ],
     "mean_split": [({"operands": ["weights"]}, "cannot act on 'weights'")],
     "osci_reset": [
         ({"every": 51}, "track 50 steps, one to begin and one to reset are more than every 51"),
-        ({"threshold": 1}, "threshold must be above 1"),
-        ({"start": -1}, "start must be at least 0"),
+        ({"threshold": 1}, "threshold must be above 1"), ({"start": -1}, "start must be at least 0"),
     ],
     "out_control": [
-        ({}, "needs option|has no option 'mode'"),
-        ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
+        ({}, "needs option|has no option 'mode'"), ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
         ({"mode": "split", "channels": 0}, "channels must be above 0"),
         ({"mode": "split", "channels": 1}, "channels must be below 1"),
         ({"mode": "split", "multiple": 0}, "multiple must be at least 1"),
@@ -93,80 +71,54 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"mode": "split", "block": 0}, "block must be at least 1"),
     ],
     "outlier_clamp": [
-        ({"quantile": 0.5}, "above 0.5"),
-        ({"quantile": 1}, "below 1"),
-        ({"quantile": math.nan}, "quantile"),
+        ({"quantile": 0.5}, "above 0.5"), ({"quantile": 1}, "below 1"), ({"quantile": math.nan}, "quantile"),
     ],
     "outlier_fallback": [
-        ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
-        ({"fraction": 0}, "above 0"),
-        ({"fraction": 1.5}, "at most 1"),
-        ({"threshold": -1}, "at least 0"),
+        ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"), ({"fraction": 0}, "above 0"),
+        ({"fraction": 1.5}, "at most 1"), ({"threshold": -1}, "at least 0"),
     ],
     "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
     "q_ramping": [
-        ({}, "t_update"),
-        ({"t_update": 30, "n_max": 3}, "0 steps from one detection to the next"),
-        ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"),
-        ({**RAMPS, "k1": 0}, "k1"),
+        ({}, "t_update"), ({"t_update": 30, "n_max": 3}, "0 steps from one detection to the next"),
+        ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"), ({**RAMPS, "k1": 0}, "k1"),
         ({**RAMPS, "n_max": 0}, "n_max"),
     ],
-    "quest_scale": [
-        ({"c": 0}, "c must be above 0"),
-        ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'"),
-    ],
+    "quest_scale": [({"c": 0}, "c must be above 0"), ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'")],
     "smooth_max": [
         ({"kind": "absmax", "of": "original"}, "of belongs to kind: softmax or hybrid, and kind is absmax"),
         ({"kind": "hybrid", "relative": True, "of": "original"}, "leave out relative or of"),
-        ({"beta": 0}, "must be above 0"),
-        ({"kind": "softsoftmax"}, "did you mean 'softmax'"),
+        ({"beta": 0}, "must be above 0"), ({"kind": "softsoftmax"}, "did you mean 'softmax'"),
     ],
-    "smooth_swiglu": [
-        ({"power_of_two": "sometimes"}, "must be true or false"),
-    ],
+    "smooth_swiglu": [({"power_of_two": "sometimes"}, "must be true or false")],
     "stable_spam": [
-        ({"gamma1": 1}, "gamma1 must be below 1"),
-        ({"gamma2": -0.1}, "gamma2 must be at least 0"),
-        ({"theta": 1.5}, "theta must be below 1"),
-        ({"eps": -1}, "eps must be at least 0"),
-        ({"eta_min": 2}, "eta_min must be at most 1"),
-        ({"total_steps": 0}, "total_steps must be at least 1"),
+        ({"gamma1": 1}, "gamma1 must be below 1"), ({"gamma2": -0.1}, "gamma2 must be at least 0"),
+        ({"theta": 1.5}, "theta must be below 1"), ({"eps": -1}, "eps must be at least 0"),
+        ({"eta_min": 2}, "eta_min must be at most 1"), ({"total_steps": 0}, "total_steps must be at least 1"),
         ({"reset_interval": 0}, "reset_interval must be at least 1"),
     ],
     "step_gradient": [
         ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'; choose from"),
-        ({"kind": "dge", "k": 1}, "must be above 1"),
-        ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
+        ({"kind": "dge", "k": 1}, "must be above 1"), ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
     ],
     "stochastic_rounding": [
-        ({"operands": "forward"}, "backward"),
-        ({"range_guard": 1}, "guards nothing"),
-        ({"range_guard": 0}, "above 0"),
-        ({"bits": 25}, "at most 24"),
+        ({"operands": "forward"}, "backward"), ({"range_guard": 1}, "guards nothing"),
+        ({"range_guard": 0}, "above 0"), ({"bits": 25}, "at most 24"),
     ],
     "tensor_scaling": [
         ({"granularity": 24}, "24 is not a multiple of the block of fprop.input, 16"),
         *(({"granularity": size}, "granularity must be") for size in (0, -16)),
-        ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"),
-        ({"headroom": 0}, "above 0"),
-        ({"headroom": 2}, "at most 1"),
-        ({"hold_steps": 0}, "at least 1"),
+        ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"), ({"headroom": 0}, "above 0"),
+        ({"headroom": 2}, "at most 1"), ({"hold_steps": 0}, "at least 1"),
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
-        (
-            {"gradient_target": 448, "operands": ["forward"]},
-            "gradient_target is for gradients, which operands does not list",
-        ),
-        (
-            {"input_granularity": "row", "operands": ["weights"]},
-            "input_granularity is for inputs, which operands does not list",
-        ),
-        (
-            {"input_granularity": "row", "hold_steps": 5},
-            "with hold_steps use granularity: tensor, no input_granularity",
-        ),
+        ({"gradient_target": 448, "operands": ["forward"]},
+         "gradient_target is for gradients, which operands does not list"),
+        ({"input_granularity": "row", "operands": ["weights"]},
+         "input_granularity is for inputs, which operands does not list"),
+        ({"input_granularity": "row", "hold_steps": 5},
+         "with hold_steps use granularity: tensor, no input_granularity"),
     ],
     "tensor_scaling_gradient": [({"kind": "absmax"}, "requires 'tensor_scaling'")],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -329,19 +281,16 @@ NO_FORMAT = "'element_choice' has no effect here: others names no format beside 
     ("technique", "options", "rest", "message"),
     [
         ("adaptive_quantization_noise", SCHEDULE, {"op": "matmul"}, "no effect"),
-        *(("dampen", {}, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
+        *((*case, {"quantize": TIES_UP, **rest}, "no effect")
+          for case in (("dampen", {}), ("freeze", FREEZE), ("q_ema", {})) for rest in ({"op": "matmul"}, KEPT)),
         ("element_choice", {"others": ["e2m1"]}, {"quantize": NVFP4}, NO_FORMAT.format("e2m1")),
-        *(
-            ("element_choice", options, {"quantize": NVFP4 | {"element": "int4"}}, NO_FORMAT.format("int4"))
-            for options in ({}, {"operands": ["gradients"]})
-        ),
-        *(("freeze", FREEZE, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
-        *(("q_ema", {}, {"quantize": TIES_UP, **rest}, "no effect") for rest in ({"op": "matmul"}, KEPT)),
+        *(("element_choice", options, {"quantize": NVFP4 | {"element": "int4"}}, NO_FORMAT.format("int4"))
+          for options in ({}, {"operands": ["gradients"]})),
         ("scale_gradient", {"kind": "dge"}, {}, "scale_gradient.*not differentiated; add smooth_max"),
         ("smooth_swiglu", {}, {"match": {"op": "linear", "producer": "gelu"}}, "has no effect here"),
         ("smooth_swiglu", {}, {"operands": {"forward": "keep"}}, "has no effect here"),
     ],
-)
+)  # fmt: skip
 def test_a_rule_under_which_it_has_no_effect_is_warned_about(
     technique: str, options: dict[str, Any], rest: dict[str, Any], message: str
 ) -> None:
