@@ -69,6 +69,12 @@ class Layer:
         return y.detach(), x.grad, w.grad
 
 
+def products_by(quantize: Callable[[Tensor], Tensor], x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Return y, dX and dW of originals, each ``quantize``d along the contraction axis of its GEMM."""
+    left, right = (x, dy, dy.mT), (w, w.mT, x.mT)
+    return tuple(quantize(a.contiguous()) @ quantize(b.contiguous()).mT for a, b in zip(left, right, strict=True))
+
+
 def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(64, 6).to(dtype)

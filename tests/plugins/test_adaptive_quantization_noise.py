@@ -26,10 +26,7 @@ from tests.plugins.layer import DRAW, KEY, Layer, draw, gaussian
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_stage": 10}
 
-
 policy = partial(loaded, "adaptive_quantization_noise")
-
-
 layer = Layer(lambda options=None, **more: policy(SCHEDULE if options is None else options, **more), 96, 64)
 
 
@@ -48,13 +45,11 @@ def test_one_value_per_input_channel_is_added():
 
 def test_multiplicative_noise_is_that_of_the_norms_gaussian():
     """Scaling channel k of X by 1 + z_k is scaling column k of W."""
-    options = {**SCHEDULE, "kind": "multiplicative"}
     w, x = gaussian(64, 96), gaussian(8, 96, seed=1).double()
     z = noisy(torch.zeros(1, 96)).double()  # the additive form draws the same
     q = fp4graph.fake_quantize(w, NEAREST)
-    w_hat = noisy(w, options=options)
-    factor = (1 + z).float()
-    assert torch.equal(w_hat, (q.double() * factor.double()).float())
+    w_hat = noisy(w, options={**SCHEDULE, "kind": "multiplicative"})
+    assert torch.equal(w_hat, (q.double() * (1 + z).float().double()).float())
     torch.testing.assert_close(x @ w_hat.double().mT, (x * (1 + z)) @ q.double().mT, rtol=1e-6, atol=1e-6)
     assert torch.equal(w_hat == 0, q == 0)
 
@@ -65,11 +60,8 @@ def test_sigma_decays_exponentially_over_the_stages(options):
     constant = {**options, "sigma_start": 1.0, "sigma_end": 1.0}
     zero, last = torch.zeros(1, 96), options["stages"] - 1
     for count in (0, 9, 10, 19, 20, 39, 40, 49, 50, 10**6):
-        stage = min(count // 10, last)
-        sigma = math.exp(
-            math.log(options["sigma_start"])
-            + stage / last * (math.log(options["sigma_end"]) - math.log(options["sigma_start"]))
-        )
+        start, end = math.log(options["sigma_start"]), math.log(options["sigma_end"])
+        sigma = math.exp(start + min(count // 10, last) / last * (end - start))
         unit = noisy(zero, count, constant)
         torch.testing.assert_close(noisy(zero, count, options), unit * sigma, rtol=1e-6, atol=0)
 
@@ -110,10 +102,8 @@ def test_rollouts_have_noise_where_a_policy_asks_for_it(backend):
     outputs = {}
     for rollout in (False, True):
         torch.manual_seed(0)
-        model = nn.Linear(96, 64, bias=False)
-        options = {**SCHEDULE, "rollout": rollout}
-        keep = {"fprop.input": "keep", "backward": "keep"}
-        model = fp4graph.apply(model, policy(options, operands=keep), backend=backend, seed=1)
+        rule = policy({**SCHEDULE, "rollout": rollout}, operands={"fprop.input": "keep", "backward": "keep"})
+        model = fp4graph.apply(nn.Linear(96, 64, bias=False), rule, backend=backend, seed=1)
         weight = model.weight.detach().clone()
         seen = []
         for _ in range(2):
@@ -143,11 +133,11 @@ def test_poison_and_empty_tensors_pass():
 
 def test_the_noise_is_not_scaled_with_a_tensor():
     """γ is part of Q(W): it is multiplied in before the noise, and not after the GEMM."""
-    w, scaling = gaussian(64, 96), {"tensor_scaling": {"target": 64}}
-    z = noisy(torch.zeros(1, 96)).double()
+    w, z = gaussian(64, 96), noisy(torch.zeros(1, 96)).double()
     gamma = (w.abs().max() / torch.tensor(6.0 * 64)).item()
     q = fp4graph.fake_quantize((w / gamma), NEAREST).double() * gamma
-    torch.testing.assert_close(noisy(w, after=[scaling]).double(), q + z, rtol=0, atol=1e-6)
+    found = noisy(w, after=[{"tensor_scaling": {"target": 64}}])
+    torch.testing.assert_close(found.double(), q + z, rtol=0, atol=1e-6)
 
 
 @pytest.mark.long
@@ -186,6 +176,5 @@ def test_gradients_go_straight_through():
     q = fp4graph.fake_quantize(w, NEAREST)
     noise_of_y = y - x @ q.mT  # X·z, the same for every output
     torch.testing.assert_close(noise_of_y, noise_of_y[:, :1].expand_as(noise_of_y), rtol=0, atol=1e-4)
-    noise_of_dx = dx - dy @ q  # (Σ_n dY)·zᵀ
-    z = noise_of_dx / dy.sum(1, keepdim=True)
+    z = (dx - dy @ q) / dy.sum(1, keepdim=True)  # the noise of dX is (Σ_n dY)·zᵀ
     torch.testing.assert_close(x @ z[0], noise_of_y[:, 0], rtol=0, atol=1e-4)

@@ -48,22 +48,49 @@ def test_operands_that_do_not_exist_are_refused(name: str, operands: list[str]) 
         loaded(name, {"operands": operands}, quantize=NVFP4)
 
 
+FREEZE = {"momentum": 0.125, "threshold": 0.3}
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "omega"),
+    ("name", "options", "rest", "omega"),
     [
-        ("adaptive_quantization_noise", SCHEDULE, 0.5),
-        ("low_rank_residual", {"operands": ["weights"], "rank": 4}, 3.0),
-        ("outlier_clamp", {"operands": ["fprop.input", "gradients"], "quantile": 0.97, "residual": False}, 0.5),
-        ("outlier_clamp", {}, 2.0),
-        ("outlier_fallback", {"operands": ["fprop.input", "gradients"], "threshold": 0.01}, 1.5),
-        ("smooth_swiglu", {}, 0.5),
+        ("adaptive_quantization_noise", SCHEDULE, {}, 0.5),
+        # An operand that a technique could not act on may be left out, or kept.
+        ("conditional_scaling", {"operands": ["forward"]},
+         {"quantize": ENCODE, "operands": {"backward": {"scale": {"convention": "decode"}}}}, 0.5),
+        *(("element_choice", options | {"selector": "amax"}, {"quantize": SET | {"selector": "amax"}}, 0.5)
+          for options in ({}, {"others": ["e3m0"]})),  # it may repeat the selector of the list
+        ("four_over_six", {"operands": ["forward"]},
+         {"quantize": NVFP4, "operands": {"gradients": {"element": "e4m3"}}}, 0.5),
+        *(("freeze", FREEZE, {"quantize": TIES_UP, "operands": {"forward": {"element": element}}}, 3.0)
+          for element in ("e2m1", "e3m0", "int4")),
+        ("freeze", FREEZE, {"quantize": TIES_UP, "more": [{"hadamard": {"scope": "backward"}}]}, 4.0),
+        *(("hadamard", {"block": size}, {"quantize": quantizer(block)}, 1.0)  # one divides the other
+          for size, block in ((8, 24), (64, 16), (4, "row"))),
+        ("hadamard", {"scope": ["wgrad"]},  # in blocks of 32, and asks nothing of the other GEMMs
+         {"quantize": quantizer(24), "operands": {"wgrad": {"block": 32}}}, 1.0),
+        ("low_rank_residual", {"operands": ["weights"], "rank": 4}, {}, 3.0),
+        ("low_rank_residual", {"operands": ["fprop.input"]}, {"after": ["q_ema"]}, 5.0),
+        ("macro_block_scaling", {"block": 64, "operands": ["forward"]},
+         {"quantize": E8M0, "operands": {"gradients": {"block": "tensor"}}}, 0.25),
+        ("macro_block_scaling", {"block": 64}, {"quantize": E8M0, "operands": {"gradients": "keep"}}, 0.25),
+        ("outlier_clamp", {"operands": ["fprop.input", "gradients"], "quantile": 0.97, "residual": False}, {}, 0.5),
+        ("outlier_clamp", {}, {}, 2.0),
+        ("outlier_fallback", {"operands": ["fprop.input", "gradients"], "threshold": 0.01}, {}, 1.5),
+        ("scale_gradient", {}, {"more": [{"smooth_max": {"kind": "hybrid"}}]}, 4.5),
+        ("smooth_swiglu", {}, {}, 0.5),
+        ("step_gradient", {"kind": "dge"}, {}, 2.0),
+        ("tensor_scaling_gradient", {"kind": "ste"}, {"more": ["tensor_scaling"], "quantize": NVFP4}, 3.5),
     ],
-)
-def test_a_policy_writes_the_options_down(name: str, options: dict[str, Any], omega: float) -> None:
-    policy = loaded(name, options)
+)  # fmt: skip
+def test_a_policy_is_taken_counted_and_written_down(name: str, options: Any, rest: Any, omega: float) -> None:
+    made = layer(name, **rest)
+    assert made.program(options)
+    policy = made.policy(options)
     assert policy.complexity == omega
     written = yaml.safe_load(policy.to_yaml())
-    assert written["rules"][0]["techniques"] == [{name: options} if options else name]
+    declared = [{name: options} if options else name]
+    assert written["rules"][0]["techniques"] == [*rest.get("more", ()), *declared, *rest.get("after", ())]
     assert fp4graph.load_policy(written) == policy
 
 
@@ -200,7 +227,6 @@ def test_inductor_computes_the_bits_of_eager(make: Any, inductor: Any) -> None:
 # ---------------------------------------------------------------------- the optimizer's step
 
 
-FREEZE = {"momentum": 0.125, "threshold": 0.3}
 RAMPS = TRAINING["q_ramping"]
 #: Options of techniques that act in the optimizer's step.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -74,12 +74,6 @@ def test_a_list_that_means_nothing_is_refused_with_its_place(quantize, message) 
         load(quantize=quantize)
 
 
-def test_a_selector_may_repeat_that_of_the_list() -> None:
-    quantize = SET | {"selector": "amax"}
-    for others in (["int4"], ["e3m0"]):
-        assert loaded("element_choice", {"others": others, "selector": "amax"}, quantize=quantize).complexity == 0.5
-
-
 def test_a_scale_of_a_whole_expert_is_refused() -> None:
     policy = loaded("element_choice", {}, quantize=NVFP4 | {"block": "tensor"}, op="grouped")
     with pytest.raises(CaptureError, match=r"a choice between elements cannot act on fprop\.input of experts"):

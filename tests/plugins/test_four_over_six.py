@@ -35,7 +35,7 @@ quantization, quantized = layer.quantize, layer.quantized
 
 
 def block_choice(values, spec, measure="mse"):
-    """(dequantized, scale, whether it is that for 4) of one block."""
+    """(dequantized, whether its scale is that for 4) of one block."""
     largest = max(map(abs, values))
     candidates = []
     for stretch in (1.0, 1.5):
@@ -44,10 +44,10 @@ def block_choice(values, spec, measure="mse"):
         codes = [oracle.round_nearest(_fp32(v / scale if decode else v * scale), E2M1, "even") for v in values]
         deq = [_fp32(q * scale if decode else q / scale) for q in codes]
         error = MEASURES[measure]([Fraction(d) - Fraction(v) for d, v in zip(deq, values, strict=True)])
-        candidates.append((error, deq, scale))
-    (six, *chosen), (four, *other) = candidates
+        candidates.append((error, deq))
+    (six, of_six), (four, of_four) = candidates
     saturates = spec.convention == "decode" and largest * 1.5 / 6 > spec.format.max
-    return (*other, True) if four < six and not saturates else (*chosen, False)
+    return (of_four, True) if four < six and not saturates else (of_six, False)
 
 
 def _fp32(value):
@@ -58,7 +58,7 @@ def expected(x, spec, measure="mse", length=16):
     y, fours = torch.empty_like(x), 0
     for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], length)):
         part = x[row, start : start + length]
-        deq, _, four = block_choice(part.tolist(), spec, measure)
+        deq, four = block_choice(part.tolist(), spec, measure)
         y[row, start : start + length] = torch.tensor(deq)
         fours += four
     return y, fours
@@ -69,16 +69,12 @@ def expected(x, spec, measure="mse", length=16):
 @pytest.mark.parametrize(
     "scale",
     [
-        {"format": "e4m3"},
-        {"format": "e4m3", "convention": "encode"},
-        {"format": "ue5m3", "rounding": "toward_positive"},
-        {"format": "e8m0", "rounding": "floor"},
-        {"format": "e8m0"},
+        {"format": "e4m3"}, {"format": "e4m3", "convention": "encode"}, {"format": "bf16", "convention": "encode"},
+        {"format": "e8m0"}, {"format": "e8m0", "rounding": "floor"}, {"format": "ue5m3", "rounding": "toward_positive"},
         {"format": "fp32"},
-        {"format": "bf16", "convention": "encode"},
     ],
     ids=lambda scale: "-".join(scale.values()),
-)
+)  # fmt: skip
 def test_each_block_takes_the_scale_that_errs_less(scale, measure):
     x = gaussian(24, 72)  # the last block of a row is half empty
     scale = {"rounding": "nearest_even", **scale}
@@ -92,30 +88,28 @@ def test_a_worked_example():
     x = torch.zeros(2, 16)
     x[:, :4] = torch.tensor([[10.0, 20, 30, 40], [5.0, 20, 40, 60]])
     q = quantization(x, format="fp32")
-    assert torch.equal(q.scale.flatten(), torch.tensor([10.0, 10.0]))
-    assert torch.equal(q.elements[:, 0, :4], torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 4, 6]]))
+    assert q.scale.flatten().tolist() == [10, 10]
+    assert q.elements[:, 0, :4].tolist() == [[1, 2, 3, 4], [0.5, 2, 4, 6]]
 
 
 def test_ties_take_six():
     """A block of its maximum alone is exact either way; so are zeros."""
     x = torch.zeros(3, 16)
     x[0, 3], x[1] = 48.0, -96.0
-    scale = quantization(x).scale.flatten()
-    assert torch.equal(scale, torch.tensor([8.0, 16.0, 2.0**-9]))
+    assert quantization(x).scale.flatten().tolist() == [8, 16, 2**-9]
 
 
 def test_a_scale_for_four_that_saturates_falls_back():
     """6·448 needs a scale of 448 for 6 and of 672 for 4, which E4M3 does not have, however much better 4 would be."""
     x = torch.zeros(2, 16)
     x[:, :4] = torch.tensor([10.0, 20, 30, 40]) * torch.tensor([[44.0], [67.2]])  # maxima 1760 and 2688
-    assert torch.equal(quantization(x).scale.flatten(), torch.tensor([448.0, 448.0]))
-    codes = quantization(x).elements[:, 0, 3]
-    assert torch.equal(codes, torch.tensor([4.0, 6.0]))
+    assert quantization(x).scale.flatten().tolist() == [448, 448]
+    assert quantization(x).elements[:, 0, 3].tolist() == [4, 6]
     # The tensor scale of the paper leaves room: its largest block has scale 256, or 384.
     q = quantization(x, more=[{"tensor_scaling": {"target": 256}}])
     assert q.scale.flatten()[1] == 384
     assert q.scale.max() <= 448
-    assert torch.equal(q.elements[:, 0, 3], torch.tensor([4.0, 4.0]))
+    assert q.elements[:, 0, 3].tolist() == [4, 4]
     # The default of 448 does not.
     assert quantization(x, more=["tensor_scaling"]).scale.flatten()[1] == 448
 
@@ -143,18 +137,16 @@ def test_poison_overflow_and_empty():
         y = quantized(x, {"measure": measure}, **scale)
         assert y[0, :16].isnan().all()
         assert y[1, 16:].isnan().all()
-        assert y.isnan().sum() == 32
-        assert y[2].isfinite().all()
+        assert y.isfinite().sum() == y.numel() - 32
         assert quantized(x[:0], {"measure": measure}).shape == (0, 32)
         assert quantized(x[:0].mT, {"measure": measure}).shape == (32, 0)
 
 
 def test_blocks_of_two_axes_share_one_choice():
     w = gaussian(32, 32)
-    spec = fp4graph.ScaleSpec("e4m3", "nearest_even")
     y = quantized(w, operand=Operand.FPROP_WEIGHT, block=[16, 16])
     for rows, columns in itertools.product((slice(0, 16), slice(16, 32)), repeat=2):
-        deq, _, _ = block_choice(w[rows, columns].flatten().tolist(), spec)
+        deq, _ = block_choice(w[rows, columns].flatten().tolist(), fp4graph.ScaleSpec("e4m3", "nearest_even"))
         assert torch.equal(y[rows, columns].flatten(), torch.tensor(deq))
 
 
@@ -166,7 +158,3 @@ def test_powers_of_two_rounded_up_never_take_four(rounding):
         y = quantized(x, format="e8m0", rounding=rounding)
     scale = fp4graph.ScaleSpec("e8m0", rounding)
     assert torch.equal(y, fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=scale)))
-
-
-def test_an_operand_of_other_elements_may_be_left_out():
-    assert policy({"operands": ["forward"]}, operands={"gradients": {"element": "e4m3"}}).complexity == 0.5

@@ -1,8 +1,7 @@
-"""freeze against the counting rule of Nagel et al., one scalar after another."""
+"""freeze against the counting rule of Nagel et al. in NumPy."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -13,8 +12,8 @@ import fp4graph
 from tests.helpers import training
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule, with_technique
 from tests.plugins.layer import step, stepped
+from tests.recipes import optimizer_references as references
 
-SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 OPTIONS = {"momentum": 0.125, "threshold": 0.3}
 
 policy = partial(with_technique, "freeze", quantize=TIES_UP)
@@ -39,51 +38,20 @@ def wandering(steps, dtype=torch.float32):
         yield ((reach if t % 2 else -reach) + drift + noise).to(dtype)
 
 
-class Element:
-    """One weight; everything that the paper's sec. 4.1 and 4.3 keep of it, in Python's floats."""
-
-    def __init__(self, q: float) -> None:
-        self.previous = self.mean = q
-        self.direction, self.frequency, self.frozen = 0, 0.0, False
-
-    def follow(self, q: float, m: float, threshold: float) -> None:
-        oscillates = False
-        if abs(q - self.previous) > max(abs(q), abs(self.previous)) / 8:
-            direction = 1 if q > self.previous else -1
-            oscillates = direction == -self.direction
-            self.direction = direction
-        self.previous = q
-        self.frequency = m * oscillates + (1 - m) * self.frequency
-        if self.frequency > threshold:
-            self.frozen = True
-        if not self.frozen:
-            self.mean = m * q + (1 - m) * self.mean
-
-
 @pytest.mark.parametrize("schedule", [{}, {"final_threshold": 0.2, "total_steps": 40, "start": 0.25}])
 def test_every_element_follows_the_rule(schedule):
-    applied, optimizer = prepared({**OPTIONS, **schedule})
-    weight = applied.weight.detach().double().flatten().tolist()
-    elements = [Element(q) for q in fp4graph.fake_quantize(applied.weight, SPEC).flatten().tolist()]
-    for t, grad in enumerate(wandering(50), start=1):
+    grads, options = list(wandering(50)), {**OPTIONS, **schedule}
+    applied, optimizer = prepared(options)
+    start, sgd_1 = applied.weight.detach().double().numpy(), partial(references.sgd, lr=1.0, momentum=0.0)
+    gradient = lambda w, state: grads[state["step"] - 1].double().numpy()  # noqa: E731
+    expected = references.train_freeze(start.copy(), gradient, 50, sgd_1, **options)
+    for grad, weight in zip(grads, expected.weights, strict=True):
         step(applied, optimizer, grad)
-        moved = torch.tensor(weight).float() - grad.flatten()  # SGD with a learning rate of 1
-        for i, element in enumerate(elements):
-            weight[i] = element.mean if element.frozen else moved[i].item()
-        quantized = fp4graph.fake_quantize(torch.tensor(weight).view(6, 64), SPEC).flatten().tolist()
-        threshold = OPTIONS["threshold"]
-        if schedule:
-            at = min(max((t - 10) / 30, 0.0), 1.0)
-            threshold = 0.2 + (threshold - 0.2) * (1 + math.cos(math.pi * at)) / 2 if t >= 10 else math.inf
-        for i, (element, q) in enumerate(zip(elements, quantized, strict=True)):
-            element.follow(q, OPTIONS["momentum"], threshold)
-            weight[i] = element.mean if element.frozen else weight[i]
-        torch.testing.assert_close(applied.weight.flatten(), torch.tensor(weight), rtol=1e-5, atol=1e-6)
-    frozen = [element.frozen for element in elements]
-    assert remembered(applied, optimizer, "frozen").flatten().tolist() == frozen
-    assert 0.1 < sum(frozen) / len(frozen) < 0.99
-    expected = torch.tensor([element.frequency for element in elements])
-    torch.testing.assert_close(remembered(applied, optimizer, "frequency").flatten(), expected)
+        torch.testing.assert_close(applied.weight.double(), torch.from_numpy(weight), rtol=1e-5, atol=1e-6)
+    frozen, frequency = (remembered(applied, optimizer, name) for name in ("frozen", "frequency"))
+    assert torch.equal(frozen, torch.from_numpy(expected.frozen[-1]))
+    assert 0.1 < frozen.float().mean() < 0.99
+    torch.testing.assert_close(frequency, torch.from_numpy(expected.frequencies[-1]).float())
 
 
 def one_weight(path, **options):
@@ -175,14 +143,3 @@ def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
     optimizer.step()
     assert "fp4graph.freeze.frozen" not in optimizer.state.get(model[0].weight, {})
     assert "fp4graph.freeze.frozen" in optimizer.state[model[1].weight]
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        *({"operands": {"forward": {"element": element}}} for element in ("e2m1", "e3m0", "int4")),
-        {"more": [{"hadamard": {"scope": "backward"}}]},
-    ],
-)
-def test_grids_of_four_bits_and_backward_rotations_are_taken(beside):
-    fp4graph.load_policy(policy(OPTIONS, **beside))

@@ -11,7 +11,8 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, KEY, Layer, draw
+from tests.plugins.layer import DRAW, KEY, Layer, draw, gaussian, products_by
+from tests.recipes.arithmetic import hadamard
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 
@@ -25,10 +26,7 @@ program = layer.program
 
 
 def sylvester(size):
-    h = torch.ones(1, 1)
-    while len(h) < size:
-        h = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), h)
-    return h / torch.tensor(float(size)).sqrt()
+    return torch.from_numpy(hadamard(size)).float()
 
 
 def on_blocks(x, matrix):
@@ -40,16 +38,20 @@ def on_blocks(x, matrix):
 
 @pytest.fixture
 def data():
-    generator = torch.Generator().manual_seed(0)
-    # 50 tokens, which no block divides: wgrad's operands are padded.
-    return tuple(torch.randn(shape, generator=generator) for shape in ((50, 64), (96, 64), (50, 96)))
+    """50 tokens, which no block divides: wgrad's operands are padded."""
+    return gaussian(50, 64), gaussian(96, 64, seed=1), gaussian(50, 96, seed=2)
+
+
+def dyadic():
+    """Data whose sums are exact."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
 
 
 @pytest.mark.parametrize("kind", ["random", "deterministic"])
 @pytest.mark.parametrize("block", [2, 4, 8, 16, 32, 64])
 def test_cancels_exactly_where_a_power_of_four_and_to_rounding_elsewhere(block, kind):
-    generator = torch.Generator().manual_seed(1)
-    x, w = (torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
+    x, w = dyadic()
     rotation = program({"block": block, "kind": kind}, block=64).fprop.rotate(x, w, DRAW)
     assert not torch.equal(rotation.left, x)
     product, back = rotation.left @ rotation.right.T, rotation.undo(rotation.left, "left")
@@ -65,18 +67,10 @@ def test_cancels_exactly_where_a_power_of_four_and_to_rounding_elsewhere(block, 
 @pytest.mark.parametrize("block", [16, 32])
 def test_the_deterministic_site_is_its_equations(data, block):
     """All three GEMMs from the originals: each operand rotated along its contraction axis, then quantized."""
-    x, w, dy = data
-    h = sylvester(block)
-
-    def q(t):
-        return fp4graph.fake_quantize(on_blocks(t, h), SPEC)
-
-    y, dx, dw = layer.products(x, w, dy, {"block": block, "kind": "deterministic"})
+    expected = products_by(lambda t: fp4graph.fake_quantize(on_blocks(t, sylvester(block)), SPEC), *data)
+    found = layer.products(*data, {"block": block, "kind": "deterministic"})
     # The order of the product with H is not ours to know: a last bit may differ, and so may then a code at a tie.
-    close = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(y, q(x) @ q(w).T, **close)
-    torch.testing.assert_close(dx, q(dy) @ q(w.T.contiguous()).T, **close)
-    torch.testing.assert_close(dw, q(dy.T.contiguous()) @ q(x.T.contiguous()).T, **close)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def signs_of(built, gemm=Gemm.FPROP, step=0, seed=0):
@@ -98,9 +92,8 @@ def test_random_signs_go_before_the_rotation_and_are_the_same_in_every_block():
 @pytest.mark.slow
 def test_signs_are_drawn_anew_at_every_forward_unless_told_otherwise():
     anew, kept = program({"block": 16}), program({"block": 16, "resample": "never"})
-    assert len({tuple(signs_of(anew, step=i).diagonal().tolist()) for i in range(8)}) == 8
-    assert len({tuple(signs_of(kept, step=i).diagonal().tolist()) for i in range(8)}) == 1
-    assert len({tuple(signs_of(kept, seed=i).diagonal().tolist()) for i in range(8)}) == 8
+    for built, varies, count in ((anew, "step", 8), (kept, "step", 1), (kept, "seed", 8)):
+        assert len({tuple(signs_of(built, **{varies: i}).diagonal().tolist()) for i in range(8)}) == count
     mean = torch.stack([signs_of(anew, step=i).diagonal()[:16] for i in range(400)]).mean(0)
     assert mean.abs().max() < 4.5 / 400**0.5  # 4.5 standard errors of a fair sign
 
@@ -131,29 +124,14 @@ def test_what_reads_an_fprop_operand_gets_it_rotated_back(data):
     torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "block", "operands"),
-    [
-        ({"block": 8}, 24, None),
-        ({"block": 64}, 16, None),
-        ({"block": 32}, "row", None),
-        ({"block": 32, "scope": ["wgrad"]}, 24, {"wgrad": {"block": 32}}),  # asks nothing of the other GEMMs
-    ],
-)
-def test_blocks_of_which_one_divides_the_other_are_taken(options, block, operands):
-    program(options, block=block, operands=operands)
-
-
 def test_bit_identical_compiled(inductor):
     """Of data whose sums are exact: in which order a BLAS adds is its own affair."""
-    generator = torch.Generator().manual_seed(1)
-    x, w = (torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
     built = program({"block": 16})
 
     def both(x, w, key, step):
         rotation = built.fprop.rotate(x, w, Draw(key, step))
         return total(built.fprop.left(rotation.left)), total(built.fprop.right(rotation.right))
 
-    args = x, w, KEY, noise.make_step(0, 0, 0)
+    args = *dyadic(), KEY, noise.make_step(0, 0, 0)
     for a, b in zip(both(*args), inductor(both, *args)(*args), strict=True):
         assert torch.equal(a, b)

@@ -11,6 +11,7 @@ from fp4graph.training import checkpoint
 from tests.helpers.policies import TIES_UP, one_rule
 from tests.helpers.training import applied
 from tests.helpers.training import prepared as prepare
+from tests.plugins.layer import gaussian
 
 PLAIN = one_rule(quantize=TIES_UP)
 
@@ -20,16 +21,16 @@ def policy(options=None, *, more=()):
 
 
 def prepared(data, make=torch.optim.AdamW, **options):
+    """A linear layer under the policy, its optimizer and its scaler."""
     torch.manual_seed(0)
     model = applied(nn.Linear(64, 8), data)
-    return model, prepare(model, make, **options)
+    return model, prepare(model, make, **options), fp4graph.grad_scaler(model)
 
 
 def step(model, optimizer, scaler, factor=1.0, *, unscale=False, half=False):
     """One training step; ``factor`` multiplies the loss, ``half`` runs model and loss in fp16."""
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
     with torch.autocast("cpu", torch.float16, enabled=half):
-        y = model(x)
+        y = model(gaussian(16, 64, seed=2))
         assert y.dtype is (torch.float16 if half else torch.float32)
     scaler.scale(y.square().mean() * factor).backward()
     if unscale:
@@ -41,8 +42,7 @@ def step(model, optimizer, scaler, factor=1.0, *, unscale=False, half=False):
 
 def test_the_policy_turns_torchs_scaler_on():
     options = {"init_scale": 128.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
-    model, _ = prepared(policy(options))
-    scaler = fp4graph.grad_scaler(model)
+    _, _, scaler = prepared(policy(options))
     assert type(scaler) is torch.amp.GradScaler
     assert scaler.is_enabled()
     assert scaler.get_scale() == 128.0
@@ -54,15 +54,14 @@ def test_the_policy_turns_torchs_scaler_on():
     "data", [policy(), {"version": 1, "name": "p", "default": "keep", "techniques": ["loss_scaling"]}]
 )
 def test_the_defaults_are_torchs_also_where_nothing_is_quantized(data):
-    scaler = fp4graph.grad_scaler(prepared(data)[0])
+    _, _, scaler = prepared(data)
     assert scaler.is_enabled()
     assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
 
 
 @pytest.mark.slow
 def test_without_it_the_scaler_does_nothing():
-    model, optimizer = prepared(PLAIN)
-    scaler = fp4graph.grad_scaler(model)
+    model, optimizer, scaler = prepared(PLAIN)
     assert not scaler.is_enabled()
     step(model, optimizer, scaler)
     assert scaler.get_scale() == 1.0
@@ -70,8 +69,7 @@ def test_without_it_the_scaler_does_nothing():
 
 @pytest.mark.parametrize("half", [False, True])
 def test_the_scale_grows_and_backs_off(half):
-    model, optimizer = prepared(policy({"init_scale": 4.0, "growth_interval": 3}), torch.optim.SGD, lr=0.1)
-    scaler = fp4graph.grad_scaler(model)
+    model, optimizer, scaler = prepared(policy({"init_scale": 4.0, "growth_interval": 3}), torch.optim.SGD, lr=0.1)
     scales = []
     for factor in (1, 1, 1, 1, float("inf"), 1, 1, 1):
         step(model, optimizer, scaler, factor, half=half)
@@ -80,8 +78,7 @@ def test_the_scale_grows_and_backs_off(half):
 
 
 def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
-    model, optimizer = prepared(policy({"init_scale": 2.0**24}), torch.optim.SGD, lr=1e-3)
-    scaler = fp4graph.grad_scaler(model)
+    model, optimizer, scaler = prepared(policy({"init_scale": 2.0**24}), torch.optim.SGD, lr=1e-3)
     before, skipped = model.weight.detach().clone(), 0
     for _ in range(20):
         step(model, optimizer, scaler, half=True)
@@ -95,8 +92,7 @@ def test_a_powers_scale_changes_no_bit_of_fp32_training():
     """Scales of 8 bits have the exponents of fp32, so a power of two passes through every quantizer."""
     weights = []
     for data in (PLAIN, policy({"init_scale": 1024.0})):
-        model, optimizer = prepared(data)
-        scaler = fp4graph.grad_scaler(model)
+        model, optimizer, scaler = prepared(data)
         for _ in range(3):
             step(model, optimizer, scaler)
         weights.append(model.weight)
@@ -109,8 +105,7 @@ def test_a_powers_scale_changes_no_bit_of_fp32_training():
 def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
     """Their hooks do not run, and nothing that they keep changes."""
     techniques = [{"dampen": {"total_steps": 10}}, "freeze", "q_ema", "stable_spam"]
-    model, optimizer = prepared(policy(more=techniques), betas=(0.8, 0.9), fused=fused)
-    scaler = fp4graph.grad_scaler(model)
+    model, optimizer, scaler = prepared(policy(more=techniques), betas=(0.8, 0.9), fused=fused)
     step(model, optimizer, scaler, unscale=unscale)
 
     def everything():
@@ -131,21 +126,19 @@ def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
 
 def test_hooks_see_unscaled_gradients():
     """A fused optimizer unscales them inside its step, after the hooks."""
-    model, optimizer = prepared(policy(more=["dampen"]), fused=True)
+    model, optimizer, scaler = prepared(policy(more=["dampen"]), fused=True)
     with pytest.raises(fp4graph.Error, match=r"call scaler\.unscale_\(optimizer\)"):
-        step(model, optimizer, fp4graph.grad_scaler(model))
+        step(model, optimizer, scaler)
 
 
 def test_a_resumed_run_is_the_run(tmp_path):
     data = policy({"init_scale": 4.0, "growth_interval": 2}, more=["q_ema"])
     factors = [1, 1, 1, float("inf"), 1, 1, 1]
-    model, optimizer = prepared(data)
-    scaler = fp4graph.grad_scaler(model)
+    model, optimizer, scaler = prepared(data)
     for factor in factors[:3]:
         step(model, optimizer, scaler, factor)
     checkpoint.save(tmp_path / "run.pt", model, optimizer, scaler=scaler)
-    other, its = prepared(data)
-    its_scaler = fp4graph.grad_scaler(other)
+    other, its, its_scaler = prepared(data)
     checkpoint.load(tmp_path / "run.pt", other, its, scaler=its_scaler)
     assert its_scaler.state_dict() == scaler.state_dict()
     assert its_scaler.get_scale() == 8.0

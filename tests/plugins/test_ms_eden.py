@@ -49,9 +49,8 @@ def test_the_factor_of_scales_that_round_far_down():
     result = program().quantize(x, draw(0))
     assert result.ratio[1:].abs().max() > 8
     corrected, step = by_hand(result)
-    mean, expected = result.scale.double()[1:].mean(), corrected[1:].mean()
-    blocks = corrected[1:].numel()
-    assert (mean - expected).abs() <= 4 * step[1:].max() / 2 / blocks**0.5
+    error = result.scale.double()[1:].mean() - corrected[1:].mean()
+    assert error.abs() <= 4 * step[1:].max() / 2 / corrected[1:].numel() ** 0.5
 
 
 def by_hand(result):
@@ -78,16 +77,22 @@ def test_rotated_at_random_the_mean_of_an_operand_is_the_operand():
     assert abs(shrunk - 1) > 3e-3
 
 
+def of_grouped(operand):
+    return plan_site(SiteView("fc", "grouped", 256, 256, 256 * 256), policy().rules[0]).program.operand(operand)
+
+
 def of_experts(x, copies, tokens, operand):
     """Rotated rows of an expert with so many tokens, ``[copies · N, 128]``, quantized; and the quantized originals."""
     signs = torch.randint(0, 2, (copies, 1, 128), generator=torch.Generator().manual_seed(7)) * 2.0 - 1
     rows = torch.nn.functional.pad(x, (0, 128 - tokens)).expand(copies, -1, -1) * signs
     own = torch.where(torch.arange(128) < tokens, 0, 1)
     segments = Segments(1, 1, torch.zeros(128, dtype=torch.int64), own)
-    site = SiteView("fc", "grouped", 256, 256, 256 * 256)
-    planned = plan_site(site, policy().rules[0]).program.operand(operand)
     source = Draw(noise.make_key("site", str(operand)), noise.make_step(0, 0, 0))
-    return total(planned(rotate(rows.reshape(-1, 128), 128), source, segments=segments)).double().view(copies, -1, 128)
+    return (
+        total(of_grouped(operand)(rotate(rows.reshape(-1, 128), 128), source, segments=segments))
+        .double()
+        .view(copies, -1, 128)
+    )
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 10, 31])
@@ -104,9 +109,7 @@ def test_few_tokens_of_an_expert_give_no_bias(tokens):
 
 def test_groups_that_tokens_fill_to_a_quarter_are_those_of_a_linear():
     """To the bit, beside a group of the same expert with few tokens, which does not change them."""
-    site = SiteView("fc", "grouped", 256, 256, 256 * 256)
-    planned = plan_site(site, policy().rules[0]).program.operand(Operand.WGRAD_INPUT)
-    x = gaussian(4, 384, seed=8)
+    planned, x = of_grouped(Operand.WGRAD_INPUT), gaussian(4, 384, seed=8)
     segments = Segments(1, 1, torch.zeros(384, dtype=torch.int64), torch.where(torch.arange(384) < 288, 0, 1))
     few = Segments(1, 1, segments.ids, torch.where(torch.arange(384) < 287, 0, 1))
     plain, quarter, less = (planned.quantize(x, draw(0), None, given) for given in (None, segments, few))
@@ -117,13 +120,13 @@ def test_groups_that_tokens_fill_to_a_quarter_are_those_of_a_linear():
 
 
 def test_scales_are_neighbours_of_the_corrected_one():
-    x = gaussian(3, 256, seed=1)
-    result = program().quantize(x, draw(3))
+    result = program().quantize(gaussian(3, 256, seed=1), draw(3))
     corrected, step = by_hand(result)
     values = torch.tensor(result.spec.scale.format.values(), dtype=torch.float64)
     assert torch.isin(result.scale.double(), values).all()
-    assert ((result.scale.double() - corrected).abs() < step).all()
-    assert ((result.scale.double() - corrected).abs() > 0.5 * step).any()  # the farther neighbour is drawn too
+    distance = (result.scale.double() - corrected).abs()
+    assert (distance < step).all()
+    assert (distance > 0.5 * step).any()  # the farther neighbour is drawn too
 
 
 def test_zeros_and_poison():

@@ -14,7 +14,8 @@ from fp4graph.ops import contract
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, Layer
+from tests.plugins.layer import DRAW, Layer, gaussian
+from tests.recipes.arithmetic import rotate
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 
@@ -29,8 +30,7 @@ terms = layer.terms
 
 def activations(*shape, seed=0):
     """Gaussian, skewed, with a few large elements of either sign."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator) + 0.3
+    x = gaussian(*shape, seed=seed) + 0.3
     x.view(-1)[::97] *= 40
     x.view(-1)[::89] *= -25
     return x
@@ -109,9 +109,11 @@ def test_the_terms_sum_to_x_to_half_a_unit_of_the_residual(dtype):
     assert part.abs().max() < x.abs().max() / 4
 
 
-def test_the_product_of_a_layer():
-    x, w = activations(40, 96), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
-    y, _, _ = layer.products(x, w, torch.zeros(40, 64))
+def test_the_product_of_a_layer_and_what_wgrad_reads_from_it_have_both_terms():
+    x, w, dy = activations(40, 96), gaussian(64, 96, seed=1), gaussian(40, 64, seed=2)
+    exact = {"dgrad": "keep", "wgrad.grad_output": "keep", "wgrad.input": "fprop"}
+    y, _, dw = layer.products(x, w, dy, operands=exact)
+    torch.testing.assert_close(dw, dy.mT @ sum(terms(x)), rtol=1e-6, atol=1e-4)
     bulk = clamped(x, 1)
     left = fp4graph.fake_quantize(bulk, SPEC).double() + (x - bulk).double()
     expected = left @ fp4graph.fake_quantize(w, SPEC).double().mT
@@ -129,8 +131,7 @@ def test_poison_stays_visible(bad, residual):
     assert found.isnan().sum() == 32
     assert found[x.isfinite().all(1)].isfinite().all()
     # The other elements are clamped: the bad one counts as an outlier.
-    ordered = x.nan_to_num(math.inf, math.inf, -math.inf)
-    bulk = clamped(ordered, 10)
+    bulk = clamped(x.nan_to_num(math.inf, math.inf, -math.inf), 10)
     assert torch.equal(terms(x, options)[0][:3], fp4graph.fake_quantize(bulk[:3], SPEC))
     # With more of it than may be cut nothing is clamped at that end, and nothing is lost.
     x[:20] = bad
@@ -161,25 +162,15 @@ def test_a_tensor_scale_is_that_of_the_clamped_tensor():
 
 
 def test_elements_of_the_rotated_basis_beside_hadamard():
-    x, w = activations(40, 96), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    x, w = activations(40, 96), gaussian(64, 96, seed=1)
     beside = {"others": [{"hadamard": {"kind": "deterministic", "block": 32}}]}
     program = layer.program(**beside)
-    h = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(5):
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    rotated = (x.double().view(40, 3, 32) @ h / 32**0.5).reshape(40, 96)
+    rotated = torch.from_numpy(rotate(x.numpy(), 1, 32)).float()
     rotation = program.fprop.rotate(x, w, DRAW)
     found = total(program.operand(Operand.FPROP_INPUT)(rotation.left, DRAW))
-    bulk = clamped(rotated.float(), 1)
-    expected = fp4graph.fake_quantize(bulk, SPEC) + (rotated.float() - bulk)
+    bulk = clamped(rotated, 1)
+    expected = fp4graph.fake_quantize(bulk, SPEC) + (rotated - bulk)
     # An element next to a rounding boundary may fall on either side of it: the reference rotates in float64.
     assert ((found - expected).abs() < 1e-4).float().mean() > 0.999
     y, _, _ = layer.products(x, w, torch.zeros(40, 64), **beside)
     assert (y - x @ w.mT).norm() / (x @ w.mT).norm() < 0.2
-
-
-def test_what_wgrad_reads_from_fprop_has_both_terms():
-    x, w, dy = activations(40, 96), torch.randn(64, 96), torch.randn(40, 64)
-    exact = {"dgrad": "keep", "wgrad.grad_output": "keep", "wgrad.input": "fprop"}
-    _, _, dw = layer.products(x, w, dy, operands=exact)
-    torch.testing.assert_close(dw, dy.mT @ sum(terms(x)), rtol=1e-6, atol=1e-4)

@@ -11,7 +11,7 @@ import torch
 import fp4graph
 from tests.helpers.models import llama
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, Layer
+from tests.plugins.layer import DRAW, Layer, gaussian
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 
@@ -25,10 +25,8 @@ quantized = Layer(policy, 96, 64).quantized
 
 def heavy_tailed(*shape, seed=0):
     """Gaussian with one outlier in a few of the blocks of 32."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=generator)
-    flat = x.view(-1)
-    flat[:: 32 * 7] *= torch.linspace(10, 300, flat[:: 32 * 7].numel())
+    x = gaussian(*shape, seed=seed)
+    x.view(-1)[:: 32 * 7] *= torch.linspace(10, 300, len(x.view(-1)[:: 32 * 7]))
     return x
 
 
@@ -46,32 +44,32 @@ def scores(x, q):
 
 
 def expected(x, chosen, spec=NEAREST):
-    q = fp4graph.fake_quantize(x, spec)
-    again = fp4graph.fake_quantize(x - q, spec)
-    y = q.clone()
-    for index in chosen:
-        r, a, b = blocks(x)[index]
+    y = fp4graph.fake_quantize(x, spec)
+    again, places = fp4graph.fake_quantize(x - y, spec), blocks(x)
+    for r, a, b in (places[index] for index in chosen):
         y[r, a:b] += again[r, a:b]
     return y
+
+
+def largest_first(score, fraction):
+    """The blocks of that share with the largest scores, of equal ones the first."""
+    return sorted(range(len(score)), key=lambda i: (-score[i], i))[: math.ceil(round(fraction * len(score), 9))]
 
 
 @pytest.mark.parametrize("width", [96, 80])  # 80: the last block of each row is padded
 @pytest.mark.parametrize("fraction", [None, 0.3, 1.0])
 def test_the_largest_scores_get_a_second_pass(width, fraction):
     x = heavy_tailed(40, width)
-    score = scores(x, fp4graph.fake_quantize(x, NEAREST))
-    count = math.ceil(round((fraction or 0.1) * len(score), 9))
-    chosen = sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]
+    q = fp4graph.fake_quantize(x, NEAREST)
     y = quantized(x, {"fraction": fraction} if fraction else None)
-    assert torch.equal(y, expected(x, chosen))
-    assert (y != fp4graph.fake_quantize(x, NEAREST)).any()
+    assert torch.equal(y, expected(x, largest_first(scores(x, q), fraction or 0.1)))
+    assert (y != q).any()
 
 
 def test_the_threshold_is_a_share_of_the_largest_magnitude():
     x = heavy_tailed(40, 96)
     score = scores(x, fp4graph.fake_quantize(x, NEAREST))
-    top = x.abs().max().item()
-    chosen = [i for i, s in enumerate(score) if s > 0.002 * top]
+    chosen = [i for i, s in enumerate(score) if s > 0.002 * x.abs().max().item()]
     assert 0 < len(chosen) < len(score) // 2
     assert torch.equal(quantized(x, {"threshold": 0.002}), expected(x, chosen))
 
@@ -89,29 +87,21 @@ def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
             top = max((abs(v) for v, w in zip(x[row].tolist(), q[row].tolist(), strict=True) if w == w), default=0)
             chosen += [first + i for i, s in enumerate(score) if s > options["threshold"] * top]
         else:
-            count = math.ceil(round(options.get("fraction", 0.1) * len(score), 9))
-            chosen += [first + i for i in sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]]
-    y = quantized(x, {**options, "granularity": "row"})
+            chosen += [first + i for i in largest_first(score, options.get("fraction", 0.1))]
+    by_row = {**options, "granularity": "row"}
+    y = quantized(x, by_row)
     torch.testing.assert_close(y, expected(x, chosen), rtol=0, atol=0, equal_nan=True)
-    whole = quantized(x, options)
-    assert not torch.equal(whole.nan_to_num(), y.nan_to_num())
+    assert not torch.equal(quantized(x, options).nan_to_num(), y.nan_to_num())
     # A token is what it is whatever stands beside it: a rollout's is the training forward's.
-    alone = torch.cat([quantized(line, {**options, "granularity": "row"}) for line in x.split(1)])
+    alone = torch.cat([quantized(line, by_row) for line in x.split(1)])
     torch.testing.assert_close(alone, y, rtol=0, atol=0, equal_nan=True)
-    assert quantized(x[:0], {**options, "granularity": "row"}).shape == (0, width)
+    assert quantized(x[:0], by_row).shape == (0, width)
 
 
-def test_of_equal_scores_the_first_blocks_are_chosen():
+def test_of_equal_scores_the_first_blocks_are_chosen_and_a_tenth_of_thirty_is_three():
+    """In floats it would be four: 0.1 is a little above a tenth."""
     x = heavy_tailed(1, 32).repeat(10, 3)
-    y = quantized(x, {"fraction": 0.1})
-    assert torch.equal(y, expected(x, [0, 1, 2]))
-
-
-def test_a_tenth_of_thirty_blocks_is_three():  # in floats it would be four: 0.1 is a little above a tenth
-    x = heavy_tailed(10, 96)
-    q = fp4graph.fake_quantize(x, NEAREST)
-    changed = (quantized(x, {"fraction": 0.1}) != q).view(10, 3, 32).any(-1)
-    assert changed.sum() == 3
+    assert torch.equal(quantized(x, {"fraction": 0.1}), expected(x, [0, 1, 2]))
 
 
 def test_with_every_block_chosen_only_the_second_dead_zone_is_left():
@@ -132,17 +122,14 @@ def test_the_second_pass_draws_its_own_noise():
     x = heavy_tailed(64, 96)
     both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
     first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
-    second = both - first
-    shared = first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying)
-    assert not torch.equal(both, shared)
+    assert not torch.equal(both, first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying))
     # It is stochastic too, and unbiased: its mean over many elements of one value is their residual.
     x = torch.full((200, 96), 1.2)
     x[:, ::32] = 6.0
     both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
     first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
     for value in (1.0, 1.5):
-        inner = first == value
-        second = (both - first)[inner]
+        second = (both - first)[first == value]
         assert second.unique().numel() > 1
         assert abs(second.mean() - (1.2 - value)) < 4 * second.std() / second.numel() ** 0.5
 

@@ -1,4 +1,4 @@
-"""q_ema against Algorithm 1 and Eq. 10 of the TetraJet paper, element by element."""
+"""q_ema against Algorithm 1 and Eq. 10 of the TetraJet paper, a loop over elements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from fp4graph.technique.operands import Operand
 from tests.helpers.policies import TIES_UP, loaded, one_rule
 from tests.helpers.training import applied, prepared
 from tests.plugins.layer import Layer, draw, gaussian
-
-E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
+from tests.recipes.mx_references import q_ema_weight
 
 policy = partial(loaded, "q_ema", quantize=TIES_UP)
-
-
 layer = Layer(policy)
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 
@@ -29,21 +25,7 @@ def quantized(w, average, options=None, step=0, **rest):
 
 
 def algorithm_1(w, average):
-    """One element after another. S is a power of two, so that everything here is exact in Python's floats."""
-    out = torch.empty_like(w)
-    for row in range(w.shape[0]):
-        for start in range(0, w.shape[1], 32):
-            block = w[row, start : start + 32]
-            largest = block.abs().max().item()
-            scale = 2.0**-127
-            while largest > 6 * scale:  # the least power of two under which nothing is clipped
-                scale *= 2
-            for i, (x, e) in enumerate(zip(block.tolist(), average[row, start : start + 32].tolist(), strict=True)):
-                u = x / scale
-                q1 = max(q for q in E2M1 if q <= u)
-                q2 = min(q for q in E2M1 if q >= u)
-                out[row, start + i] = (q1 if abs(e / scale - q1) < abs(e / scale - q2) else q2) * scale
-    return out
+    return torch.from_numpy(q_ema_weight(w.numpy(), average.numpy())).float()
 
 
 @pytest.mark.parametrize("width", [64, 50])
@@ -58,27 +40,18 @@ def test_picks_what_algorithm_1_picks(width, drift):
 
 
 def test_exact_values_and_ties():
-    w = torch.zeros(1, 32)
-    average = torch.zeros(1, 32)
+    w, average = torch.zeros(1, 32), torch.zeros(1, 32)
     w[0, :6] = torch.tensor([6.0, 2.4, 2.4, 2.4, 2.0, -5.0])
     average[0, :6] = torch.tensor([0.0, 2.5, 2.4999, 9.0, 5.0, -4.9])
     # 6 is a value, whatever its average. A tie of the average goes up, also for negative values.
     assert quantized(w, average)[0, :6].tolist() == [6.0, 3.0, 2.0, 3.0, 2.0, -4.0]
-    average[0, 5] = -5.0
-    assert quantized(w, average)[0, 5] == -4.0
-    average[0, 5] = -5.1
-    assert quantized(w, average)[0, 5] == -6.0
-
-
-def test_the_weight_itself_as_average_rounds_to_nearest_up():
-    w = gaussian(16, 64, seed=1)
-    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, SPEC))
+    for value, expected in ((-5.0, -4.0), (-5.1, -6.0)):
+        average[0, 5] = value
+        assert quantized(w, average)[0, 5] == expected
 
 
 @pytest.mark.parametrize(
-    "group_scale",
-    [{"tensor_scaling": {"target": 5.0}}, {"macro_block_scaling": {"block": 64}}],
-    ids=lambda n: next(iter(n)),
+    "group_scale", [{"tensor_scaling": {"target": 5.0}}, {"macro_block_scaling": {"block": 64}}], ids=str
 )
 def test_the_average_is_normalized_as_the_weight_is(group_scale):
     """Scales and candidates come from w/γ, so e/γ is what is held against them."""
@@ -92,10 +65,10 @@ def test_the_average_is_normalized_as_the_weight_is(group_scale):
 def test_start_after_rounds_to_nearest_first():
     w = gaussian(16, 64, seed=1)
     average = w.roll(1, 0)
-    options = {"start_after": 3}
     for step in range(5):
-        expected = quantized(w, w) if step < 3 else quantized(w, average)
-        assert torch.equal(quantized(w, average, options, step), expected)
+        expected = fp4graph.fake_quantize(w, SPEC) if step < 3 else quantized(w, average)
+        assert torch.equal(quantized(w, average, {"start_after": 3}, step), expected)
+    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, SPEC))  # the weight itself as average, ties up
 
 
 def test_the_average_follows_eq_10_at_every_optimizer_step():

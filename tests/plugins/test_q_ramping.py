@@ -1,4 +1,4 @@
-"""q_ramping against Algorithm 2 of the TetraJet paper, one scalar after another."""
+"""q_ramping against Algorithm 2 of the TetraJet paper in NumPy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm.optim
 import torch
@@ -19,8 +20,8 @@ from tests.helpers.policies import TIES_UP, one_rule, with_technique
 from tests.helpers.steps import push, same
 from tests.helpers.training import applied as apply
 from tests.plugins.layer import linear, pushes, stepped
+from tests.recipes import optimizer_references as references
 
-SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
 
 policy = partial(with_technique, "q_ramping", quantize=TIES_UP)
@@ -45,63 +46,38 @@ def factors(applied, optimizer):
     return optimizer.state[applied.weight]["fp4graph.q_ramping.factor"]
 
 
-class Scalar:
-    """One weight under AdamW or SGD with momentum, and Algorithm 2: floats, no tensors."""
-
-    def __init__(self, w, kind):
-        self.w, self.kind, self.m, self.v, self.n, self.summed = w, kind, 0.0, 0.0, 1, 0.0
-
-    def update(self, g, t, n):
-        """One optimizer step at learning rate n·lr; t counts all steps from 1."""
-        lr = 3e-3 * n
-        if self.kind == "adamw":
-            self.m, self.v = 0.9 * self.m + 0.1 * g, 0.95 * self.v + 0.05 * g * g
-            self.w -= lr * 0.1 * self.w + lr * (self.m / (1 - 0.9**t)) / (math.sqrt(self.v / (1 - 0.95**t)) + 1e-8)
-        else:
-            g += 0.1 * self.w
-            self.m = g if t == 1 else 0.9 * self.m + g
-            self.w -= lr * self.m
+#: One step of each optimizer, by NumPy.
+UPDATES = {
+    "adamw": partial(references.adamw, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    "sgd": lambda w, g, state: references.sgd(w, g + 0.1 * w, state, lr=3e-3, momentum=0.9),
+}
 
 
 def algorithm_2(steps, kind, options, changed=(math.inf, {})):
     """Final weights, and every N that was chosen. ``changed``: from which step on some options are others."""
-    scalars = [Scalar(w, kind) for w in linear().weight.detach().double().flatten().tolist()]
-    chosen = set()
-    place = options["t_update"]
-
-    def quantized():
-        w = torch.tensor([s.w for s in scalars]).reshape(6, 64).float()
-        return fp4graph.fake_quantize(w, SPEC).flatten().tolist()
-
+    w, state, chosen, place = linear().weight.detach().double().numpy(), {}, set(), options["t_update"]
     for t, (grad, _) in enumerate(pushes(steps)):
         if t == changed[0]:
             options = {**options, **changed[1]}
         if place >= options["t_update"]:
-            place, detects, ramped = 0, True, 0
-            way, way_q = [0.0] * len(scalars), [0.0] * len(scalars)
-            before, before_q = [s.w for s in scalars], quantized()
-            for s in scalars:
-                s.n, s.summed = 1, 0.0
+            place, ramped, detects = 0, 0, True
+            n, summed, way, way_q = np.ones_like(w), *np.zeros((3, *w.shape))
         ramped += not detects
-        for s, g in zip(scalars, grad.flatten().tolist(), strict=True):
-            s.summed += g
-            if detects or ramped % s.n == 0:
-                s.update(s.summed / s.n, t + 1, s.n)
-                s.summed = 0.0
-        if detects:
-            now, now_q = [s.w for s in scalars], quantized()
-            for i in range(len(scalars)):
-                way[i] += abs(now[i] - before[i])
-                way_q[i] += abs(now_q[i] - before_q[i])
-            before, before_q = now, now_q
+        summed = summed + grad.double().numpy()
+        due, before, moments = ramped % n == 0, w, dict(state)
+        moved = w + n * (UPDATES[kind](w, summed / n, state) - w)  # at n times the learning rate
+        for name in moments.keys() - {"step"}:  # which counts all steps
+            state[name] = np.where(due, state[name], moments[name])
+        w, summed = np.where(due, moved, w), np.where(due, 0.0, summed)
         place += 1
+        if detects:
+            q, before_q = (references.tetrajet_weight(each.astype(np.float32)) for each in (w, before))
+            way, way_q = way + np.abs(w - before), way_q + np.abs(q - before_q)
         if detects and place >= options["t0"]:
-            detects = False
-            for i, s in enumerate(scalars):
-                r = way_q[i] / way[i] if way_q[i] else 0.0
-                s.n = min(options["k2"] * math.floor(r / options["k1"]) + 1, options["n_max"])
-                chosen.add(s.n)
-    return torch.tensor([s.w for s in scalars], dtype=torch.float64).reshape(6, 64), chosen
+            detects, ratio = False, references.oscillation_ratio(way_q, way)
+            n = np.minimum(options["k2"] * np.floor(ratio / options["k1"]) + 1, options["n_max"])
+            chosen |= {*n.flatten()}
+    return torch.from_numpy(w), chosen
 
 
 def assert_algorithm_2(applied, *arguments):
@@ -262,10 +238,7 @@ def test_elements_that_wait_keep_the_state_that_the_optimizer_began_with(name):
 
 @pytest.mark.parametrize(
     ("make", "kept", "message"),
-    [
-        (of_timm("lamb"), {}, "Lamb counts its steps for a whole group"),
-        (adamw, {"history": [1]}, "'history', a list"),
-    ],
+    [(of_timm("lamb"), {}, "Lamb counts its steps for a whole group"), (adamw, {"history": [1]}, "'history', a list")],
     ids=["counts of a group", "neither a tensor nor a number"],
 )
 def test_what_cannot_be_restored(make, kept, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -16,10 +17,10 @@ from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.models import llama
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied
+from tests.plugins.layer import gaussian
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
-SHARED = {"tensor_scaling": {"share": "siblings"}}
 SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
 
@@ -44,18 +45,16 @@ class Attention(nn.Module):
         return nn.Sequential(layer)
 
 
-def inputs():
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+X = gaussian(32, 64, seed=1)
 
 
 #: The backward is exact, because a fused dY has one tensor scale where three have three.
+EXACT = {"quantize": NVFP4, "operands": {"backward": "keep"}}
+FUSED = one_rule("tensor_scaling", **EXACT)
+
+
 def policy(*more, **options):
-    return one_rule(
-        {"tensor_scaling": {"share": "siblings", **options}}, *more, quantize=NVFP4, operands={"backward": "keep"}
-    )
-
-
-FUSED = one_rule("tensor_scaling", quantize=NVFP4, operands={"backward": "keep"})
+    return one_rule({"tensor_scaling": {"share": "siblings", **options}}, *more, **EXACT)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
@@ -96,9 +95,9 @@ def test_names_or_groups_make_siblings(names):
 class Experts(nn.Module):
     """Stacks [E, K, N] of gates and of ups, or one stack of both."""
 
-    def __init__(self, *stacks):
+    def __init__(self, **stacks):
         super().__init__()
-        for name, stack in zip(("w1", "w3") if len(stacks) > 1 else ("w13",), stacks, strict=True):
+        for name, stack in stacks.items():
             self.register_parameter(name, nn.Parameter(stack.clone()))
 
     def forward(self, x, ends):
@@ -106,25 +105,20 @@ class Experts(nn.Module):
 
 
 def test_experts_share_expert_by_expert():
-    generator = torch.Generator().manual_seed(0)
-    w1, w3 = (torch.randn(3, 64, 32, generator=generator) for _ in range(2))
-    w3 *= torch.tensor([0.5, 2.0, 30.0]).reshape(3, 1, 1)
-    ends = torch.tensor([8, 16, 32], dtype=torch.int32)
-    options = {"quantize": NVFP4, "op": "grouped", "operands": {"backward": "keep"}}
-    x = inputs().to(torch.bfloat16)
+    w1, w3 = gaussian(3, 64, 32), gaussian(3, 64, 32, seed=1) * torch.tensor([0.5, 2.0, 30.0]).reshape(3, 1, 1)
 
     def run(model, technique):
-        model = applied(model.to(torch.bfloat16), one_rule(technique, **options))
-        return model(x, ends)
+        rule = one_rule(technique, quantize=NVFP4, op="grouped", operands={"backward": "keep"})
+        return applied(model.bfloat16(), rule)(X.bfloat16(), torch.tensor([8, 16, 32], dtype=torch.int32))
 
-    fused = run(Experts(torch.cat([w1, w3], -1)), "tensor_scaling")
-    assert torch.equal(run(Experts(w1, w3), SHARED), fused)
-    assert not torch.equal(run(Experts(w1, w3), "tensor_scaling"), fused)
+    fused = run(Experts(w13=torch.cat([w1, w3], -1)), "tensor_scaling")
+    assert torch.equal(run(Experts(w1=w1, w3=w3), {"tensor_scaling": {"share": "siblings"}}), fused)
+    assert not torch.equal(run(Experts(w1=w1, w3=w3), "tensor_scaling"), fused)
 
 
 def test_the_optimizer_sees_the_weights_of_the_next_forward():
     model = applied(Attention(), policy())
-    model(inputs())
+    model(X)
     with torch.no_grad():
         model.v_proj.weight.mul_(7.0)  # as a step does
         runtime = runtime_of(model)
@@ -138,71 +132,61 @@ def test_the_optimizer_sees_the_weights_of_the_next_forward():
 def test_adapters_around_some_siblings_change_nothing():
     """PEFT wraps a linear layer as ``base_layer``."""
 
-    class Wrapped(nn.Module):
+    class Wrapped(nn.Sequential):
         def __init__(self, layer):
-            super().__init__()
-            self.base_layer = layer
+            super().__init__(OrderedDict(base_layer=layer))
 
-        def forward(self, x):
-            return self.base_layer(x)
-
-    expected = applied(Attention(), policy())(inputs())
+    expected = applied(Attention(), policy())(X)
     wrapped = Attention()
     for name in SIBLINGS[:2]:
         setattr(wrapped, name, Wrapped(getattr(wrapped, name)))
-    assert torch.equal(applied(wrapped, policy())(inputs()), expected)
+    assert torch.equal(applied(wrapped, policy())(X), expected)
 
 
 def test_a_loaded_state_counts_at_once():
     """In evaluation, in inference mode too, and where weights are changed through ``data``."""
     model = applied(Attention(), policy()).eval()
     with torch.inference_mode():
-        model(inputs())
+        model(X)
     other = Attention()
     other.v_proj.weight.data.mul_(11.0)
     model.load_state_dict(other.state_dict())
     expected = applied(other, policy()).eval()
-    with torch.inference_mode():
-        assert torch.equal(model(inputs()), expected(inputs()))
-    model.v_proj.weight.data.mul_(0.5)
-    expected.v_proj.weight.data.mul_(0.5)
-    with torch.no_grad():
-        assert torch.equal(model(inputs()), expected(inputs()))
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert torch.equal(model(X), expected(X))
+        for each in (model, expected):
+            each.v_proj.weight.data.mul_(0.5)
 
 
 def test_state_dicts_and_copies_are_as_without_sharing():
     model = applied(Attention(), policy())
     assert model.state_dict().keys() == Attention().state_dict().keys()
-    expected = model(inputs())
+    expected = model(X)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model.v_proj.weight.mul_(5.0)
-    assert torch.equal(twin(inputs()), expected)
+    assert torch.equal(twin(X), expected)
 
 
-def ruled(name, **more):
-    """A rule for one sibling, before the others'."""
-    return ({"name": name[0], "match": {"module": name}, **more},)
+OTHER_TARGET = [{"tensor_scaling": {"share": "siblings", "target": 300}}]
 
 
 @pytest.mark.parametrize(
-    ("rules", "options", "says"),
+    ("sibling", "rule", "options", "says"),  # one sibling may have a rule of its own
     [
-        (ruled("k_proj", keep="tried"), {}, r"shares its tensor scale with k_proj"),
-        (ruled("k_proj", quantize={**NVFP4, "block": 32}), {}, "let one rule"),
-        (
-            ruled("q_proj", quantize=NVFP4, techniques=[{"tensor_scaling": {"share": "siblings", "target": 300}}]),
-            {},
-            "let one rule with one tensor_scaling decide both",
-        ),
-        ((), {"granularity": "row"}, "use granularity: tensor"),
-        ((), {"operands": ["fprop.input"]}, "does not list"),
+        ("k_proj", {"keep": "tried"}, {}, "shares its tensor scale with k_proj"),
+        ("k_proj", {"quantize": {**NVFP4, "block": 32}}, {}, "let one rule"),
+        ("q_proj", {"quantize": NVFP4, "techniques": OTHER_TARGET}, {}, "one rule with one tensor_scaling decide both"),
+        (None, {}, {"granularity": "row"}, "use granularity: tensor"),
+        (None, {}, {"operands": ["fprop.input"]}, "does not list"),
     ],
     ids=["kept", "another quantizer", "another target", "rows", "no weight"],
 )
-def test_siblings_that_differ_are_refused(rules, options, says):
+def test_siblings_that_differ_are_refused(sibling, rule, options, says):
     written = policy(**options)
-    written["rules"] = [*rules, *written["rules"]]
+    if sibling:
+        written["rules"].insert(0, {"name": "own", "match": {"module": sibling}, **rule})
     with pytest.raises((PolicyError, CaptureError), match=says):
         applied(Attention(), written)
 

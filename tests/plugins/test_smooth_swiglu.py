@@ -13,10 +13,10 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.technique import gemms_at
 from fp4graph.technique.operands import Gemm
-from tests.helpers.models import grouped_mm
+from tests.helpers.models import Mlp, grouped_mm
 from tests.helpers.policies import quantizer
-from tests.helpers.training import applied
-from tests.plugins.layer import Layer, gaussian
+from tests.helpers.training import applied, assert_equal
+from tests.plugins.layer import Layer, gaussian, products_by
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
@@ -47,8 +47,8 @@ def quantize(t):
 def channel_scales(x, power_of_two=False):
     """s_k by a loop."""
     result = []
-    for k in range(x.shape[1]):
-        largest = max(abs(v) for v in x[:, k].tolist())
+    for channel in x.mT.tolist():
+        largest = max(map(abs, channel))
         if power_of_two and largest:
             mantissa, exponent = math.frexp(largest)  # largest = mantissa·2^exponent, mantissa in [1/2, 1)
             largest = 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
@@ -72,8 +72,7 @@ def test_fprop_quantizes_the_smoothed_operands(data, power_of_two):
     assert torch.equal(y, quantize(x / s) @ quantize(w * s).mT)
     assert not torch.equal(y, quantize(x) @ quantize(w).mT)
     # The backward GEMMs quantize the originals: no transform there.
-    assert torch.equal(dx, quantize(dy) @ quantize(w.mT).mT)
-    assert torch.equal(dw, quantize(dy.mT) @ quantize(x.mT).mT)
+    assert_equal((dx, dw), products_by(quantize, x, w, dy)[1:])
 
 
 def test_the_backward_reads_the_fprop_operands_scaled_back(data):
@@ -89,8 +88,7 @@ def test_the_unquantized_function_is_unchanged(data):
     """To fp32's rounding; exactly where s is a power of two and the data have bits to spare."""
     x, w, _ = data
     for options in (None, {"power_of_two": True}):
-        fprop = program(options).fprop
-        rotation = fprop.rotate(x, w, None)
+        rotation = program(options).fprop.rotate(x, w, None)
         product, exact = rotation.left.double() @ rotation.right.double().mT, x.double() @ w.double().mT
         torch.testing.assert_close(product, exact, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(rotation.undo(rotation.left, "left"), x, rtol=1e-6, atol=0)
@@ -105,29 +103,24 @@ def test_the_unquantized_function_is_unchanged(data):
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_zeros_poison_extremes_and_no_tokens(data, power_of_two):
     x, w, dy = data
-    x = x.clone()
     x[3, 7], x[4, 40], x[:, 20], x[:, 21] = math.nan, math.inf, 1e-42, 3e38
     options = {"power_of_two": power_of_two}
-    (s,) = program(options).fprop.rotate(x, w, None).steps[0].shared
+    rotation = program(options).fprop.rotate(x, w, None)
+    (s,) = rotation.steps[0].shared
     assert torch.equal(s[0, [5, 7, 40]], torch.ones(3))  # zeros, NaN and Inf
     assert (s > 0).all()
     assert s.isfinite().all()
-    rotation = program(options).fprop.rotate(x, w, None)
     assert rotation.left.isfinite().sum() == x.numel() - 2
     # A poisoned block stays the only one: row 3's and row 4's products are NaN, the others are not.
     y = run(x, w / 1e4, dy, options)[0]
     assert torch.equal(y.isnan().any(1).nonzero().flatten(), torch.tensor([3, 4]))
-    y, dx, dw = run(x[:0], w, dy[:0], options)
-    assert y.shape == (0, 32)
-    assert dx.shape == (0, 96)
-    assert torch.equal(dw, torch.zeros(32, 96))
+    assert_equal(run(x[:0], w, dy[:0], options), (torch.zeros(0, 32), torch.zeros(0, 96), torch.zeros(32, 96)))
 
 
 def test_batch_and_sequence_are_one_axis_of_tokens(data):
     x, w, dy = data
-    together = run(x, w, dy)[0]
     apart = run(x.view(5, 10, 96), w, dy.view(5, 10, 32))[0]
-    assert torch.equal(apart.view(50, 32), together)
+    assert torch.equal(apart.view(50, 32), run(x, w, dy)[0])
 
 
 def test_a_bf16_operand_is_smoothed_in_fp32(data):
@@ -181,8 +174,7 @@ def test_in_a_model_it_acts_on_the_down_projection_only():
 
 def test_a_model_without_swiglu_is_refused():
     """By the rule that asks for one, with the sites that there are."""
-    model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
-    applied(model, policy(rest=True))
+    model = applied(Mlp(32, 96, 32, F.gelu), policy(rest=True))
     with pytest.raises(PolicyError, match="rule 'down' matches no site of this model"):
         model(torch.randn(4, 32))
 
@@ -197,28 +189,28 @@ def test_other_products_are_left_alone():
 class SwiGluExperts(nn.Module):
     def __init__(self):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shapes = {"gate": (3, 96, 32), "up": (3, 96, 32), "down": (3, 32, 96)}
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) / 6))
+        self.gate, self.up = (nn.Parameter(gaussian(3, 96, 32, seed=seed) / 6) for seed in (0, 1))
+        self.down = nn.Parameter(gaussian(3, 32, 96, seed=2) / 6)
+
+    def activation(self, gate, up):
+        return F.silu(gate) * up
 
     def forward(self, x, ends):
         gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
-        return grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+        return grouped_mm(self.activation(gate, up), self.down.mT, offs=ends)
 
 
 class GptOssExperts(SwiGluExperts):
     """GPT-OSS's activation: clamped projections, gate·σ(1.702·gate)·(up + 1)."""
 
-    def forward(self, x, ends):
-        gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+    def activation(self, gate, up):
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return grouped_mm((up + 1) * (gate * torch.sigmoid(1.702 * gate)), self.down.mT, offs=ends)
+        return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-class Gelu(nn.Sequential):
+class Gelu(Mlp):
     def __init__(self):
-        super().__init__(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
+        super().__init__(32, 96, 32, F.gelu)
 
     def forward(self, x, ends):
         return super().forward(x)
@@ -230,11 +222,13 @@ def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path
     """Silu(gate)·up is what it knows, and the load of a policy cannot tell."""
     x, ends = torch.randn(22, 32), torch.tensor([7, 7, 20], dtype=torch.int32)
     path = tmp_path / "p.yaml"
-    path.write_text(
-        "version: 1\ntechniques: [smooth_swiglu]\nrules:\n  - match: {op: [linear, grouped]}\n"
-        "    quantize: {element: e2m1, block: 32}\n"
-    )
-    model = fp4graph.apply(module(), path, backend="eager")
+    path.write_text("""version: 1
+techniques: [smooth_swiglu]
+rules:
+  - match: {op: [linear, grouped]}
+    quantize: {element: e2m1, block: 32}
+""")
+    model = applied(module(), path)
     message = rf"p.yaml:4: technique 'smooth_swiglu' has no effect in this model, .* inputs come from {made}\. Remove"
     with pytest.warns(PolicyWarning, match=message) as seen:
         model(x, ends)
@@ -242,8 +236,7 @@ def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path
     model(x, ends)  # once
     with pytest.warns(PolicyWarning, match=message):
         fp4graph.explain(module(), path, (x, ends))
-    acting = fp4graph.apply(SwiGluExperts(), path, backend="eager")
-    acting(x, ends)  # one of three weights is behind a SwiGLU
+    applied(SwiGluExperts(), path)(x, ends)  # one of three weights is behind a SwiGLU
 
 
 @pytest.mark.slow

@@ -84,14 +84,10 @@ def test_scales_round_up_as_often_as_they_should():
     assert scale.mean().item() == pytest.approx(1.25, abs=4 * math.sqrt(0.1875 / 2000))
 
 
-def test_a_rule_that_draws_has_no_ties():
+def test_a_rule_that_draws_has_no_ties_and_a_spec_that_draws_costs_as_much():
     quantize = {**FLOOR, "scale": {"format": "e8m0", "rounding": "nearest_even", "ties": "even"}}
     planned, _ = plan({"stochastic_scale_rounding": {"operands": ["gradients"]}}, quantize=quantize)
     scales = {operand: (spec.scale.rounding, spec.scale.ties) for operand, spec in planned.specs}
     assert scales[Q3] == ("stochastic", None)
-    assert scales[Operand.FPROP_INPUT] == ("nearest_even", "even")
-
-
-def test_implied_by_its_spec():
-    quantize = {**FLOOR, "scale": {"format": "e8m0", "rounding": "stochastic"}}
-    assert plan(quantize=quantize)[1].complexity == 0.25
+    assert scales[Q1] == ("nearest_even", "even")
+    assert plan(quantize=quantizer(32, rounding="stochastic"))[1].complexity == 0.25

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,11 +15,9 @@ from fp4graph.technique.operands import Operand
 from tests.helpers.policies import NVFP4, loaded, quantizer
 from tests.helpers.training import applied
 from tests.plugins.layer import Layer, gaussian
-from tests.recipes.arithmetic import round_nearest
+from tests.recipes.arithmetic import quantize
 
 policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
-
-
 layer = Layer(policy)
 
 
@@ -26,15 +25,12 @@ def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
     return total(layer.operand(options, operand, **more)(x))
 
 
-def nvfp4(x, largest=448.0, granularity=None):
-    """S_enc = 448·6/amax; S_b = E4M3(amax_b/6 · S_enc); code = E2M1(x·S_enc/S_b); value = code·S_b/S_enc."""
-    blocks = x.double().reshape(x.shape[0], -1, 16)
-    amax = blocks.abs().amax() if granularity is None else granularity(blocks.abs().amax(2))
-    encode = largest * 6 / amax
-    scale = (blocks.abs().amax(2, keepdim=True) / 6 * encode).float().to(torch.float8_e4m3fn).double()
-    scale = torch.where(scale == 0, 2.0**-9, scale)
-    codes = torch.from_numpy(round_nearest((blocks * encode / scale).numpy(), "e2m1"))
-    return (codes * scale / encode).reshape(x.shape)
+def nvfp4(x, largest=448, group=None):
+    """γ·NVFP4(x/γ), γ = amax/(6·largest) of the tensor or of each ``group`` of a line's elements."""
+    lines = x.double().numpy().reshape(-1, 1, group or x.numel())
+    blocks = {"block": 16, "fmt": "e4m3", "rule": "nearest_even"}
+    found = [quantize(line, 1, **blocks, tensor_scale=np.abs(line).max() / (6 * largest)) for line in lines]
+    return torch.from_numpy(np.concatenate(found)).reshape(x.shape)
 
 
 @pytest.fixture
@@ -42,11 +38,17 @@ def x():
     return torch.randn(12, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 2, 12)[:, None]
 
 
-@pytest.mark.parametrize(("options", "largest"), [({}, 448), ({"headroom": 0.5}, 224), ({"target": 256}, 256)])
-def test_nvfp4(x, options, largest):
+@pytest.mark.parametrize(
+    ("options", "largest", "group"),
+    [
+        ({}, 448, None), ({"headroom": 0.5}, 224, None), ({"target": 256}, 256, None),
+        ({"granularity": "row"}, 448, 64), ({"granularity": 32}, 448, 32),
+    ],
+)  # fmt: skip
+def test_nvfp4(x, options, largest, group):
     terms = layer.operand(options)(x)
-    assert terms[0].multiplier is not None  # waits for the GEMM's accumulator
-    torch.testing.assert_close(total(terms).double(), nvfp4(x, largest), rtol=1e-6, atol=0)
+    assert group or terms[0].multiplier is not None  # waits for the GEMM's accumulator
+    torch.testing.assert_close(total(terms).double(), nvfp4(x, largest, group), rtol=1e-6, atol=0)
 
 
 def test_gradients_may_have_a_separate_target(x):
@@ -55,9 +57,8 @@ def test_gradients_may_have_a_separate_target(x):
         found = quantized(x, options, operand).double()
         largest = 448 if operand.value.endswith("grad_output") else 256
         torch.testing.assert_close(found, nvfp4(x, largest), rtol=1e-6, atol=0)
-    assert (
-        layer.operand(options).parts == layer.operand(options, Operand.WGRAD_INPUT).parts
-    )  # so they share compiled code
+    shared = [layer.operand(options, operand).parts for operand in (Operand.FPROP_INPUT, Operand.WGRAD_INPUT)]
+    assert shared[0] == shared[1]  # so they share compiled code
 
 
 def test_the_input_may_have_rows_and_the_weight_a_tensor(x):
@@ -66,19 +67,6 @@ def test_the_input_may_have_rows_and_the_weight_a_tensor(x):
     for operand in Operand:
         found = quantized(x, {"input_granularity": "row"}, operand)
         assert torch.equal(found, by_row if operand.value.endswith("input") else by_tensor), operand
-
-
-def test_rows(x):
-    found = quantized(x, {"granularity": "row"}).double()
-    torch.testing.assert_close(found, nvfp4(x, granularity=lambda z: z.amax(1)[:, None, None]), rtol=1e-6, atol=0)
-
-
-def test_macro_blocks(x):
-    def by_two(z):
-        return z.reshape(12, 2, 2).amax(2).repeat_interleave(2, 1)[..., None]
-
-    found = quantized(x, {"granularity": 32}).double()
-    torch.testing.assert_close(found, nvfp4(x, granularity=by_two), rtol=1e-6, atol=0)
 
 
 def test_a_macro_block_at_the_end_may_be_incomplete(x):
