@@ -17,9 +17,14 @@ from fp4graph.policy import Policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers import training
+from tests.helpers.policies import NVFP4
 from tests.helpers.steps import Stream
 
 KEY = noise.make_key("site", "fc")
+#: NVFP4 with encode scales, and with a choice of elements; what ms_eden needs before it.
+ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
+SET = NVFP4 | {"element": ["e2m1", "int4"]}
+ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
 
 
 def draw(count: int = 0, seed: int = 0, rank: int = 0) -> Draw:

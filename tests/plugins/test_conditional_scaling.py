@@ -66,13 +66,6 @@ def test_case_one_centres_the_scales(decades, number, width):
     torch.testing.assert_close(quantized(x, format=number).double(), y, rtol=1e-5, atol=0)
 
 
-def test_blocks_of_zeros_do_not_count_as_the_smallest():
-    x = spread(30, 2)
-    with_zeros = torch.cat([x, torch.zeros(2, 64)])
-    assert torch.equal(quantized(with_zeros)[:30], quantized(x))
-    assert (quantized(with_zeros)[30:] == 0).all()
-
-
 def block_maxima(*maxima):
     x = torch.zeros(len(maxima), 16)
     x[:, 0] = torch.tensor(maxima)

@@ -20,17 +20,15 @@ from tests.helpers.models import Mlp
 from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
 from tests.helpers.steps import assert_resumes, differences, push, through_file
 from tests.helpers.training import applied, prepared
-from tests.plugins.layer import KEY, Layer, draw, gaussian, linear, pushes
+from tests.plugins.layer import ENCODE, KEY, ROTATED, SET, Layer, draw, gaussian, linear, pushes
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
 TECHNIQUES = default_registry().techniques
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
+MULTIPLICATIVE = SCHEDULE | {"kind": "multiplicative"}
 E8M0 = quantizer(16, rounding="nearest_even")
-ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
 FLOOR = quantizer(32, rounding="floor")
-SET = NVFP4 | {"element": ["e2m1", "int4"]}
-ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
 GRADIENTS = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT)
 
 
@@ -138,6 +136,7 @@ def test_the_gradient_is_straight_through(name: str, options: Any, quantize: Any
         ("outlier_clamp", {"operands": ["gradients"]}, MXFP4, {*GRADIENTS}),
         ("outlier_fallback", {}, MXFP4, {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}),
         ("outlier_fallback", {"operands": ["gradients"]}, MXFP4, {*GRADIENTS}),
+        ("tensor_scaling", {}, NVFP4, {*Operand}),
         ("tensor_scaling", {"operands": ["gradients"]}, NVFP4, {*GRADIENTS}),
     ],
 )
@@ -187,10 +186,7 @@ def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.F
     "make",
     [
         bits("adaptive_quantization_noise", SCHEDULE, operand=Operand.FPROP_WEIGHT),
-        bits(
-            "adaptive_quantization_noise", SCHEDULE | {"kind": "multiplicative"}, long=False,
-            operand=Operand.FPROP_WEIGHT,
-        ),
+        bits("adaptive_quantization_noise", MULTIPLICATIVE, long=False, operand=Operand.FPROP_WEIGHT),
         bits("conditional_scaling", None, long=False, quantize=ENCODE),
         *(bits("element_choice", {}, more=["tensor_scaling"], quantize=SET | {"rounding": rounding})
           for rounding in ("nearest", "stochastic")),

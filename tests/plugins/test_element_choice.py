@@ -11,9 +11,7 @@ from fp4graph.numerics.formats import E2M1, E3M0, INT4
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import NVFP4, loaded, one_rule
-from tests.plugins.layer import Layer
-
-SET = NVFP4 | {"element": ["e2m1", "int4"]}
+from tests.plugins.layer import SET, Layer
 
 
 def specs_of(policy):

@@ -16,10 +16,9 @@ from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import NVFP4, loaded
-from tests.plugins.layer import Layer, draw, gaussian
+from tests.plugins.layer import ROTATED, Layer, draw, gaussian
 
 OPERAND = Operand.DGRAD_GRAD_OUTPUT
-ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
 
 
 def policy(options=None):

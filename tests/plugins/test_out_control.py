@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,10 @@ def in_phases(more: tuple[Any, ...] = (), rule: Any = None, **split: Any) -> dic
     return policy([{"at": at, "rules": each} for at, each in zip((MEASURE, SPLIT), rules, strict=True)], mode="wait")
 
 
-class Layer(nn.Module):
-    """A linear layer of sizes that no block divides."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(70, 40, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)
+def layer(bias: bool = True) -> nn.Module:
+    """A linear layer, ``fc``, of sizes that no block divides."""
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(fc=nn.Linear(70, 40, bias=bias)))
 
 
 def batch(number: int, tokens: int = 24) -> torch.Tensor:
@@ -74,8 +69,8 @@ def trained(model: nn.Module, optimizer: Any, steps: range, accumulate: int = 1)
     return [y.detach() for y in outputs]
 
 
-def started(policy: Any, backend: str = "eager", **layer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = training.applied(Layer(**layer), policy, backend=backend)
+def started(policy: Any, backend: str = "eager", **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = training.applied(layer(**more), policy, backend=backend)
     return model, prepared(model, torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
@@ -183,13 +178,13 @@ def test_the_same_compiled(backend: str) -> None:
 def test_multiplies_no_more_than_the_whole_layer() -> None:
     policy = fp4graph.load_policy(in_phases()).phases[-1].policy
     x = batch(0).requires_grad_()
-    listed = fp4graph.explain(Layer(), policy, (x,))
+    listed = fp4graph.explain(layer(), policy, (x,))
     assert "7 of 70 input channels" in " ".join(word for word in str(listed).split() if word != "│")
     (site,) = listed.to_json()["sites"]
     assert site["apart_channels"] == 7
     operands = ("fprop.input", "fprop.weight", "wgrad.grad_output", "wgrad.input")
     assert site["apart"] == dict.fromkeys(operands, "e4m3/32 e8m0 ceil RTN-even")
-    model = fp4graph.apply(Layer(), policy, backend="eager")
+    model = fp4graph.apply(layer(), policy, backend="eager")
     with FlopCounterMode(display=False) as forward, pytest.warns(fp4graph.PolicyWarning, match="uncompiled"):
         y = model(x)
     with FlopCounterMode(display=False) as backward:
@@ -202,10 +197,10 @@ def test_multiplies_no_more_than_the_whole_layer() -> None:
 def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
     data = Data.wide(3)
     model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
-    layer, runtime = model.blocks[1].fc, runtime_of(model)
+    fc, runtime = model.blocks[1].fc, runtime_of(model)
     (weight,) = (each for each in runtime.weights if each.name == "blocks.1.fc.weight")
-    norms = layer._fp4graph_out_control_norms.copy_(torch.from_numpy(np.random.default_rng(3).random(256)))
-    got = weight_quantizer.quantize(weight, layer.weight.detach(), runtime.step)
+    norms = fc._fp4graph_out_control_norms.copy_(torch.from_numpy(np.random.default_rng(3).random(256)))
+    got = weight_quantizer.quantize(weight, fc.weight.detach(), runtime.step)
     chosen, rest = chosen_channels(norms.double().numpy())
     assert np.array_equal(got[:, chosen].double().numpy(), mxfp8(data.w[:, chosen], 1))
     np.testing.assert_allclose(got[:, rest].double().numpy(), double_block(data.w[:, rest], 1), rtol=1e-6)
@@ -302,7 +297,7 @@ def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
 )
 def test_a_later_phase_is_refused_before_training(more: tuple[Any, ...], split: dict[str, Any], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
-        fp4graph.apply(Layer(), in_phases(more=more, **split), backend="eager")
+        fp4graph.apply(layer(), in_phases(more=more, **split), backend="eager")
 
 
 @pytest.mark.slow
@@ -315,4 +310,4 @@ rules:
     techniques: [q_ema, {out_control: {mode: split}}]
 """)
     with pytest.raises(CaptureError, match=r"p\.yaml:3: technique out_control .* q_ema"):
-        fp4graph.apply(Layer(), file, backend="eager")
+        fp4graph.apply(layer(), file, backend="eager")

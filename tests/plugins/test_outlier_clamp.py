@@ -82,12 +82,6 @@ def test_a_hundredth_of_three_hundred_elements_is_three():
     assert sorted(residual[residual != 0].tolist()) == [-3, -2, -1, 1, 2, 3]
 
 
-def test_negation_negates():
-    x = activations(37, 80)
-    for found, negated in zip(terms(x, {"quantile": 0.9}), terms(-x, {"quantile": 0.9}), strict=True):
-        assert torch.equal(found, -negated)
-
-
 def test_ties_with_a_threshold_are_not_cut():
     x = torch.full((4, 100), 2.0)
     x[0, :2], x[1, :2] = 50, -50

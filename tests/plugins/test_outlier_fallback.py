@@ -35,43 +35,35 @@ def blocks(x, length=32):
     return [(r, c, min(c + length, x.shape[1])) for r in range(x.shape[0]) for c in range(0, x.shape[1], length)]
 
 
-def scores(x, q):
-    """The largest magnitude lost to zero, block by block."""
-    return [
-        max((abs(v) for v, w in zip(x[r, a:b].tolist(), q[r, a:b].tolist(), strict=True) if w == 0), default=0.0)
-        for r, a, b in blocks(x)
-    ]
+def chosen(x, options):
+    """The blocks that lose most to zero: by their largest such magnitude, of equal ones the first."""
+    q = fp4graph.fake_quantize(x, NEAREST)
+    pairs = [list(zip(x[r, a:b].tolist(), q[r, a:b].tolist(), strict=True)) for r, a, b in blocks(x)]
+    score = [max((abs(v) for v, w in block if w == 0), default=0.0) for block in pairs]
+    if "threshold" in options:
+        top = max((abs(v) for block in pairs for v, w in block if w == w), default=0.0)
+        return [i for i, s in enumerate(score) if s > options["threshold"] * top]
+    count = math.ceil(round(options.get("fraction", 0.1) * len(score), 9))
+    return sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]
 
 
-def expected(x, chosen, spec=NEAREST):
-    y = fp4graph.fake_quantize(x, spec)
-    again, places = fp4graph.fake_quantize(x - y, spec), blocks(x)
-    for r, a, b in (places[index] for index in chosen):
+def expected(x, some):
+    """Q(X), and the second pass of some blocks."""
+    y = fp4graph.fake_quantize(x, NEAREST)
+    again, places = fp4graph.fake_quantize(x - y, NEAREST), blocks(x)
+    for r, a, b in (places[index] for index in some):
         y[r, a:b] += again[r, a:b]
     return y
 
 
-def largest_first(score, fraction):
-    """The blocks of that share with the largest scores, of equal ones the first."""
-    return sorted(range(len(score)), key=lambda i: (-score[i], i))[: math.ceil(round(fraction * len(score), 9))]
-
-
 @pytest.mark.parametrize("width", [96, 80])  # 80: the last block of each row is padded
-@pytest.mark.parametrize("fraction", [None, 0.3, 1.0])
-def test_the_largest_scores_get_a_second_pass(width, fraction):
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.3}, {"fraction": 1.0}, {"threshold": 0.002}])
+def test_the_blocks_that_lose_most_get_a_second_pass(width, options):
     x = heavy_tailed(40, width)
-    q = fp4graph.fake_quantize(x, NEAREST)
-    y = quantized(x, {"fraction": fraction} if fraction else None)
-    assert torch.equal(y, expected(x, largest_first(scores(x, q), fraction or 0.1)))
-    assert (y != q).any()
-
-
-def test_the_threshold_is_a_share_of_the_largest_magnitude():
-    x = heavy_tailed(40, 96)
-    score = scores(x, fp4graph.fake_quantize(x, NEAREST))
-    chosen = [i for i, s in enumerate(score) if s > 0.002 * x.abs().max().item()]
-    assert 0 < len(chosen) < len(score) // 2
-    assert torch.equal(quantized(x, {"threshold": 0.002}), expected(x, chosen))
+    some, y = chosen(x, options), quantized(x, options)
+    assert 0 < len(some) <= options.get("fraction", 0.5) * len(blocks(x))
+    assert torch.equal(y, expected(x, some))
+    assert (y != fp4graph.fake_quantize(x, NEAREST)).any()
 
 
 @pytest.mark.parametrize("width", [320, 304])  # 304: the last block of each row is padded
@@ -79,18 +71,11 @@ def test_the_threshold_is_a_share_of_the_largest_magnitude():
 def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
     x = heavy_tailed(24, width)
     x[3], x[4, 5] = 0, math.nan
-    q, chosen = fp4graph.fake_quantize(x, NEAREST), []
-    for row in range(len(x)):
-        score = scores(x[row : row + 1], q[row : row + 1])
-        first = row * len(score)
-        if "threshold" in options:
-            top = max((abs(v) for v, w in zip(x[row].tolist(), q[row].tolist(), strict=True) if w == w), default=0)
-            chosen += [first + i for i, s in enumerate(score) if s > options["threshold"] * top]
-        else:
-            chosen += [first + i for i in largest_first(score, options.get("fraction", 0.1))]
+    count = len(blocks(x[:1]))
+    some = [row * count + i for row, line in enumerate(x.split(1)) for i in chosen(line, options)]
     by_row = {**options, "granularity": "row"}
     y = quantized(x, by_row)
-    torch.testing.assert_close(y, expected(x, chosen), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, expected(x, some), rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(quantized(x, options).nan_to_num(), y.nan_to_num())
     # A token is what it is whatever stands beside it: a rollout's is the training forward's.
     alone = torch.cat([quantized(line, by_row) for line in x.split(1)])
@@ -110,7 +95,6 @@ def test_with_every_block_chosen_only_the_second_dead_zone_is_left():
     x = heavy_tailed(64, 96)
     q = fp4graph.fake_quantize(x, NEAREST)
     y = quantized(x, {"fraction": 1.0})
-    assert torch.equal(y, expected(x, range(len(blocks(x)))))
     residual = (x - q).view(64, 3, 32).abs().amax(-1, keepdim=True).expand(64, 3, 32).reshape(64, 96)
     assert x[y == 0].square().sum() < x[q == 0].square().sum() / 4
     assert (x[y == 0].abs() <= residual[y == 0] / 12).all()

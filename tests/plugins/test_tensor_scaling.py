@@ -92,15 +92,6 @@ def test_zeros_subnormals_and_poison():
     assert quantized(torch.zeros(0, 64)).shape == (0, 64)
 
 
-@pytest.mark.parametrize(
-    ("options", "acting"),
-    [({}, {*Operand}), ({"operands": ["gradients"]}, {Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT})],
-)
-def test_every_operand_has_its_own_tensor_scale(options, acting):
-    program = layer.program(options)
-    assert {operand for operand in Operand if program.operand(operand).parts} == acting
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.compiler, pytest.mark.long])]

@@ -10,12 +10,10 @@ import pytest
 import fp4graph
 from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
 from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
+from tests.plugins.layer import ENCODE, ROTATED, SET
 
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 10, "steps_per_stage": 100}
 RAMPS = {"t_update": 15, "n_max": 12, "t0": 3}
-ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
-ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
-SET = NVFP4 | {"element": ["e2m1", "int4"]}
 DRAWN = {"rounding": "stochastic"}
 
 #: By technique, its options (None for its name alone) and what is said of them, under a policy of one rule of NVFP4.
