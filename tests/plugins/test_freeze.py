@@ -42,9 +42,10 @@ def wandering(steps, dtype=torch.float32):
 def test_every_element_follows_the_rule(schedule):
     grads, options = list(wandering(50)), {**OPTIONS, **schedule}
     applied, optimizer = prepared(options)
-    start, sgd_1 = applied.weight.detach().double().numpy(), partial(references.sgd, lr=1.0, momentum=0.0)
-    gradient = lambda w, state: grads[state["step"] - 1].double().numpy()  # noqa: E731
-    expected = references.train_freeze(start.copy(), gradient, 50, sgd_1, **options)
+    start, rule = applied.weight.detach().double().numpy(), partial(references.sgd, lr=1.0)
+    expected = references.train_freeze(
+        start, lambda _, state: grads[state["step"] - 1].double().numpy(), 50, rule, **options
+    )
     for grad, weight in zip(grads, expected.weights, strict=True):
         step(applied, optimizer, grad)
         torch.testing.assert_close(applied.weight.double(), torch.from_numpy(weight), rtol=1e-5, atol=1e-6)

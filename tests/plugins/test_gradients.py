@@ -1,7 +1,7 @@
 """step_gradient, scale_gradient, smooth_max, tensor_scaling_gradient: EL Eq. 1, 3, 4 and 5 against autograd.
 
-The reference builds the quantizer in float64 out of differentiable pieces, every rounding an autograd function whose
-backward is the surrogate written out by hand, and takes the diagonal of its Jacobian.
+The reference builds the quantizer in float64 out of differentiable pieces, every rounding with the surrogate, written
+out by hand, as its derivative, and takes the diagonal of its Jacobian.
 """
 
 from __future__ import annotations
@@ -66,24 +66,16 @@ def surrogate(kind, u, values, k=5.0):
     return np.maximum(slope, 0.2) if kind == "spline" else slope
 
 
-def rounding(kind, values, only_below=None):
-    class Rounding(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, u):
-            ctx.save_for_backward(u)
-            v = u.detach().numpy()
-            clipped = np.clip(v, -values[-1] if values is GRID else values[0], values[-1])
-            return torch.from_numpy(np.asarray(nearest(clipped, values), dtype=np.float64))
+def rounding(kind, values, only_below=np.inf):
+    """To nearest; its derivative is the surrogate, 1 from ``only_below`` on."""
 
-        @staticmethod
-        def backward(ctx, g):
-            u = ctx.saved_tensors[0].numpy()
-            slope = surrogate(kind, u, values)
-            if only_below is not None:
-                slope = np.where(u < only_below, slope, 1.0)
-            return g * torch.from_numpy(np.asarray(slope, dtype=np.float64))
+    def rounded(u):
+        v = u.detach().numpy()
+        clipped = np.clip(v, -values[-1] if values is GRID else values[0], values[-1])
+        slope = np.where(v < only_below, surrogate(kind, v, values), 1.0)
+        return torch.as_tensor(nearest(clipped, values)) + torch.as_tensor(slope) * (u - u.detach())
 
-    return Rounding.apply
+    return rounded
 
 
 def maximum(x, kind, beta=40.0):
@@ -98,7 +90,7 @@ def maximum(x, kind, beta=40.0):
     return smooth if kind == "softmax" else magnitude.max().detach() + (smooth - smooth.detach())
 
 
-def block_quantizer(x, *, scale="e4m3", convention="decode", step="ste", max_kind="ste", scale_kind="ste", low=None):
+def block_quantizer(x, *, scale="e4m3", convention="decode", step="ste", max_kind="ste", scale_kind="ste", low=np.inf):
     q, small = rounding(step, GRID), rounding(scale_kind, SCALES[scale], low)
     z = maximum(x, max_kind) if max_kind != "ste" else x.abs().max().detach()
     if convention == "decode":

@@ -114,21 +114,17 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     model = applied(model, policy({"init": init, **OPTIONS}))
     optimizer = prepared(model, lr=LR)
     scales = {"params": [reference.amax], "lr": FACTOR * LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
-    groups = [{"params": [reference.weight]}, scales]
-    first = reference.amax.detach().clone()
-    width = K if transposed else N
+    its = torch.optim.AdamW([{"params": [reference.weight]}, scales], lr=LR)
+    first, width = reference.amax.detach().clone(), K if transposed else N
     outputs = trained(model, optimizer, width, torch.float32)
-    expected = trained(reference, torch.optim.AdamW(groups, lr=LR), width, torch.float64)
-
+    expected = trained(reference, its, width, torch.float64)
     assert ((reference.amax - first).abs() > LR).any()
-    blocks = reference.blocks.detach()
-    assert (blocks.abs() > reference.amax).any()  # some elements are clipped, and masked
+    assert (reference.blocks.abs() > reference.amax).any()  # some elements are clipped, and masked
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     weight, amax = (x.detach().mT if transposed else x.detach() for x in (model.weight, getattr(model, STATE)))
     torch.testing.assert_close(weight.double(), reference.weight.detach(), rtol=0, atol=STEPS * LR * 1e-3)
-    torch.testing.assert_close(
-        amax.double(), spread(reference.amax.detach()), rtol=1e-6, atol=FACTOR * STEPS * LR * 1e-3
-    )
+    scale = spread(reference.amax.detach())
+    torch.testing.assert_close(amax.double(), scale, rtol=1e-6, atol=FACTOR * STEPS * LR * 1e-3)
 
 
 @uncompiled
@@ -138,8 +134,7 @@ def test_each_expert_learns_by_itself(form: str) -> None:
     model = Mixture(form, 2)
     with torch.no_grad():
         model.layers[0].experts.w1[2] *= 64
-    rule = policy({"lr_factor": FACTOR, "eps": EPS}, match={"op": ["grouped", "linear"]})
-    model = applied(model, rule)
+    model = applied(model, policy({"lr_factor": FACTOR, "eps": EPS}, match={"op": ["grouped", "linear"]}))
     optimizer = prepared(model, torch.optim.SGD, lr=LR)
     model(*tokens()).square().sum().backward()
     experts, expected = model.layers[0].experts, {}
