@@ -87,11 +87,8 @@ def of_experts(x, copies, tokens, operand):
     own = torch.where(torch.arange(128) < tokens, 0, 1)
     segments = Segments(1, 1, torch.zeros(128, dtype=torch.int64), own)
     source = Draw(noise.make_key("site", str(operand)), noise.make_step(0, 0, 0))
-    return (
-        total(of_grouped(operand)(rotate(rows.reshape(-1, 128), 128), source, segments=segments))
-        .double()
-        .view(copies, -1, 128)
-    )
+    terms = of_grouped(operand)(rotate(rows.reshape(-1, 128), 128), source, segments=segments)
+    return total(terms).double().view(copies, -1, 128)
 
 
 @pytest.mark.parametrize("tokens", [2, 5, 10, 31])

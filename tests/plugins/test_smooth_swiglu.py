@@ -13,7 +13,7 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.technique import gemms_at
 from fp4graph.technique.operands import Gemm
-from tests.helpers.models import Mlp, grouped_mm
+from tests.helpers.models import grouped_mm
 from tests.helpers.policies import quantizer
 from tests.helpers.training import applied, assert_equal
 from tests.plugins.layer import Layer, gaussian, products_by
@@ -176,7 +176,7 @@ def test_in_a_model_it_acts_on_the_down_projection_only():
 
 def test_a_model_without_swiglu_is_refused():
     """By the rule that asks for one, with the sites that there are."""
-    model = applied(Mlp(32, 96, 32, F.gelu), policy(rest=True))
+    model = applied(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)), policy(rest=True))
     with pytest.raises(PolicyError, match="rule 'down' matches no site of this model"):
         model(torch.randn(4, 32))
 
@@ -210,9 +210,9 @@ class GptOssExperts(SwiGluExperts):
         return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-class Gelu(Mlp):
+class Gelu(nn.Sequential):
     def __init__(self):
-        super().__init__(32, 96, 32, F.gelu)
+        super().__init__(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
 
     def forward(self, x, ends):
         return super().forward(x)
