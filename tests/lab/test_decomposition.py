@@ -15,9 +15,7 @@ from fp4graph.formats import ELEMENTS, SCALES
 from fp4graph.lab import decompose
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.operand import OperandProgram
-from fp4graph.technique import parts_of
-from fp4graph.technique.registry import default_registry
+from tests.lab.test_sampling import normal, with_technique
 
 PAIRS = [(element, scale) for element in ELEMENTS for scale in SCALES]
 #: Floats of fp32 from its smallest normal number to near its largest, and zeros.
@@ -100,14 +98,6 @@ def by_hand(x, block):
     return result
 
 
-def normal(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def program(spec, name, **options):
-    return OperandProgram(spec, parts_of(default_registry().techniques[name](**options)))
-
-
 def test_the_terms_are_their_definitions():
     x = normal(16, 64)
     x[3, :32] = 0
@@ -135,7 +125,7 @@ def test_of_a_whole_program(name):
     """Techniques take part in both quantizations; the sum stays exact."""
     scale = ScaleSpec("e8m0", "nearest_even") if name != "four_over_six" else ScaleSpec("e4m3", "nearest_even")
     spec = QuantSpec("e2m1", 16, scale)
-    plain, helped = decompose(normal(8, 256) * 3, spec), decompose(normal(8, 256) * 3, program(spec, name))
+    plain, helped = decompose(normal(8, 256) * 3, spec), decompose(normal(8, 256) * 3, with_technique(name, spec))
     assert torch.equal(helped.scale_bias + helped.grid_noise + helped.dead_zone, helped.total)
     assert helped.total.square().sum() != plain.total.square().sum()
 
@@ -143,7 +133,7 @@ def test_of_a_whole_program(name):
 def test_macro_blocks_of_one_block_leave_little_scale_bias_and_poisoned_blocks_are_nan():
     """A factor with 10 bits for each block makes every scale ideal to a thousandth."""
     spec, x = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even")), normal(32, 256)
-    macro = program(spec, "macro_block_scaling", block=32, mantissa_bits=10)
+    macro = with_technique("macro_block_scaling", spec, block=32, mantissa_bits=10)
     plain, helped = decompose(x, spec), decompose(x, macro)
     assert helped.scale_bias.square().sum() < 0.05 * plain.scale_bias.square().sum()
     x = torch.ones(1, 64)
@@ -158,8 +148,7 @@ def test_macro_blocks_of_one_block_leave_little_scale_bias_and_poisoned_blocks_a
 )
 def test_the_papers_own_formula(convention, rounding):
     """MXFP4(x) = x + (s_rounded − s_true)·x/s_rounded + dead zone + grid noise, from the scales by hand."""
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", rounding, convention))
+    x, spec = normal(8, 64), QuantSpec("e2m1", 32, ScaleSpec("e8m0", rounding, convention))
     blocks = x.double().numpy().reshape(-1, 32)
     amax = np.abs(blocks).max(1, keepdims=True)
     true = amax / 6
@@ -184,9 +173,9 @@ def test_the_papers_own_formula(convention, rounding):
 
 def test_the_papers_formula_has_one_scale():
     x, spec = torch.randn(4, 64), QuantSpec("e2m1", 32)
-    parts = decompose(x, program(spec, "macro_block_scaling"), definition="printed")
+    parts = decompose(x, with_technique("macro_block_scaling", spec), definition="printed")
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
     with pytest.raises(fp4graph.Error, match="unlike outlier_fallback"):
-        decompose(x, program(spec, "outlier_fallback"), definition="printed")
+        decompose(x, with_technique("outlier_fallback", spec), definition="printed")
     with pytest.raises(fp4graph.Error, match="ideal or printed"):
         decompose(x, spec, definition="theirs")

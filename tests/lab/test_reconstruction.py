@@ -48,29 +48,26 @@ def test_zeros_have_no_relative_error():
 
 
 @pytest.mark.long
-def test_the_figures_metric(figures, tmp_path, monkeypatch):
+def test_the_figures(figures, tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: x)
     spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", "encode"))
     elementwise, normwise = reconstruction_error(x, spec)
+
+    def drawn(name, *options):
+        result = CliRunner().invoke(figures.app, [name, "-o", str(tmp_path / "new"), *options])
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "new" / f"{name}.png").stat().st_size > 20_000
+        return result.output
+
     for options, value, formula in (
         ([], elementwise, "mean of |Q(x) − x| / |x|"),
         (["--metric", "normwise"], normwise, "‖Q(x) − x‖ / ‖x‖"),
     ):
-        result = CliRunner().invoke(figures.app, ["reconstruction", "-o", str(tmp_path), *options])
-        assert result.exit_code == 0, result.output
-        table = result.output.split("Figure 12")[0]
+        table, _, others = drawn("reconstruction", *options).partition("Figure 12")
         assert formula in table
         row = next(cells for line in table.splitlines() if (cells := line.split())[:1] == ["16"])
         assert row[1] == f"{value:.4g}"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
-def test_the_figures(figures, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))
-    result = CliRunner().invoke(figures.app, [name, "-o", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / f"{name}.png").stat().st_size > 20_000
-    assert {"reconstruction": "Figure 15", "decomposition": "+ both"}[name] in result.output
+        assert "Figure 15" in others
+    assert "+ both" in drawn("decomposition")

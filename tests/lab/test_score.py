@@ -47,7 +47,7 @@ def follows(row, rule):
 
 
 def test_the_golden_file_is_whole():
-    assert Counter(row["kind"] for row in ROWS) == {"quantized": 118, "baseline": 52}
+    assert {row["kind"] for row in ROWS} == {"quantized", "baseline"}
     assert Counter(row["table"] for row in QUANTIZED) == {"3": 22, "4": 18, "5": 27, "6": 8, "7": 6, "8": 37}
     assert Counter(row["table"] for row in ROWS) == {"3": 28, "4": 24, "5": 35, "6": 16, "7": 10, "8": 57}
     for table, rows in itertools.groupby(ROWS, key=lambda row: row["table"]):
@@ -70,14 +70,10 @@ def test_a_corrected_source_agrees_with_its_row():
             assert row["misprint"], name(row)
 
 
-def test_printed_scores_follow_the_rule_of_the_tables():
+def test_printed_scores_follow_the_rule_of_the_tables_and_seldom_that_of_the_text():
     deviant = [row for row in QUANTIZED if not follows(row, "table")]
     assert {name(row) for row in deviant} == DEVIANT
-    assert len(QUANTIZED) - len(deviant) == 113
     assert all(row["misprint"] for row in deviant)
-
-
-def test_printed_scores_seldom_follow_the_rule_of_the_text():
     assert sum(follows(row, "text") for row in QUANTIZED) == 46
 
 
@@ -97,8 +93,7 @@ def test_printed_scores_seldom_follow_the_rule_of_the_text():
 )
 def test_both_rules(loss, complexity, text, table):
     """A diverged run scores below every other."""
-    assert score(loss, 2.0, complexity) == pytest.approx(text, abs=1e-15)
-    assert score(loss, 2.0, complexity, "text") == score(loss, 2.0, complexity)
+    assert score(loss, 2.0, complexity) == score(loss, 2.0, complexity, "text") == pytest.approx(text, abs=1e-15)
     assert score(loss, 2.0, complexity, rule="table") == table
 
 

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import signal
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,6 @@ import fp4graph
 from fp4graph.lab import read
 from fp4graph.lab.statistics.storage import FILE, Log
 from tests.helpers.disks import files_no_larger_than
-from tests.helpers.processes import python
 
 
 def row(step, value=1.0, site="a"):
@@ -22,9 +19,11 @@ def row(step, value=1.0, site="a"):
 
 
 def write(directory, rows, streams=(), **header):
+    """Append each row by itself, after which it is in the file, even if the process is killed."""
     log = Log(directory, {"step": 0, **header}, *streams)
     for each in rows:
         log.append([each])
+        assert json.loads((directory / FILE).read_bytes().splitlines()[-1])["step"] == each["step"]
 
 
 def test_written_and_read(tmp_path):
@@ -49,8 +48,7 @@ def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
         recorded.worst("snr")
     assert repr(recorded) == "Recorded('p': 4 rows, 2 sites, 2 records, steps 50 to 100)"
     pytest.importorskip("pandas")
-    frame = recorded.to_frame()
-    assert frame["snr_db"].tolist() == [30.0, 10.0, 5.0, 12.0]
+    assert recorded.to_frame()["snr_db"].tolist() == [30.0, 10.0, 5.0, 12.0]
 
 
 def stand_in(*methods):
@@ -111,32 +109,6 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_cut_away(tmp_path, keep):
     assert read(tmp_path).steps == [1, 3]
     for line in file.read_text().splitlines():
         json.loads(line)
-
-
-KILLED = """
-import sys
-from fp4graph.lab.statistics.storage import Log
-log = Log(sys.argv[1], {"step": 0})
-step = 0
-while True:
-    step += 1
-    log.append([{"step": step, "site": "a", "tensor": "weight", "values": list(range(20000))}])
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.process
-def test_killed_while_writing(tmp_path):
-    process = subprocess.Popen(python("-c", KILLED, tmp_path), stdout=subprocess.PIPE, text=True)
-    last = 0
-    for line in process.stdout:
-        last = int(line)
-        if last == 5:
-            process.send_signal(signal.SIGKILL)
-            break
-    process.wait()
-    assert set(range(1, last + 1)) <= set(read(tmp_path).steps)
 
 
 def test_a_resumed_training_takes_the_place_of_what_came_after(tmp_path):
