@@ -1,4 +1,4 @@
-"""A PostgreSQL server for the tests that sweep on one."""
+"""A search space, the command line, and a PostgreSQL server for the tests that sweep on one."""
 
 import os
 import pwd
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fp4graph.lab.sweeps.space import load_space
 from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE
 
@@ -21,6 +22,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent == Path(__file__).parent and SLOW.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="session")
+def table10():
+    """The space of the design-space paper."""
+    return load_space("design-space")
 
 
 @pytest.fixture

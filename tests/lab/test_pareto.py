@@ -17,7 +17,6 @@ from fp4graph.errors import Error
 from fp4graph.files import replacing, write
 from fp4graph.lab.sweeps.pareto import figure, png
 from fp4graph.lab.sweeps.results import Effect, Results, Trial, best, effects, frontier, reference_loss, to_csv, to_json
-from tests.helpers.commands import run
 
 RULES = ("text", "table")
 
@@ -229,16 +228,12 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     (path.parent / "results.csv.tmp").write_text("what a kill left")  # the next writer overwrites it
     write(path, "third")
     assert (path.read_text(), os.listdir(path.parent)) == ("third", ["results.csv"])
-
-
-def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
-    path = tmp_path / "run.pt"
-    with replacing(path) as last:
+    with replacing(path) as last:  # writers of one file do not disturb each other
         last.write(b"last")
         with replacing(path) as first:
             first.write(b"first, and longer")
         assert path.read_bytes() == b"first, and longer"
-    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"last", ["run.pt"])
+    assert (path.read_bytes(), os.listdir(path.parent)) == (b"last", ["results.csv"])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Error, match="pipe: not a regular file"):
         write(tmp_path / "pipe", "text")
@@ -276,16 +271,3 @@ def test_elsewhere_every_result_is_said_once():
     assert lines[0] == "3/40  trial 0  Adam  Ω 0  loss 2"
     assert lines[3] == "12/40  trial 3  E8M0, recipe 3  Ω 1  loss 1.9  score +0.0250"
     assert lines[9] == "12/40  trial 9  E4M3, recipe 9  Ω 1  failed: out of memory"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--picture", "x.bmp"), "ends in .png or .pdf or .svg"),
-        (("--export", "x.txt"), "ends in .csv or .json"),
-        (("--all", "--choices"), "not both"),
-        (("--rule", "paper"), "known: text, table"),
-    ],
-)
-def test_results_that_cannot_be(options, says):
-    assert says in run("sweep-results", "nowhere", *options).err

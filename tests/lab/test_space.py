@@ -71,12 +71,7 @@ def specs(policy):
     return dict(plan_site(SiteView("fc", "linear", 64, 64, 4096), rule).specs)
 
 
-@pytest.fixture(scope="module")
-def table10():
-    return load_space("design-space")
-
-
-def test_table_10_has_as_many_configurations_as_its_conditions_leave():
+def test_table_10_has_as_many_configurations_as_its_conditions_leave(table10):
     count = 0
     for _format, smooth, _rounding, _step in itertools.product("ab", ("ste", "soft", "hybrid", "absmax"), "abc", "abc"):
         scale_gradients = 1 if smooth == "ste" else 3
@@ -84,15 +79,17 @@ def test_table_10_has_as_many_configurations_as_its_conditions_leave():
         optimizer, loss_scaling, rounding, hadamard = 2, 2, 3, 3
         count += scale_gradients * tensor * optimizer * loss_scaling * rounding * hadamard
     assert count == 20_088
-    space = load_space("design-space")
-    assert space.size() == count
-    assert space.size(limit=1000) == 1000
+    assert table10.size() == count
+    assert table10.size(limit=1000) == 1000
 
 
 @pytest.mark.slow
-def test_assignments_are_distinct_and_are_those_that_the_space_contains(table10):
+def test_assignments_are_distinct_have_distinct_keys_and_are_those_that_the_space_contains(table10):
     every = [tuple(assignment.items()) for assignment in table10.assignments()]
     assert len(set(every)) == len(every)
+    keys = [table10.configuration(dict(assignment)).key for assignment in every[::101]]
+    assert len(set(keys)) == len(keys) == 199
+    assert load_space("design-space").configuration(dict(every[505])).key == keys[5]
     assert all(table10.contains(dict(assignment)) for assignment in every[::97])
     plain = dict(every[0])
     for name, label in (("tensor scale gradient", "absmax"), ("hadamard", "some"), ("colour", "red")):
@@ -168,15 +165,6 @@ def test_what_depends_on_several_choices(table10):
         for scope in ("all", "backward"):
             rotated = options("hadamard", scale_format=scale, hadamard=scope)
             assert (rotated["scope"], rotated["block"]) == (scope, block)
-
-
-@pytest.mark.slow
-def test_keys_tell_configurations_apart(table10):
-    every = itertools.islice(table10.assignments(), 0, None, 101)
-    configurations = [table10.configuration(assignment) for assignment in every]
-    assert len({c.key for c in configurations}) == len(configurations) == 199
-    again = load_space("design-space")
-    assert again.configuration(configurations[5].assignment).key == configurations[5].key
 
 
 SPACES = Path(fp4graph.lab.sweeps.__file__).with_name("spaces").glob("*.yaml")

@@ -373,10 +373,10 @@ def test_an_invalid_record_is_an_error(read, content, says, tmp_path):
     ],
 )
 def test_a_mistake_is_one_sentence(options, says):
+    options = dict(options)
+    directory = options.pop("directory", None)
     with pytest.raises(Error, match=says):
-        train(
-            run(**{name: options[name] for name in options if name != "directory"}), directory=options.get("directory")
-        )
+        train(run(**options), directory=directory)
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ BRIEF = ["train", "digits", "--batch-size=16", "--steps=2", "--validate-every=1"
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_keeps_a_record(command, tmp_path):
+def test_the_command_prints_a_table_or_json_and_keeps_a_record(command, tmp_path):
     code, out, err = command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")
     assert code == 0, err
     outcome = read_outcome(tmp_path / "runs" / "digits-mxfp4-stablespam-0")
@@ -401,10 +401,7 @@ def test_the_command_prints_a_table_and_keeps_a_record(command, tmp_path):
     assert "step 2: validation loss" in err
     assert command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam").code == 0
     assert (tmp_path / "runs" / "digits-mxfp4-stablespam-0.2" / "outcome.json").exists()
-
-
-@pytest.mark.slow
-def test_the_command_prints_json_and_streams_nowhere_if_asked(command):
+    # Or JSON alone, and no streams.
     options = ["--optimizer-option=betas=[0.5, 0.9]", "--output=here", "--stream=none"]
     code, out, err = command(*BRIEF, "--json", *options)
     assert (code, err) == (0, "")
@@ -420,22 +417,6 @@ def test_the_command_lists_the_tasks(command):
     assert all(name in out for name in TASKS)
     listed = json.loads(command("train", "--list", "--json").out)
     assert {row["name"]: row["recipe"]["lr"] for row in listed} == {t.name: t.recipe.lr for t in TASKS.values()}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "give a task to train"),
-        (["gausian"], "did you mean 'gaussian'"),
-        (["digits", "--optimizer-option=beta"], "takes name=value; got 'beta'"),
-        (["digits", "--resume"], "--resume needs the folder of the run"),
-        (["digits", "--stream=wandbb"], "unknown stream 'wandbb'; did you mean 'wandb'"),
-    ],
-)
-def test_the_command_says_what_is_wrong(command, arguments, says):
-    code, _, error = command("train", *arguments)
-    assert code != 0
-    assert says in error
 
 
 @pytest.mark.long
