@@ -15,12 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp4graph import torch_internals as internals
+from tests.helpers.models import module_of
 
 ROOT = Path(__file__).parents[1]
 FILE = "fp4graph/torch_internals.py"
@@ -66,15 +67,11 @@ def private_names(source: str) -> set[str]:
 
 
 def test_no_other_file_names_private_parts_of_torch():
-    found = {}
-    for folder in ("fp4graph", "plugins"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            place = file.relative_to(ROOT).as_posix()
-            if place != FILE and (names := private_names(file.read_text("utf-8"))):
-                found[place] = names
-    assert {place: names for place, names in found.items() if place not in ALLOWED} == {}
-    assert set(ALLOWED) <= set(found), "an allowed file names nothing private any more"
-    assert len(private_names((ROOT / FILE).read_text("utf-8"))) > 20, "the names were not read"
+    files = [file for folder in ("fp4graph", "plugins") for file in (ROOT / folder).rglob("*.py")]
+    found = {file.relative_to(ROOT).as_posix(): private_names(file.read_text("utf-8")) for file in files}
+    assert len(found.pop(FILE)) > 20, "the names were not read"
+    assert {place: names for place, names in found.items() if names and place not in ALLOWED} == {}
+    assert all(found[place] for place in ALLOWED), "an allowed file names nothing private any more"
 
 
 PRIVATE = (
@@ -103,15 +100,13 @@ def test_private_names_are_found_and_others_not(source):
     assert bool(private_names(source)) == (source in PRIVATE)
 
 
-def _functions() -> dict[str, Callable[..., Any]]:
-    tree = ast.parse((ROOT / FILE).read_text("utf-8"))
-    return {node.name: getattr(internals, node.name) for node in tree.body if isinstance(node, ast.FunctionDef)}
+FUNCTIONS = [node for node in ast.parse((ROOT / FILE).read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
 
 
-@pytest.mark.parametrize("name", _functions(), ids=str)
+@pytest.mark.parametrize("name", [node.name for node in FUNCTIONS])
 def test_every_function_has_a_test_and_says_where_it_was_checked(name):
     assert f"test_{name}" in globals() or name in {*INSIDE, *(function.__name__ for function, *_ in ANSWERS)}
-    assert CHECKED.search(str(_functions()[name].__doc__))
+    assert CHECKED.search(str(getattr(internals, name).__doc__))
 
 
 compiled = partial(torch.compile, backend="eager", dynamic=False)
@@ -135,10 +130,6 @@ class Kept:
         return gm.forward
 
 
-def placeholders(gm: GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
 #: What some functions say of their surroundings: a context, and the answer outside of it and inside.
 INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "stance": (lambda: torch.compiler.set_stance("force_eager"), "default", "force_eager"),
@@ -148,19 +139,18 @@ INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
 }
 
 
-aten = torch.ops.aten
+aten, LAYER = torch.ops.aten, nn.Linear(2, 2)
 #: What other functions say of an argument.
 ANSWERS = (
-    *((internals.packet_of, target, aten.mm) for target in (aten.mm.default, aten.mm)),
-    *((internals.packet_of, target, target) for target in (torch.mm, "relu")),
-    *((internals.qualified_name, target, "aten::mm") for target in (aten.mm.default, aten.mm)),
-    *((internals.qualified_name, target, None) for target in (torch.mm, "relu")),
-    *(
-        (internals.operator_writes, target, True)
-        for target in (aten.add_.Tensor, aten.add_, torch.ops.higher_order.cond)
-    ),
-    *((internals.operator_writes, target, False) for target in (aten.mm.default, aten.view)),
+    *((internals.packet_of, op, aten.mm) for op in (aten.mm.default, aten.mm)),
+    *((internals.packet_of, op, op) for op in (torch.mm, "relu")),
+    *((internals.qualified_name, op, "aten::mm") for op in (aten.mm.default, aten.mm)),
+    *((internals.qualified_name, op, None) for op in (torch.mm, "relu")),
+    *((internals.operator_writes, op, True) for op in (aten.add_.Tensor, aten.add_, torch.ops.higher_order.cond)),
+    *((internals.operator_writes, op, False) for op in (aten.mm.default, aten.view)),
     (internals.operator_writes, torch.add, None),
+    (internals.compiled_module, torch.compile(LAYER), LAYER),
+    (internals.compiled_module, LAYER, None),
     (internals.is_internal_error, torch._dynamo.exc.InternalTorchDynamoError("a defect"), True),
     (internals.is_internal_error, RuntimeError(), False),
     (internals.is_full, object(), False),
@@ -219,15 +209,11 @@ def test_frame_hook():
 
 
 def test_is_exporting():
-    class Asks(nn.Module):
-        def forward(self, x):
-            return x + 1 if internals.is_exporting() else x
-
-    x = torch.zeros(2)
-    assert torch.equal(Asks()(x), x)
-    assert torch.equal(compiled(Asks())(x), x)
-    assert torch.equal(torch.export.export(Asks(), (x,), strict=True).module()(x), x + 1)
-    assert torch.equal(compiled(Asks())(x), x)
+    x, model = torch.zeros(2), module_of(lambda self, x: x + 1 if internals.is_exporting() else x)
+    assert torch.equal(model(x), x)
+    assert torch.equal(compiled(model)(x), x)
+    assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), x + 1)
+    assert torch.equal(compiled(model)(x), x)
 
 
 def test_compiled_frame():
@@ -248,17 +234,11 @@ def test_compiled_frame():
 
 
 def test_constant_result():
-    """The function runs while Dynamo traces, and no more."""
-    calls = []
-
-    @internals.constant_result
-    def three():
-        calls.append(3)
-        return 3
-
-    run = compiled(lambda x: x * three(), fullgraph=True)
+    three = mock.Mock(return_value=3)
+    constant = internals.constant_result(lambda: three())
+    run = compiled(lambda x: x * constant(), fullgraph=True)
     assert torch.equal(run(run(torch.ones(2))), torch.full((2,), 9.0))
-    assert calls == [3]
+    three.assert_called_once()  # while Dynamo traces
 
 
 def test_retry_skipped_code():
@@ -267,14 +247,13 @@ def test_retry_skipped_code():
 
     backend = Kept(fail)
     run = compiled(add, backend=backend)
-    calls = []
     with internals.dynamo_settings(suppress_errors=True):
-        for retry in (False, False, True):
-            if retry:
-                internals.retry_skipped_code()
+        for _ in range(2):
             run(torch.ones(1))
-            calls.append(len(backend.graphs))
-    assert calls == [1, 1, 2], "skipped for good, until tried again"
+        assert len(backend.graphs) == 1, "skipped for good"
+        internals.retry_skipped_code()
+        run(torch.ones(1))
+    assert len(backend.graphs) == 2
 
 
 def test_forget_code():
@@ -322,17 +301,11 @@ def test_is_runtime_error():
     assert not internals.is_runtime_error(RuntimeError())
 
 
-def test_compiled_module():
-    module = nn.Linear(2, 2)
-    assert internals.compiled_module(torch.compile(module)) is module
-    assert internals.compiled_module(module) is None
-
-
 # Graphs and backends
 
 
 def test_source_of():
-    backend = Kept(lambda gm: [internals.source_of(node) for node in placeholders(gm)])
+    backend = Kept(lambda gm: [internals.source_of(node) for node in gm.graph.find_nodes(op="placeholder")])
     module = nn.Sequential(nn.Linear(2, 2, bias=False))
     torch.compile(module, backend=backend)(torch.ones(1, 2))
     assert any("parameters" in text and "weight" in text for text in backend.seen[0])
@@ -344,7 +317,7 @@ def test_unmark_static():
     module.register_buffer("step", torch.ones(1))
 
     def mark(gm):
-        (node,) = placeholders(gm)
+        (node,) = gm.graph.find_nodes(op="placeholder")
         before = str(node.meta.get("tensor_dict", {}))
         internals.unmark_static(node)
         return "static" in before, "static" in str(node.meta.get("tensor_dict", {}))
@@ -380,22 +353,18 @@ def test_split_by_buckets():
 
 
 def test_functions_cached():
-    def cached():
-        return torch._inductor.config.unsafe_marked_cacheable_functions
-
-    before = dict(cached())
+    config = torch._inductor.config
+    before = dict(config.unsafe_marked_cacheable_functions)
     with internals.functions_cached({"module.function": "1"}):
-        assert cached() == {**before, "module.function": "1"}
-    assert cached() == before
+        assert config.unsafe_marked_cacheable_functions == {**before, "module.function": "1"}
+    assert config.unsafe_marked_cacheable_functions == before
 
 
 # Autograd
 
 
 def test_backward_id():
-    seen = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
+    seen, y = [], torch.ones(1, requires_grad=True) * 2
     y.register_hook(lambda gradient: seen.append(internals.backward_id()))
     for _ in range(2):
         y.backward(retain_graph=True)
@@ -464,11 +433,8 @@ def test_checkpointed_region():
 
 
 def test_is_functorch_active():
-    def flagged(x):
-        return x.sum() * internals.is_functorch_active()
-
-    assert torch.func.grad(flagged)(torch.ones(2)).tolist() == [1, 1]
-    assert torch.func.vmap(flagged)(torch.ones(2, 2)).tolist() == [2, 2]
+    for transform in (torch.func.grad, torch.func.vmap):
+        assert transform(lambda x: x.sum() * internals.is_functorch_active())(torch.ones(2, 2)).any()
     assert not internals.is_functorch_active()
 
 
@@ -487,7 +453,7 @@ def test_without_function_modes():
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
             self.seen += 1
-            return func(*args, **(kwargs or {}))
+            return func(*args)
 
     class Other(Counting): ...
 
@@ -553,14 +519,9 @@ def group(tmp_path):
 
 @pytest.mark.usefixtures("group")
 def test_active_ddp():
-    seen = []
-
-    class Module(nn.Linear):
-        def forward(self, x):
-            seen.append(internals.active_ddp())
-            return super().forward(x)
-
-    wrapper = DistributedDataParallel(Module(2, 2))
+    seen, layer = [], nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: seen.append(internals.active_ddp()))
+    wrapper = DistributedDataParallel(layer)
     wrapper(torch.ones(1, 2))
     assert seen == [wrapper]
     assert internals.active_ddp() is None

@@ -26,6 +26,14 @@ class Mlp(nn.Module):
         return result
 
 
+def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
+    """Make a module of a class of its own, with these parts and this ``forward(self, ...)``."""
+    module = type("Made", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 #: From torch 2.15 on, Dynamo compiles the rest of a frame that calls an LSTM.
 RESUMES_AFTER_RNN = _TORCH >= (2, 15)
