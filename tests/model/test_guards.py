@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from unittest import mock
 
 import pytest
 import timm
@@ -18,7 +19,7 @@ from fp4graph.model import prepare
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.breaks import Disables, Logs, Looping
 from tests.helpers.experts import Mixture, tokens
-from tests.helpers.models import Mlp
+from tests.helpers.models import Mlp, module_of
 from tests.helpers.policies import MXFP4, NVFP4, one_rule
 from tests.helpers.processes import python, run
 from tests.helpers.training import applied, assert_equal, stances, uncompiled
@@ -53,9 +54,6 @@ def looping():
     return nn.Sequential(nn.Linear(32, 32), Looping())
 
 
-perceptron = (32, 48, 32)
-
-
 def force_eager(model):
     with torch.compiler.set_stance("force_eager"):
         model(X)
@@ -66,24 +64,22 @@ def ever_more_dimensions(model):
         model(torch.randn(*([1] * rank), 2, 32))
 
 
-def compiled_part(backend):
-    return lambda model: torch.compile(model.blocks[0], backend=backend)(X)
-
-
+call, part = lambda m: m(X), lambda m: m.blocks[0]
+ANOTHER = r"another torch\.compile backend"
 STRICT = {
     "forward": (Net, lambda m: m.forward(X), UncompiledError, r"blocks\.0\.first"),
     "a method": (Net, lambda m: m.encode(X), UncompiledError, r"blocks\.0\.first"),
-    "a part": (Net, lambda m: m.blocks[0](X), UncompiledError, r"blocks\.0\.first.*apply"),
+    "a part": (Net, lambda m: part(m)(X), UncompiledError, r"blocks\.0\.first.*apply"),
     "forward of a bare layer": (partial(nn.Linear, 32, 32), lambda m: m.forward(X), UncompiledError, "apply"),
     "force_eager": (Net, force_eager, UncompiledError, "force_eager"),
     "the recompile limit": (Net, ever_more_dimensions, UncompiledError, "recompile limit"),
-    "eager": (Net, compiled_part("eager"), Exception, r"another torch\.compile backend"),
-    "aot_eager": (Net, compiled_part("aot_eager"), Exception, r"another torch\.compile backend"),
-    "a disabled function": (partial(Disables, *perceptron), lambda m: m(X), fp4graph.Error, "first"),
-    "a graph break": (partial(Logs, *perceptron), lambda m: m(X), fp4graph.Error, "first"),
+    "eager": (Net, lambda m: torch.compile(part(m), backend="eager")(X), Exception, ANOTHER),
+    "aot_eager": (Net, lambda m: torch.compile(part(m), backend="aot_eager")(X), Exception, ANOTHER),
+    "a disabled function": (partial(Disables, 32, 48, 32), call, fp4graph.Error, "first"),
+    "a graph break": (partial(Logs, 32, 48, 32), call, fp4graph.Error, "first"),
     "a loop": (loops, lambda m: m(*tokens()), CaptureError, r"^layers\.0\.experts: .*not captured.*grouped_mm"),
-    "what no graph shows": (looping, lambda m: m(X), CaptureError, r"^1: the module was called.*not captured"),
-}  # fmt: skip
+    "what no graph shows": (looping, call, CaptureError, r"^1: the module was called.*not captured"),
+}
 
 
 @pytest.mark.slow
@@ -97,15 +93,13 @@ def test_strict_refuses_what_runs_uncompiled(name):
             call(model)
 
 
-class Experts(nn.Module):
+def experts():
     """Four matrices, each for a quarter of the tokens, in a form of torch's grouped product that is no site."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight_stack = nn.Parameter(torch.randn(4, 32, 32))
 
     def forward(self, x):
         return torch._grouped_mm(x.bfloat16().unflatten(0, (4, -1)), self.weight_stack.bfloat16()).flatten(0, 1).float()
+
+    return module_of(forward, weight_stack=nn.Parameter(torch.randn(4, 32, 32)))
 
 
 @torch.library.custom_op("fp4graph_tests::fused_projection", mutates_args=())
@@ -161,7 +155,7 @@ UNKNOWN = {
     "turned": partial(Multiplies, lambda x, w: torch.matmul(w, x.t()).t()),
     "autograd function": partial(Multiplies, Product.apply),
     "newer autograd function": partial(Multiplies, NewProduct.apply),
-    "grouped product": Experts,
+    "grouped product": experts,
 }
 KEPT = {"name": "kept", "match": {"module": "1"}, "keep": "not yet"}
 
@@ -185,7 +179,7 @@ def test_an_unknown_product_with_a_parameter_is_an_error_until_a_rule_keeps_it(s
 
 @pytest.mark.slow
 def test_explain_lists_an_unknown_product():
-    model = nn.Sequential(nn.Linear(32, 32), Experts(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(32, 32), experts(), nn.Linear(32, 8))
     refused, kept = (fp4graph.explain(model, each, (X,)) for each in (one_rule(), policy(KEPT, *one_rule()["rules"])))
     assert "_grouped_mm multiplies" in refused.problem
     assert [(site.module, site.op, site.quantized) for site in refused.sites] == [
@@ -197,8 +191,7 @@ def test_explain_lists_an_unknown_product():
 
 @pytest.mark.slow
 def test_a_kept_product_that_no_graph_shows_runs():
-    keep = policy(KEPT | {"required": False}, rule(op="linear"))
-    assert applied(looping(), keep, strict=True)(X).shape == (4, 32)
+    applied(looping(), policy(KEPT | {"required": False}, rule(op="linear")), strict=True)(X)
 
 
 @pytest.mark.slow
@@ -209,30 +202,12 @@ def test_an_unknown_product_is_no_error_where_no_linear_layer_would_be_quantized
     assert [site.op for site in explanation.sites if site.module == "head"] == ["inner"]
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0][:, -1])
+def recurrent(wrap=lambda rnn: rnn):
+    rnn = wrap(nn.LSTM(32, 64, batch_first=True))
+    return module_of(lambda self, x: self.head(self.rnn(x)[0][:, -1]), rnn=rnn, head=nn.Linear(64, 10))
 
 
-def normed():
-    model = Recurrent()
-    torch.nn.utils.parametrizations.weight_norm(model.rnn, "weight_ih_l0")
-    return model
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.fc(F.gelu(self.fc(x)))
-
-
+weight_norm = torch.nn.utils.parametrizations.weight_norm
 WIDE = rule("wide", in_features=12345)
 resnet = partial(timm.create_model, "resnet10t", num_classes=10)
 GELU = policy({**rule("after gelu", producer="gelu"), "techniques": ["dampen"]}, rule("rest", op="linear"))
@@ -247,8 +222,11 @@ REFUSED = {
     "no products": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(32)), "tetrajet", (X,), "no site"),
     # timm's models say which layer is their head, so that it is no part of the one block.
     "a head alone": (resnet, "tetrajet", IMAGE, "stack of blocks.*: nothing would be.*match:"),
-    "a head behind an LSTM": (Recurrent, "tetrajet", SEQUENCE, "stack of blocks.*: only head would be.*match:"),
-    "two rules for a weight": (Twice, GELU, (X,), r"^fc\.weight: two products.*'rest'.*'after gelu'"),
+    "a head behind an LSTM": (recurrent, "tetrajet", SEQUENCE, "stack of blocks.*: only head would be.*match:"),
+    "two rules for a weight": (
+        lambda: module_of(lambda self, x: self.fc(F.gelu(self.fc(x))), fc=nn.Linear(32, 32)), GELU, (X,),
+        r"^fc\.weight: two products.*'rest'.*'after gelu'",
+    ),
     "a technique that would mix experts": (
         partial(Mixture, "grouped"), one_rule("low_rank_residual", op=["linear", "grouped"]), tokens(),
         r"layers\.0\.experts.*technique low_rank_residual does not tell",
@@ -311,15 +289,8 @@ def test_a_module_that_came_after_apply_is_an_error(name, called):
 
 
 def test_a_module_out_of_the_models_sight_is_none_that_came_later():
-    class Judge(Net):
-        def __init__(self):
-            super().__init__()
-            self.hidden = [nn.Linear(32, 32)]
-
-        def forward(self, x):
-            return super().forward(self.hidden[0](x))
-
-    applied(Judge(), "tetrajet")(X)
+    judge = module_of(lambda self, x: self.net(self.hidden[0](x)), net=Net(), hidden=[nn.Linear(32, 32)])
+    applied(judge, "tetrajet")(X)
 
 
 @uncompiled
@@ -333,19 +304,19 @@ def test_what_depends_on_an_unknown_producer_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Recurrent, normed])
-def test_a_recurrent_layer_is_listed_though_no_graph_has_it(make):
+@pytest.mark.parametrize("wrap", [lambda rnn: rnn, lambda rnn: weight_norm(rnn, "weight_ih_l0")])
+def test_a_recurrent_layer_is_listed_though_no_graph_has_it(wrap):
     data = policy(rule(module="head"))
-    model = applied(make(), data)
+    model = applied(recurrent(wrap), data)
     model(*SEQUENCE)
-    for sites in (fp4graph.explain(make(), data, SEQUENCE).sites, runtime_of(model).sites):
+    for sites in (fp4graph.explain(recurrent(wrap), data, SEQUENCE).sites, runtime_of(model).sites):
         listed = [(site.module, site.op, site.quantized) for site in sites]
         assert listed == [("head", "linear", True), ("rnn", "recurrent", False)]
 
 
 BLOCKS = {
     "attention over many tokens": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (torch.randn(2, 512, 32),)),
-    "weight_norm": (nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))), (X,)),
+    "weight_norm": (nn.Sequential(weight_norm(nn.Linear(32, 32))), (X,)),
     "perceptron": (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)), (X,)),
 }
 
@@ -369,21 +340,14 @@ def test_layers_with_a_number_behind_an_underscore_are_a_stack():
 
 
 @pytest.mark.slow
-def test_an_application_that_fails_leaves_the_one_before(monkeypatch):
+def test_an_application_that_fails_leaves_the_one_before():
     model = applied(Net(), "tetrajet-qema")
     model(X)
     state = copy.deepcopy(model.state_dict())
-    tag, failures = prepare.Tag, iter([TypeError("the first tag fails; those of the restored policy do not")])
-
-    def first_fails(*arguments, **named):
-        for failure in failures:
-            raise failure
-        return tag(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "Tag", first_fails)
-        with pytest.raises(TypeError, match="the first tag"):
-            applied(model, "microscaling")
+    first_fails = mock.Mock(wraps=prepare.Tag, side_effect=[TypeError("the first tag"), *[mock.DEFAULT] * 9])
+    with mock.patch.object(prepare, "Tag", first_fails), pytest.raises(TypeError, match="the first tag"):
+        applied(model, "microscaling")
+    assert first_fails.call_count > 1  # those of the restored policy
     assert runtime_of(model).policy.name == "tetrajet-qema"
     assert_equal(model.state_dict().values(), state.values())
     other = applied(Net(), "tetrajet-qema")
@@ -407,22 +371,20 @@ def nested():
     applied(model, "tetrajet")
 
 
-OTHERS = torch.optim.SGD(Net().parameters(), lr=0.1)
+def for_others():
+    fp4graph.prepare_optimizer(applied(Net(), "tetrajet-qema"), torch.optim.SGD(Net().parameters(), lr=0.1))
+
+
 ARGUMENTS = {
     "a function": (lambda: fp4graph.apply(F.relu, "tetrajet"), TypeError, r"nn\.Module"),
     "backend": (lambda: applied(Net(), "tetrajet", backend="tensorrt"), ValueError, "inductor, aot_eager, eager"),
     "a submodule": (nested, fp4graph.Error, "submodule 'blocks' has a policy"),
-    "parameters of others": (
-        lambda: fp4graph.prepare_optimizer(applied(Net(), "tetrajet-qema"), OTHERS),
-        fp4graph.Error,
-        "does not hold",
-    ),
+    "parameters of others": (for_others, fp4graph.Error, "does not hold"),
     "detect_nonfinite": (lambda: fp4graph.detect_nonfinite(Net()), fp4graph.Error, "prepared"),
     "set_total_forwards": (lambda: fp4graph.set_total_forwards(Net(), 3), fp4graph.Error, "prepared"),
-    **{
-        call.__name__: (partial(call, Net()), fp4graph.Error, "appl")
-        for call in (fp4graph.remove, fp4graph.bypass, fp4graph.grad_scaler)
-    },
+    "remove": (lambda: fp4graph.remove(Net()), fp4graph.Error, "appl"),
+    "bypass": (lambda: fp4graph.bypass(Net()), fp4graph.Error, "appl"),
+    "grad_scaler": (lambda: fp4graph.grad_scaler(Net()), fp4graph.Error, "appl"),
 }
 
 
@@ -433,18 +395,16 @@ def test_wrong_arguments(name):
         call()
 
 
-PHASED = one_rule(phases=[{"at": 5, "operands": {"dgrad": "keep"}}])
-
-
 @pytest.mark.slow
 def test_the_entry_point_serves_stateless_policies_and_refuses_others():
-    expected = applied(Net(), "microscaling")(X)
-    options = {"policy": "microscaling", "backend": "eager"}
-    assert_equal([torch.compile(Net(), backend="fp4graph", options=options)(X)], [expected])
-    for refused in ("tetrajet", PHASED):
+    def run(policy):
         torch._dynamo.reset()
+        return torch.compile(Net(), backend="fp4graph", options={"policy": policy, "backend": "eager"})(X)
+
+    assert_equal([run("microscaling")], [applied(Net(), "microscaling")(X)])
+    for refused in ("tetrajet", one_rule(phases=[{"at": 5, "operands": {"dgrad": "keep"}}])):
         with pytest.raises(Exception, match=r"fp4graph\.apply"):
-            torch.compile(Net(), backend="fp4graph", options={"policy": refused, "backend": "eager"})(X)
+            run(refused)
 
 
 @pytest.mark.process
