@@ -23,6 +23,7 @@ from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.models import module_of
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied, gradients
 
@@ -68,41 +69,21 @@ class Handmade(nn.Linear):
         return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
 
 
-class TrainedRows(nn.Module):
-    """PEFT's ``TrainableTokensWrapper``: some rows of a layer train, beside the layer."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.token_adapter = RowsLayer(layer)
+def trained_rows(layer):
+    """PEFT's ``TrainableTokensWrapper`` of its ``TrainableTokensLayer``: some rows of a layer train, beside it."""
 
     def forward(self, x):
-        return self.token_adapter(x)
-
-
-class RowsLayer(nn.Module):
-    """PEFT's ``TrainableTokensLayer``."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = layer
-        self.trainable_tokens_delta = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, layer.in_features))})
-
-    def forward(self, x):
-        layer = self.base_layer
-        rows = torch.tensor([1, 3])
+        layer, rows = self.base_layer, torch.tensor([1, 3])
         return F.linear(x, layer.weight.index_copy(0, rows, self.trainable_tokens_delta["default"]), layer.bias)
 
+    delta = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, layer.in_features))})
+    inner = module_of(forward, base_layer=layer, trainable_tokens_delta=delta)
+    return module_of(lambda self, x: self.token_adapter(x), token_adapter=inner)
 
-class PeftModel(nn.Module):
+
+def peft_model(model):
     """A model in PEFT's place for it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = model
-
-    def forward(self, x):
-        return self.base_model.model(x)
+    return module_of(lambda self, x: self.base_model["model"](x), base_model=nn.ModuleDict({"model": model}))
 
 
 class Block(nn.Module):
@@ -114,14 +95,10 @@ class Block(nn.Module):
         return x + self.fc(F.gelu(self.qkv(x)))
 
 
-class Net(nn.Module):
-    def __init__(self, wrap=lambda layer: layer) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(wrap) for _ in range(3)))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.head(self.blocks(x))
+def net(wrap=lambda layer: layer):
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(wrap) for _ in range(3)))
+    return module_of(lambda self, x: self.head(self.blocks(x)), blocks=blocks, head=nn.Linear(32, 8))
 
 
 X = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
@@ -135,31 +112,21 @@ def wrapped(net, wrap):
     return net
 
 
-def unwrapped(net):
-    for block in net.blocks:
-        block.qkv = block.qkv.base_layer
-
-
-def net():
-    torch.manual_seed(0)
-    return Net()
-
-
 def decided(model, policy="mxfp4"):
     """Return what ``explain`` says of the first block: quantized modules, and kept ones with the rule."""
     explanation = fp4graph.explain(model, policy, (X,))
     assert explanation.problem is None
     sites = [site for site in explanation.sites if "blocks.0." in site.module]
-    kept = [(site.module.partition("blocks.0.")[2], site.rule) for site in sites if not site.quantized]
     assert all("adapter" in site.reason for site in sites if not site.quantized)
-    return [site.module.partition("blocks.0.")[2] for site in sites if site.quantized], kept
+    named = [(site.module.partition("blocks.0.")[2], site) for site in sites]
+    return [name for name, s in named if s.quantized], [(name, s.rule) for name, s in named if not s.quantized]
 
 
 @pytest.mark.parametrize("name", shipped_policies(default_registry()))
 def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(name):
     policy = fp4graph.load_policy(name)
     for phase in range(len(policy.phases) + 1):
-        adapted, plain = (PhasePlan(m, policy.in_phase(phase)) for m in (PeftModel(Net(Lora)), Net()))
+        adapted, plain = (PhasePlan(m, policy.in_phase(phase)) for m in (peft_model(net(Lora)), net()))
         names = [weight.name.removeprefix("base_model.model.").replace(".base_layer", "") for weight in adapted.weights]
         assert names == [weight.name for weight in plain.weights]
         assert [weight.plan for weight in adapted.weights] == [weight.plan for weight in plain.weights]
@@ -177,7 +144,7 @@ def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(n
     ],
 )
 def test_what_is_kept_of_each_kind_of_adapter(wrap, layer, adapters):
-    assert decided(Net(wrap)) == ([layer, "fc"], [(name, "adapters") for name in adapters])
+    assert decided(net(wrap)) == ([layer, "fc"], [(name, "adapters") for name in adapters])
 
 
 BLOCKS = {"name": "rest", "match": {"block": True}, "quantize": {}}
@@ -191,14 +158,14 @@ def policy_of(*rules):
 def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     role = {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}}
     quantized = ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
-    assert decided(Net(Lora), policy_of(role, BLOCKS)) == (quantized, [])
+    assert decided(net(Lora), policy_of(role, BLOCKS)) == (quantized, [])
     named = policy_of({"match": {"module": "*.default"}, "quantize": {}})
-    problem = fp4graph.explain(Net(Lora), named, (X,)).problem
+    problem = fp4graph.explain(net(Lora), named, (X,)).problem
     assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
     with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
-        fp4graph.apply(Net(Lora), named, backend="eager")(X)
+        applied(net(Lora), named)(X)
     # The default is a rule too.
-    assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
+    assert decided(net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
 
 
 @pytest.mark.long
@@ -215,12 +182,12 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
 )
 def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, adapters, required):
     adapted = {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required}
-    quantized, kept = decided(Net(wrap), policy_of(BLOCKS, adapted))
+    quantized, kept = decided(net(wrap), policy_of(BLOCKS, adapted))
     assert sorted(quantized) == sorted(["qkv.base_layer", *adapters, "fc"])
     assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's own product
     # Without adapters the layers are what they were.
     if not required:
-        assert decided(Net(), policy_of(BLOCKS, adapted))[0] == ["qkv", "fc"]
+        assert decided(net(), policy_of(BLOCKS, adapted))[0] == ["qkv", "fc"]
 
 
 def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
@@ -232,35 +199,31 @@ def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
     fp4graph.load_policy(path)
 
 
-@pytest.mark.parametrize("place", [lambda model: model, PeftModel], ids=["plain", "in PEFT's place"])
+@pytest.mark.parametrize("place", [lambda model: model, peft_model], ids=["plain", "in PEFT's place"])
 def test_a_rule_that_names_a_layer_means_it_wrapped_too(place):
     keep = {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"}
-    sites = fp4graph.explain(place(Net(Lora)), policy_of(keep, *one_rule()["rules"]), (X,)).sites
+    sites = fp4graph.explain(place(net(Lora)), policy_of(keep, *one_rule()["rules"]), (X,)).sites
     kept = [site.module.removeprefix("base_model.model.") for site in sites if site.rule == "kept"]
     assert kept == ["blocks.0.qkv.base_layer", "head"]  # the rule does not name the wrapper's adapter
 
 
 def test_an_adapter_makes_no_block_of_its_layer():
-    class Experts(nn.Module):
+    class Layer(nn.Module):
         def __init__(self, wrap) -> None:
             super().__init__()
             self.attn = nn.Linear(8, 8)
             self.experts = nn.ModuleList(nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2))
 
-    def stack(wrap):
-        return nn.Sequential(Experts(wrap), Experts(wrap))
-
-    assert Names(stack(Lora)).blocks == Names(stack(lambda layer: layer)).blocks
-    assert set(Names(stack(Lora)).blocks) == {"0", "1"}
+    adapted, plain = (Names(nn.Sequential(Layer(wrap), Layer(wrap))).blocks for wrap in (Lora, lambda layer: layer))
+    assert adapted == plain
+    assert set(adapted) == {"0", "1"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_a_reference_is_quantized_as_the_model_is(policy):
     """Trainers compare with the model without its adapters, or with a copy of it."""
-    plain, model = net().eval(), PeftModel(wrapped(net(), Lora)).eval()
-    for each in (plain, model):
-        applied(each, policy)
+    plain, model = (applied(each.eval(), policy) for each in (net(), peft_model(wrapped(net(), Lora))))
     reference = copy.deepcopy(model)
 
     def disable(model):
@@ -278,26 +241,19 @@ def test_a_reference_is_quantized_as_the_model_is(policy):
 
 
 def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer, self.top_layer = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x):
-            return self.top_layer(self.base_layer(x))
-
-    sites = fp4graph.explain(Head(), one_rule(), (X,)).sites
-    assert {site.module: site.quantized for site in sites} == {"base_layer": True, "top_layer": True}
+    layers = {name: nn.Linear(32, 32) for name in ("base_layer", "top_layer")}
+    head = module_of(lambda self, x: self.top_layer(self.base_layer(x)), **layers)
+    sites = fp4graph.explain(head, one_rule(), (X,)).sites
+    assert {site.module: site.quantized for site in sites} == dict.fromkeys(layers, True)
 
 
-def quantizers(trainable: bool) -> tuple[int, int]:
+def quantizers(trainable: bool) -> list[int]:
     """Return how many quantizers the forward and the backward graph of two adapted layers have."""
-    counts: list[int] = []
+    counts, operators = [], ("quantize", "quantize_and_pack", "requantize")
 
     def count(graph, inputs):
-        operators = {torch.ops.fp4graph.quantize.default, torch.ops.fp4graph.quantize_and_pack.default}
-        operators.add(torch.ops.fp4graph.requantize.default)
-        counts.append(sum(node.target in operators for node in graph.graph.nodes))
+        targets = [getattr(torch.ops.fp4graph, name).default for name in operators]
+        counts.append(sum(node.target in targets for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
     torch.manual_seed(0)
@@ -308,16 +264,15 @@ def quantizers(trainable: bool) -> tuple[int, int]:
     with mock.patch.object(running, "inner_backend", return_value=inner):
         fp4graph.apply(model, one_rule(quantize=NVFP4), backend="aot_eager")
         model(torch.randn(32, 64)).sum().backward()
-    forward, backward = counts
-    return forward, backward
+    return counts
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_a_frozen_layer_quantizes_for_no_gradient_of_its_own():
     """Of two layers with two operands each, the second alone has a dX; a dW has only one that trains."""
-    assert quantizers(trainable=True) == (4, 2 + 4)
-    assert quantizers(trainable=False) == (4, 2)
+    assert quantizers(trainable=True) == [4, 2 + 4]
+    assert quantizers(trainable=False) == [4, 2]
 
 
 def same_step(model, reference):
@@ -345,7 +300,7 @@ def test_adapters_join_and_leave_an_applied_model(called, rows):
     for each in (model, reference):
         wrapped(each, Lora)
         if rows:
-            each.head = TrainedRows(each.head)
+            each.head = trained_rows(each.head)
     applied(reference, "tetrajet")
     assert same_step(model, reference)
     assert runtime_of(model).count == runtime_of(reference).count == 1 + called
@@ -356,7 +311,8 @@ def test_adapters_join_and_leave_an_applied_model(called, rows):
         (kept,) = [s for s in fp4graph.explain(model, policy_of(keep, BLOCKS), (X,)).sites if s.rule == "kept"]
         assert kept.module == "head.token_adapter"
     for each in (model, reference):
-        unwrapped(each)
+        for block in each.blocks:
+            block.qkv = block.qkv.base_layer
         if rows:
             each.head = each.head.token_adapter.base_layer
     applied(reference, "tetrajet")
