@@ -11,6 +11,8 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.breaks import Breaks
+from tests.helpers.models import module_of
 from tests.helpers.policies import one_rule
 from tests.helpers.training import applied
 
@@ -32,26 +34,18 @@ class Checked(nn.Module):
         return self.head(self.body(x))
 
 
-class Broken(Checked):
-    """Has a graph break, so that Dynamo compiles the functions that the forward calls one by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Checked()
-
-    def forward(self, x):
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: applied(model, policy)(*args)])
+def test_explain_lists_the_same_after_a_failure(fails):
+    def forward(self, x):  # broken, so that Dynamo compiles the functions that it calls one by one
         y = self.inner(x)
         torch._dynamo.graph_break()
         return y
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: applied(model, policy)(*args)])
-def test_explain_lists_the_same_after_a_failure(fails):
     for wrong in (torch.ones(4, 31), "text"):
         with pytest.raises(Exception, match=r"32 features|has no attribute"):
-            fails(Broken(), BODY, (wrong,))
-        explanation = fp4graph.explain(Broken(), BODY, (X,))
+            fails(module_of(forward, inner=Checked()), BODY, (wrong,))
+        explanation = fp4graph.explain(module_of(forward, inner=Checked()), BODY, (X,))
         listed = [(site.module, site.flops) for site in explanation.sites]
         assert listed == [("inner.body", 2 * 4 * 32 * 32), ("inner.head", 2 * 4 * 32 * 16)]
         assert explanation.problem is None
@@ -69,17 +63,16 @@ def test_a_call_is_compiled_after_calls_that_failed(strict):
 
 @pytest.mark.slow
 def test_a_product_outside_of_the_graphs_is_a_problem():
-    class Loop(Checked):
-        def forward(self, x):
-            y = self.body(x)
-            for _ in range(2):
-                y = y + self.head(x).sum()
-                torch._dynamo.graph_break()
-            return y
+    def forward(self, x):
+        y = self.body(x)
+        for _ in range(2):
+            y = y + self.head(x).sum()
+            torch._dynamo.graph_break()
+        return y
 
-    problem = fp4graph.explain(Loop(), "bf16", (X,)).problem
-    counted = 2 * 4 * 32 * 32 + 2 * (2 * 4 * 32 * 16)
-    assert f"torch counts {counted} FLOPs" in problem
+    model = module_of(forward, body=nn.Linear(32, 32), head=nn.Linear(32, 16))
+    problem = fp4graph.explain(model, "bf16", (X,)).problem
+    assert f"torch counts {2 * 4 * 32 * 32 + 2 * (2 * 4 * 32 * 16)} FLOPs" in problem
     assert "head" in problem
 
 
@@ -92,17 +85,15 @@ def test_the_sizes_that_one_model_saw_are_not_dynamic_in_the_next():
         assert [site.shapes[0] for site in runtime_of(model).sites] == [(rows, 32), (rows, 32)]
 
 
-class Changing(nn.Module):
-    """Reads Python attributes that are numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.drop = nn.Linear(32, 32), nn.Dropout(0.0)
-        self.step, self.options = 0, {"scale": 1}
+def changing():
+    """An applied model that reads Python attributes that are numbers."""
 
     def forward(self, x, *extra):
         x = self.drop(self.fc(x)) * self.options["scale"] + self.step
         return x + len(extra[0]) if extra else x
+
+    model = module_of(forward, fc=nn.Linear(32, 32), drop=nn.Dropout(0.0), step=0, options={"scale": 1})
+    return applied(model, POLICY)
 
 
 def setting(model, i):
@@ -140,7 +131,7 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_third_recompilation_for_one_cause_warns(name):
-    (change, cause), model = CHANGES[name], applied(Changing(), POLICY)
+    (change, cause), model = CHANGES[name], changing()
     for i in range(3):
         change(model, i)
     if cause is not None:
@@ -152,7 +143,7 @@ def test_the_third_recompilation_for_one_cause_warns(name):
 
 @pytest.mark.slow
 def test_modes_between_are_not_the_cause():
-    model = applied(Changing(), POLICY)
+    model = changing()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(6):
@@ -162,20 +153,11 @@ def test_modes_between_are_not_the_cause():
     assert "model.step" in str(caught[0].message)
 
 
-class Parted(Checked):
-    """Has a graph break between its two layers."""
-
-    def forward(self, x):
-        y = self.body(x)
-        torch._dynamo.graph_break()
-        return self.head(y)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore", "error::fp4graph.PolicyWarning")
 def test_models_of_one_class_do_not_count_as_recompilations():
     for _ in range(6):
-        model = applied(Parted(), POLICY)
+        model = applied(Breaks(32, 32, 16), POLICY)
         for _ in range(2):
             model(X).sum().backward()
 
@@ -186,5 +168,5 @@ def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
         for _ in range(4):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                applied(Parted(), POLICY, recompile_limit=2)(X).sum().backward()
+                applied(Breaks(32, 32, 16), POLICY, recompile_limit=2)(X).sum().backward()
     assert "as many graphs of the code around it" in " ".join(str(warning.message) for warning in caught)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4graph
 from fp4graph.errors import CaptureError, Error
+from tests.helpers.models import module_of
 from tests.helpers.policies import one_rule
 from tests.helpers.training import applied, assert_equal, uncompiled
 from tests.helpers.training import gradients as grads
@@ -115,12 +116,11 @@ def test_the_entry_point_refuses_the_same(backend):
 
 
 @uncompiled
-@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m.second(F.gelu(m.first(m.norm(x))))])
-def test_what_runs_uncompiled_refuses_the_same(call):
-    model = applied(Net(), POLICY, backend="aot_eager")
-    x = X.clone().requires_grad_()
-    with pytest.raises(Error, match=r"^second: .*" + REFUSED):
-        torch.autograd.grad(call(model, x).sum(), x, create_graph=True)
+def test_what_runs_uncompiled_refuses_the_same():
+    model, x = applied(Net(), POLICY, backend="aot_eager"), X.clone().requires_grad_()
+    for call in (model.forward, lambda x: model.second(F.gelu(model.first(model.norm(x))))):
+        with pytest.raises(Error, match=r"^second: .*" + REFUSED):
+            torch.autograd.grad(call(x).sum(), x, create_graph=True)
 
 
 @uncompiled
@@ -150,59 +150,47 @@ def test_compiled_autograd_runs_the_same_backward():
     assert_equal(grads(model), expected)
 
 
-class Attention(nn.Module):
-    """Products of activations alone, fused or written out."""
-
-    def __init__(self, op):
-        super().__init__()
-        self.op = op
-
-    def forward(self, x):
-        x = x.reshape(1, 1, 4, 16)
-        if self.op == "sdpa":
-            return F.scaled_dot_product_attention(x, x, x)
-        return torch.softmax(x @ x.mT, -1) @ x
+#: Products of activations alone, fused or written out.
+ATTENTION = {
+    "sdpa": lambda self, x: F.scaled_dot_product_attention(*[x.reshape(1, 1, 4, 16)] * 3),
+    "matmul": lambda self, x: torch.softmax(x @ x.mT, -1) @ x,
+}
 
 
-@pytest.mark.parametrize("op", ["matmul", "sdpa"])
+@pytest.mark.parametrize("op", ATTENTION)
 @backends
 def test_products_of_activations_refuse_the_same(backend, op):
-    model = applied(Attention(op), one_rule(op=op), backend=backend)
+    def second(model):
+        return functional.hvp(lambda x: model(x).square().sum(), X, V)
+
+    model = applied(module_of(ATTENTION[op]), one_rule(op=op), backend=backend)
     with refused():
-        functional.hvp(lambda x: model(x).square().sum(), X, V)
+        second(model)
     with fp4graph.bypass(model), sdpa_kernel(SDPBackend.MATH):  # torch's fused one has no second derivative on a CPU
-        bypassed = functional.hvp(lambda x: model(x).square().sum(), X, V)
-        expected = functional.hvp(lambda x: Attention(op)(x).square().sum(), X, V)
-    torch.testing.assert_close(bypassed, expected, rtol=1e-5, atol=1e-5)
-
-
-class Written(nn.Linear):
-    """Writes its result into a tensor that it was given, behind which the graph's outputs do not lie."""
-
-    def forward(self, x, into):
-        into.add_(super().forward(x))
-        return x.detach().sum()
+        torch.testing.assert_close(second(model), second(module_of(ATTENTION[op])), rtol=1e-5, atol=1e-5)
 
 
 @backends
 @pytest.mark.parametrize("width", [16, 32], ids=["a tensor", "a part of a tensor"])
 def test_a_tensor_that_a_graph_has_written_to_refuses_the_same(backend, width):
+    class Written(nn.Linear):  # the graph's outputs do not lie behind the product
+        def forward(self, x, into):
+            into.add_(super().forward(x))
+            return x.detach().sum()
+
     model, into = applied(Written(16, 16), POLICY, backend=backend), torch.zeros(4, width)
     model(X, into[:, :16])
     with refused():
         torch.autograd.grad(into.square().sum(), model.weight, create_graph=True)
 
 
-class Views(nn.Linear):
-    """Returns a result with a view of it, and a view of its input."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y.view(-1), x.view(-1)
-
-
 @backends
 def test_writes_to_views_hide_no_backward(backend):
+    class Views(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.view(-1), x.view(-1)
+
     model, x = applied(Views(16, 16), POLICY, backend=backend), X.clone().requires_grad_()
     y, view, of_input = model(x)
     (slope,) = torch.autograd.grad(of_input.pow(3).sum(), x, create_graph=True)  # passes no product
@@ -227,7 +215,7 @@ def test_what_passes_no_quantized_product_is_right(backend):
     y = model(x.tanh()).mul_(2)
     (slope,) = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
     (slope.square().sum() + y.sum()).backward()
-    nothing = fp4graph.apply(Net(), "bf16", backend="eager")
+    nothing = applied(Net(), "bf16")
     for case in CASES.values():
         torch.testing.assert_close(case(nothing), case(Net()), rtol=1e-5, atol=1e-7)
 
@@ -239,7 +227,7 @@ def test_a_penalty_on_a_kept_layer_is_the_straight_through_one_under_eager():
         (slope,) = torch.autograd.grad(F.cross_entropy(logits, LABELS), weight, create_graph=True)
         return slope.square().sum()
 
-    model, reference = fp4graph.apply(Net(), policy, backend="eager"), Net()
+    model, reference = applied(Net(), policy), Net()
     penalty(model.second.weight, model(X)).backward()
     # first, by hand: Y = Q(X)·Q(W)ᵀ + b, dW = Q(dYᵀ)·Q(Xᵀ)ᵀ, blocks along the contraction.
     spec, x = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec("e8m0", "ceil")), reference.norm(X).detach()
@@ -294,30 +282,25 @@ def test_forward_mode_is_refused_and_runs_in_a_bypass(name):
         torch.testing.assert_close(case(model), case(Net()), rtol=1e-5, atol=1e-7)
 
 
-class Force(nn.Module):
-    """Differentiates its own energy by the input, as networks for molecules do."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.net, self.how = Net(), how
-
-    def forward(self, x):
-        if self.how == "torch.func":
-            return torch.func.grad(lambda x: self.net(x).sum())(x)
-        x = x.requires_grad_()
-        return torch.autograd.grad(self.net(x).sum(), x, create_graph=self.how == "with a graph")[0]
-
-
 @backends
 def test_derivatives_inside_of_a_forward(backend):
+    """A model differentiates its own energy by the input, as networks for molecules do."""
+
+    def force(**options):
+        def forward(self, x):
+            return torch.autograd.grad(self.net(x.requires_grad_()).sum(), x, **options)[0]
+
+        return applied(module_of(forward, net=Net()), POLICY, backend=backend)(X.clone())
+
     with refused():
-        applied(Force("with a graph"), POLICY, backend=backend)(X.clone()).square().sum().backward()
+        force(create_graph=True).square().sum().backward()
+    functional_force = module_of(lambda self, x: torch.func.grad(lambda x: self.net(x).sum())(x), net=Net())
     with pytest.raises(CaptureError, match=r"^net\.first: torch\.func .* by a rule"):
-        applied(Force("torch.func"), POLICY, backend=backend)(X.clone())
+        applied(functional_force, POLICY, backend=backend)(X.clone())
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # still allowed, as checkpoints need them
         pass
     if backend == "aot_eager":  # under eager, Dynamo compiles our backward function by function, for ten seconds
-        slope = applied(Force("first order"), POLICY, backend=backend)(X.clone())
+        slope = force()
         x = X.clone().requires_grad_()
         (expected,) = torch.autograd.grad(applied(Net(), POLICY, backend=backend)(x).sum(), x)
         assert torch.equal(slope, expected)
