@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import jit, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
@@ -17,15 +17,17 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.model.capture import Capture
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.uncompiled import Uncompiled
-from tests.helpers.models import Mlp
+from tests.helpers import training
+from tests.helpers.models import Mlp, module_of
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.training import prepared
 
 SHORT, POLICY = one_rule(), one_rule(quantize=quantizer() | {"rounding": "stochastic"})
 Model = partial(Mlp, 32, 32, 32)
 
 
 def applied(policy=POLICY, model=None, **options):
-    return fp4graph.apply(model or Model(), policy, backend="eager", **options)
+    return training.applied(model or Model(), policy, **options)
 
 
 def batch(n=4):
@@ -44,8 +46,7 @@ def pickled():
 
 def part_of_what_was():
     model = applied()
-    part = model.first
-    model.first = nn.Identity()
+    part, model.first = model.first, nn.Identity()
     fp4graph.remove(model)
     part(batch())
 
@@ -62,35 +63,27 @@ def nested(layout):
 
 def weight_norm_before_a_step():
     model = applied(one_rule("q_ema"))
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = prepared(model, torch.optim.SGD)
     train(model, 1)
     torch.nn.utils.weight_norm(model.first)
     optimizer.step()
 
 
-optimizer_of = fp4graph.prepare_optimizer
+optimizer_of, explain = fp4graph.prepare_optimizer, fp4graph.explain
+CSR, SPARSE = torch.sparse_csr, r"^second.weight: it is sparse"
 ERRORS = {
     "pickled, called": (lambda: pickled()(batch()), r"pickled \(by .*ddp_spawn.*fp4graph.apply"),
     "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
     "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
-    "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
-    "traced part": (
-        lambda: fp4graph.explain(nn.Sequential(torch.jit.trace(Model(), batch())), POLICY),
-        "^0 is a TorchScript module",
-    ),
+    "scripted": (lambda: fp4graph.apply(jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
+    "traced part": (lambda: explain(nn.Sequential(jit.trace(Model(), batch())), POLICY), "^0 is a TorchScript module"),
     "lazy": (lambda: fp4graph.apply(nn.LazyLinear(4), POLICY), "^weight has no shape yet; call the model once"),
     "copied part": (lambda: copy.deepcopy(applied().first)(batch()), "copied apart from its model.*apply.*bypass"),
     "part of what was": (part_of_what_was, "the module was taken out of its model"),
-    "sparse": (
-        lambda: applied(model=sparse(Model())),
-        r"^second.weight: it is sparse.*to_dense.*match: {module: 'second'}",
-    ),
-    "sparse rows": (
-        lambda: applied(model=sparse(Model(), torch.sparse_csr)),
-        r"^second.weight: it is sparse \(torch.sparse_csr\)",
-    ),
+    "sparse": (lambda: applied(model=sparse(Model())), SPARSE + ".*to_dense.*match: {module: 'second'}"),
+    "sparse rows": (lambda: applied(model=sparse(Model(), CSR)), SPARSE + r" \(torch.sparse_csr\)"),
     "sparse later": (lambda: sparse(train(applied(), 1))(batch()), r"^second: .*a factor is sparse.*to_dense"),
-    "named by a number": (lambda: fp4graph.explain(Model(), POLICY, {1: batch()}), "names of forward's inputs; got 1"),
+    "named by a number": (lambda: explain(Model(), POLICY, {1: batch()}), "names of forward's inputs; got 1"),
     "meta": (lambda: applied(model=Model().to("meta"))(batch()), r"on the meta device.*to_empty.*fp4graph.explain"),
     "jagged": (lambda: nested(torch.jagged), r"^first: .*nested tensor; pass its values \(x.values\(\)\), or pad"),
     "nested": (lambda: nested(torch.strided), r"nested tensor.*to_padded_tensor"),
@@ -166,7 +159,7 @@ AFTERWARDS = {
 def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, policy):
     model = train(applied(policy))
     AFTERWARDS[technique](model.first)
-    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    prepared(model, torch.optim.SGD)
     train(model)
     assert [site.module for site in runtime_of(model).sites if site.quantized] == ["first", "second"]
     if technique == "pruning":
@@ -194,20 +187,15 @@ def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, 
 
 
 def test_a_call_for_shapes_alone_and_weights_of_a_list():
-    class Lists(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrices = nn.ParameterList([torch.randn(32, 32) for _ in range(2)])
+    def forward(self, x):
+        for matrix in self.matrices:
+            x = F.linear(x, matrix).relu()
+        return x
 
-        def forward(self, x):
-            for matrix in self.matrices:
-                x = F.linear(x, matrix).relu()
-            return x
-
-    model = applied(model=nn.Sequential(Lists()))
-    plain = nn.Sequential(Lists()).to("meta")
-    y = torch.func.functional_call(model, dict(plain.named_parameters()), (batch().to("meta"),))
-    assert y.is_meta
+    matrices = nn.ParameterList([torch.randn(32, 32) for _ in range(2)])
+    model = applied(model=nn.Sequential(module_of(forward, matrices=matrices)))
+    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    assert torch.func.functional_call(model, parameters, (batch().to("meta"),)).is_meta
     train(model)
     assert [site.quantized for site in runtime_of(model).sites][-2:] == [True, True]
 
@@ -246,18 +234,17 @@ RULES = (
 INHERITING = "extends: tetrajet\nrules: {before: [{match: {module: '*'}, keep: why}]}"
 
 
+IN_BLOCKS = "op: linear, block: true"
+NO_SITE = "'second' matches no site of this model; "
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         (INHERITING, r"tetrajet\.yaml.* matches no site .*p\.yaml inherits it"),
-        (
-            RULES.format("op: linear, block: true", "op: linear, block: true"),
-            r"'second' matches no site of this model; rules before it \('first'\) keep all that it could",
-        ),
-        (  # the head is in no block
-            RULES.format("module: head", "module: head, block: true"),
-            "'second' matches no site of this model; give it 'required: false'",
-        ),
+        (RULES.format(IN_BLOCKS, IN_BLOCKS), NO_SITE + r"rules before it \('first'\) keep all that it could"),
+        # The head is in no block.
+        (RULES.format("module: head", "module: head, block: true"), NO_SITE + "give it 'required: false'"),
     ],
 )
 def test_a_rule_that_fits_no_site_names_the_file_that_inherits_it_or_the_rules_that_keep_it(tmp_path, text, says):

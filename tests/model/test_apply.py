@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -14,11 +15,9 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics import noise
 from tests.helpers.models import Mlp
 from tests.helpers.policies import NVFP4, one_rule
-from tests.helpers.training import applied, assert_equal, gradients
+from tests.helpers.training import applied, assert_equal, gradients, prepared
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
-
-
 perceptron = partial(Mlp, 32, 48, 32)
 
 
@@ -32,7 +31,7 @@ def stepped(model, *args):
 @pytest.mark.slow
 def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     model = timm.create_model("deit_tiny_patch16_224")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     explanation = fp4graph.explain(model, "tetrajet", (torch.empty(2, 3, 224, 224),))
     assert (explanation.quantized, explanation.graphs, explanation.problem) == (48, 1, None)
     assert "<td" in explanation._repr_html_()
@@ -41,13 +40,10 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     assert set(kept) == {("patch_embed.proj", "conv"), ("head", "linear"), *attention}
     assert all(kept.values())
     assert model.state_dict().keys() == before.keys()
-
-    applied(model, "tetrajet")
     with torch.no_grad():
-        model(torch.randn(1, 3, 224, 224))
-    runtime = runtime_of(model)
-    assert sum(site.quantized for site in runtime.sites) == 48
-    assert runtime.capture.graphs == 1
+        applied(model, "tetrajet")(torch.randn(1, 3, 224, 224))
+    assert sum(site.quantized for site in runtime_of(model).sites) == 48
+    assert runtime_of(model).capture.graphs == 1
     after = fp4graph.strip(model.state_dict())
     assert after.keys() == before.keys()
     assert_equal(after.values(), before.values())
@@ -114,7 +110,6 @@ def test_removing_gives_a_bare_layer_its_forward_back():
     model = applied(nn.Linear(32, 32), "tetrajet")
     assert "forward" in model.__dict__
     assert "forward" not in fp4graph.remove(model).__dict__
-    assert torch.equal(model.forward(torch.zeros(1, 32))[0], model.bias)
 
 
 @pytest.mark.long
@@ -217,7 +212,7 @@ def test_what_torch_compile_returned_is_the_model_inside(first):
     if first == "compile":
         assert not torch.equal(compiled(X), expected)
         assert applied(compiled, policy) is compiled
-    optimizer = fp4graph.prepare_optimizer(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    optimizer = prepared(compiled, torch.optim.SGD)
     assert_equal([compiled(X)], [expected])
     compiled(X).sum().backward()
     optimizer.step()

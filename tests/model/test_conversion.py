@@ -15,30 +15,19 @@ from tests.helpers.training import applied
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
-class Wrapper(nn.Module):
-    def __init__(self, model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x) * 2
-
-
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), nn.Linear(32, 8))
 
 
 POLICY = one_rule()
-MODELS = {"the model": lambda m: m, "a part": lambda m: m[0], "a wrapper": Wrapper}
+MODELS = {"the model": lambda m: m, "a part": lambda m: m[0], "a wrapper": lambda m: nn.Sequential(m, nn.Tanh())}
 CONVERSIONS = {
     "jit.script": lambda m: torch.jit.script(m),
     "jit.trace": lambda m: torch.jit.trace(m, (X,)),
     "export": lambda m: torch.export.export(m, (X,), strict=False),
     "strict export": lambda m: torch.export.export(m, (X,), strict=True),
 }
-
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,7 +18,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from tests.helpers import training
 from tests.helpers.experts import EXPERTS, HIDDEN, WIDTH, Mixture, by_hand, tokens
-from tests.helpers.models import COMPILES_GROUPED_FP32, grouped_mm
+from tests.helpers.models import COMPILES_GROUPED_FP32, grouped_mm, module_of
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule
 from tests.helpers.training import assert_equal, uncompiled
 from tests.helpers.training import prepared as prepared  # for tests of other folders
@@ -105,15 +106,14 @@ def test_the_average_of_an_idle_expert_follows_its_weight(decay):
         train(model, optimizer, [step])
         for name, parameter in model.named_parameters():
             average[name] = 0.9 * average[name] + 0.1 * parameter.detach()
-    for block in range(3):
-        for weight in ("w1", "w2"):
-            name = f"layers.{block}.experts.{weight}"
-            entry = model.get_buffer(f"layers.{block}.experts._fp4graph_{weight}_q_ema_weight")
-            parameter = model.get_parameter(name)
-            torch.testing.assert_close(entry, average[name], rtol=1e-6, atol=1e-7)
-            assert not torch.equal(entry[0], parameter[0])
-            assert torch.equal(parameter[1], first[name][1]) == (decay == 0)
-            assert torch.equal(entry[1], parameter[1]) or decay
+    for block, weight in itertools.product(range(3), ("w1", "w2")):
+        name = f"layers.{block}.experts.{weight}"
+        entry = model.get_buffer(f"layers.{block}.experts._fp4graph_{weight}_q_ema_weight")
+        parameter = model.get_parameter(name)
+        torch.testing.assert_close(entry, average[name], rtol=1e-6, atol=1e-7)
+        assert not torch.equal(entry[0], parameter[0])
+        assert torch.equal(parameter[1], first[name][1]) == (decay == 0)
+        assert torch.equal(entry[1], parameter[1]) or decay
 
 
 @uncompiled
@@ -148,27 +148,22 @@ def test_a_parameter_of_three_axes_that_is_no_weight_is_left_alone():
     assert not torch.equal(model.layers[2].experts.w1, plain.layers[2].experts.w1)
 
 
-class Grouped(nn.Module):
-    def __init__(self, product=grouped_mm) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)))
-        self.product = product
-
-    def forward(self, x, ends):
-        return self.product(x, self.w, offs=ends)
+def direct(product=grouped_mm):
+    w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+    return module_of(lambda self, x, ends: product(x, self.w, offs=ends), w=w)
 
 
 def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
     """Torch 2.13 and 2.14 refuse F.grouped_mm in fp32 under torch.compile."""
     policy, ends = one_rule(op="grouped"), torch.tensor([10, 20, 48, 64], dtype=torch.int32)
     x = torch.randn(64, WIDTH)
-    expected = training.applied(Grouped(), policy)(x, ends)
+    expected = training.applied(direct(), policy)(x, ends)
     refused = pytest.raises(CaptureError, match=r"torch 2\.1[34].* does not compile grouped_mm in fp32")
-    strict = training.applied(Grouped(F.grouped_mm), policy, strict=True)
+    strict = training.applied(direct(F.grouped_mm), policy, strict=True)
     with nullcontext() if COMPILES_GROUPED_FP32 else refused:
         assert torch.equal(strict(x, ends), expected)
-    assert [site.quantized for site in fp4graph.explain(Grouped(F.grouped_mm), policy, (x, ends)).sites] == [True]
-    model = training.applied(Grouped(F.grouped_mm), policy, example_inputs=(x, ends))
+    assert [site.quantized for site in fp4graph.explain(direct(F.grouped_mm), policy, (x, ends)).sites] == [True]
+    model = training.applied(direct(F.grouped_mm), policy, example_inputs=(x, ends))
     warned = pytest.warns(fp4graph.PolicyWarning, match="runs uncompiled.*does not compile grouped_mm in fp32")
     with nullcontext() if COMPILES_GROUPED_FP32 else warned:
         y = model(x, ends)
@@ -180,6 +175,6 @@ def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
 
 @pytest.mark.parametrize("ends", [[40, 20, 48, 64], [10, 20, 48, 65], [-1, 20, 48, 64]])
 def test_offsets_that_are_none_are_refused(ends):
-    model = training.applied(Grouped(), one_rule(op="grouped"))
+    model = training.applied(direct(), one_rule(op="grouped"))
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
         model(torch.randn(64, WIDTH), torch.tensor(ends, dtype=torch.int32))

@@ -17,6 +17,7 @@ from fp4graph.model.runtime import Runtime, runtime_of
 from tests.helpers import processes
 from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule
+from tests.helpers.training import prepared
 
 POLICY = one_rule()
 X = torch.ones(4, 32)
@@ -70,8 +71,7 @@ def explained(model, backend):
 
 
 def with_state(model, backend):
-    applied(model, backend, one_rule({"q_ema": {"beta": 0.9}}))
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+    optimizer = prepared(applied(model, backend, one_rule({"q_ema": {"beta": 0.9}})))
     for _ in range(2):
         train(model)
         optimizer.step()
@@ -118,26 +118,23 @@ class Encoder(Mlp):
         return self.first(x)
 
 
-def freed(way, backend):
-    model = Encoder(32, 32, 32)
-    way(model, backend)
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    return reference() is None
+CASES = [
+    *(pytest.param(way, "eager", marks=[pytest.mark.long] if way in FURTHER else []) for way in WAYS),
+    *(pytest.param(way, "aot_eager", marks=pytest.mark.long) for way in WAYS),
+    ("with state", "inductor"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled", "ignore:.*was called by itself")
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] if way in FURTHER else []) for way in WAYS])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("way", "backend"), CASES)
 def test_a_model_is_freed(way, backend):
-    assert freed(WAYS[way], backend)
-
-
-@pytest.mark.inductor
-def test_a_model_is_freed_under_inductor():
-    assert freed(with_state, "inductor")
+    model = Encoder(32, 32, 32)
+    WAYS[way](model, backend)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 MODELS = 50

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import fp4graph
+from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.training import applied, assert_equal, gradients
 
 
-class Net(nn.Module):
-    """Two products, an attention mask of -inf, and an operation between them that may be made to fail."""
-
-    def __init__(self, middle=torch.relu):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 32)
-        self.middle = middle
+class Net(Mlp):
+    """Has an attention mask of -inf before its two products."""
 
     def forward(self, x):
-        masked = torch.where(torch.arange(32) < 30, x, -torch.inf).softmax(-1)
-        return self.second(self.middle(self.first(masked)))
+        return super().forward(torch.where(torch.arange(32) < 30, x, -torch.inf).softmax(-1))
 
 
 POLICY = one_rule(quantize=quantizer(16), operands={"backward": {"rounding": "stochastic"}})
@@ -32,7 +25,7 @@ X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 @pytest.mark.slow
 def test_a_healthy_step_is_the_same_step():
     """Masks of -inf are ignored; noise, gradients and the count are those of any other step."""
-    watched, plain = applied(Net(), POLICY), applied(Net(), POLICY)
+    watched, plain = applied(Net(32, 48, 32), POLICY), applied(Net(32, 48, 32), POLICY)
     for _ in range(2):
         with fp4graph.detect_nonfinite(watched):
             watched(X).square().mean().backward()
@@ -53,10 +46,10 @@ CAUSES = {
         lambda m: [p.fill_(3e38) for p in m.first.parameters()], Net.__call__, "of finite values", "first, forward"
     ),
     "logarithm": (
-        lambda m: setattr(m, "middle", lambda h: torch.log(h - 1e6)), Net.__call__, None, "(root) (log), forward"
+        lambda m: setattr(m, "activation", lambda h: torch.log(h - 1e6)), Net.__call__, None, "(root) (log), forward"
     ),
     "root": (
-        lambda m: setattr(m, "middle", lambda h: torch.sqrt(torch.relu(h))), lambda m, x: m(x).sum().backward(),
+        lambda m: setattr(m, "activation", lambda h: torch.sqrt(torch.relu(h))), lambda m, x: m(x).sum().backward(),
         "a gradient", "(root) (sqrt), backward",
     ),
     "product": (
@@ -70,7 +63,7 @@ SIGNS = torch.tensor([1.0, -1.0]).repeat(4)[:, None].expand(8, 32)
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_place_is_named(cause):
-    (change, step, text, site), model = CAUSES[cause], applied(Net(), POLICY)
+    (change, step, text, site), model = CAUSES[cause], applied(Net(32, 48, 32), POLICY)
     if change:
         torch.no_grad()(change)(model)
     with fp4graph.detect_nonfinite(model), pytest.raises(fp4graph.NonFiniteError, match=text) as caught:

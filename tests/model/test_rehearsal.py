@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -16,21 +18,21 @@ WIDE, GLOB = one_rule(match={"in_features": 12345}), one_rule(match={"module": "
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("policy", "inputs", "text"),
-    [
-        (WIDE, (X,), "'all' matches no site"),
-        (WIDE, X, "'all' matches no site"),
-        (WIDE, {"x": X}, "'all' matches no site"),
-        (GLOB, None, "frist.*first"),
-        (one_rule(phases=[{"at": 100, "rules": WIDE["rules"]}]), X, "'all' matches no site"),
-        (one_rule(phases=[{"at": 0.5, "default": "keep"}]), X, "total_forwards"),
-        (one_rule(phases=[{"at": 2, "default": "keep"}, {"at": 1, "default": "keep"}]), X, "reorder"),
-    ],
-    ids=["tuple", "alone", "keywords", "without inputs", "phase", "phase of unknown length", "phases out of order"],
-)
-def test_the_model_is_untouched_where_something_is_wrong(policy, inputs, text):
-    model = Mlp(32, 48, 32)
+#: The policy, the example inputs and the error.
+WRONG = {
+    "tuple": (WIDE, (X,), "'all' matches no site"),
+    "alone": (WIDE, X, "'all' matches no site"),
+    "keywords": (WIDE, {"x": X}, "'all' matches no site"),
+    "without inputs": (GLOB, None, "frist.*first"),
+    "phase": (one_rule(phases=[{"at": 100, "rules": WIDE["rules"]}]), X, "'all' matches no site"),
+    "phase of unknown length": (one_rule(phases=[{"at": 0.5, "default": "keep"}]), X, "total_forwards"),
+    "phases out of order": (one_rule(phases=[{"at": at, "default": "keep"} for at in (2, 1)]), X, "reorder"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_model_is_untouched_where_something_is_wrong(name):
+    (policy, inputs, text), model = WRONG[name], Mlp(32, 48, 32)
     keys, state, expected = list(model.state_dict()), torch.get_rng_state(), model(X)
     with pytest.raises(fp4graph.PolicyError, match=text):
         applied(model, policy, example_inputs=inputs)
@@ -57,28 +59,24 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
 def test_the_backward_is_tried(monkeypatch):
     from fp4graph_plugins.step_gradient import ElementSlope
 
-    def element_surrogate(self, ratio, context):
-        raise RuntimeError("no way back")
-
-    monkeypatch.setattr(ElementSlope, "element_surrogate", element_surrogate)
+    monkeypatch.setattr(ElementSlope, "element_surrogate", mock.Mock(side_effect=RuntimeError("no way back")))
     with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
         applied(nn.Sequential(nn.Linear(32, 32)), "wang-dge", example_inputs=X)
 
 
-class Block(nn.Module):
+class Block(Mlp):
     def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+        super().__init__(32, 64, 32)
         self.register_buffer("positions", torch.arange(32))
         self.plain = torch.ones(32)  # neither a parameter nor a buffer
 
     def forward(self, x):
-        return self.fc2(self.fc1(x + self.positions)) * self.plain
+        return super().forward(x + self.positions) * self.plain
 
 
 def net():
     model = nn.Sequential(Block(), Block())
-    model[1].fc1.weight = model[0].fc1.weight
+    model[1].first.weight = model[0].first.weight
     return model
 
 

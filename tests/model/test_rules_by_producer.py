@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
-from tests.helpers.models import Mlp, grouped_mm
+from tests.helpers.models import Mlp, grouped_mm, module_of
 from tests.helpers.policies import MXFP4, one_rule
-from tests.helpers.training import applied, prepared, train
+from tests.helpers.training import applied, prepared, stances, train, uncompiled
 
 start = partial(Mlp, 32, 64, 32, nn.functional.gelu)
 
@@ -54,70 +53,39 @@ def test_the_optimizers_view_is_that_of_the_graph() -> None:
     assert weights["second.weight"].view.producer == "gelu"
 
 
-#: Products of ``x`` with a parameter ``w [64, 64]`` that no module of torch owns, and the axis of ``w`` that is summed.
-STORED: list[tuple[Callable[[Tensor, Tensor], Tensor], int]] = [
-    (lambda x, w: x @ w, 0),
-    (lambda x, w: F.linear(x, w.T), 0),
-    (lambda x, w: F.linear(x, w.swapdims(0, 1)), 0),
-    (lambda x, w: F.linear(x, w.moveaxis(0, 1)), 0),
-    (lambda x, w: F.linear(x, w.movedim(-1, 0)), 0),
-    (lambda x, w: F.linear(x, w.permute((1, 0))), 0),
-    (lambda x, w: F.linear(x, w.transpose(dim0=0, dim1=0).movedim((0, 1), (0, 1))), 1),
-    (lambda x, w: x @ w.moveaxis(source=1, destination=0), 1),
-    (lambda x, w: x @ w.permute(0, 1).mT, 1),
+MATRIX, MATRICES, ENDS = (64, 64), (2, 64, 64), torch.tensor([3, 8], dtype=torch.int32)
+#: Products of ``x`` with a parameter ``w`` that no module of torch owns, its shape, and the axis of it that is summed.
+#: A grouped product sums axis 1 of experts' matrices.
+STORED = [
+    (lambda x, w: x @ w, MATRIX, 0),
+    (lambda x, w: F.linear(x, w.T), MATRIX, 0),
+    (lambda x, w: F.linear(x, w.swapdims(0, 1)), MATRIX, 0),
+    (lambda x, w: F.linear(x, w.moveaxis(0, 1)), MATRIX, 0),
+    (lambda x, w: F.linear(x, w.movedim(-1, 0)), MATRIX, 0),
+    (lambda x, w: F.linear(x, w.permute((1, 0))), MATRIX, 0),
+    (lambda x, w: F.linear(x, w.transpose(dim0=0, dim1=0).movedim((0, 1), (0, 1))), MATRIX, 1),
+    (lambda x, w: x @ w.moveaxis(source=1, destination=0), MATRIX, 1),
+    (lambda x, w: x @ w.permute(0, 1).mT, MATRIX, 1),
+    (lambda x, w: grouped_mm(x, w.transpose(1, 2), offs=ENDS), MATRICES, 2),
+    (lambda x, w: grouped_mm(x, w.permute(0, 2, 1), offs=ENDS), MATRICES, 2),
+    (lambda x, w: grouped_mm(x, w.movedim(1, 2), offs=ENDS), MATRICES, 2),
+    (lambda x, w: grouped_mm(x, w.view(2, 64, 64).transpose(1, 2), offs=ENDS), MATRICES, 2),
+    (lambda x, w: grouped_mm(x, w.contiguous().transpose(-1, -2), offs=ENDS), MATRICES, 2),
+    (lambda x, w: grouped_mm(x, w.mT.permute(0, 2, 1).movedim(-1, 1), offs=ENDS), MATRICES, 2),
 ]
 
 
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
-@pytest.mark.parametrize(("product", "axis"), STORED)
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-def test_a_parameter_is_quantized_along_its_contraction_axis(
-    product: Callable[[Tensor, Tensor], Tensor], axis: int, stance: str
-) -> None:
-    class Direct(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mixing_weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return product(x, self.mixing_weight)
-
-    model = applied(Direct(), "tetrajet")
+@stances
+@pytest.mark.parametrize(("product", "shape", "axis"), STORED)
+@uncompiled
+def test_a_parameter_is_quantized_along_its_contraction_axis(product, shape, axis, stance) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    name = "mixing_weight" if shape is MATRIX else "experts_weight"
+    model = module_of(lambda self, x: product(x, getattr(self, name)), **{name: nn.Parameter(values)})
+    applied(model, "tetrajet" if shape is MATRIX else one_rule(op="grouped", quantize=MXFP4))
     with torch.compiler.set_stance(stance):
-        model(torch.randn(4, 64))
+        model(torch.randn(8, 64))
     (weight,) = runtime_of(model).weights
-    spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"), ties="up")
-    expected = fp4graph.fake_quantize(model.mixing_weight, spec, dim=axis)
-    assert torch.equal(quantize(weight, model.mixing_weight, runtime_of(model).step), expected)
-
-
-#: Ways to show a stack of experts' matrices ``[E, N, K]`` to a grouped product, which sums axis 1 of what it gets.
-TURNED: list[Callable[[Tensor], Tensor]] = [
-    lambda w: w.transpose(1, 2),
-    lambda w: w.permute(0, 2, 1),
-    lambda w: w.movedim(1, 2),
-    lambda w: w.view(2, 64, 64).transpose(1, 2),
-    lambda w: w.contiguous().transpose(-1, -2),
-    lambda w: w.mT.permute(0, 2, 1).movedim(-1, 1),
-]
-
-
-@pytest.mark.parametrize("stance", ["default", "force_eager"])
-@pytest.mark.parametrize("turned", TURNED)
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
-def test_experts_are_quantized_along_their_contraction_axis(turned: Callable[[Tensor], Tensor], stance: str) -> None:
-    class Direct(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts_weight = nn.Parameter(torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(2)))
-
-        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-            return grouped_mm(x, turned(self.experts_weight), offs=ends)
-
-    model = applied(Direct(), one_rule(op="grouped", quantize=MXFP4))
-    with torch.compiler.set_stance(stance):
-        model(torch.randn(8, 64), torch.tensor([3, 8], dtype=torch.int32))
-    (weight,) = runtime_of(model).weights
-    spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"))
-    expected = fp4graph.fake_quantize(model.experts_weight, spec, dim=2)
-    assert torch.equal(quantize(weight, model.experts_weight, runtime_of(model).step), expected)
+    spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"), ties="up" if shape is MATRIX else "even")
+    expected = fp4graph.fake_quantize(values, spec, dim=axis)
+    assert torch.equal(quantize(weight, weight.parameter, runtime_of(model).step), expected)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.breaks import Disables, Logs
 from tests.helpers.experts import HIDDEN, WIDTH, Experts, Mixture, tokens
+from tests.helpers.models import module_of
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied, assert_equal, prepared, train, uncompiled
 
@@ -68,17 +69,12 @@ def test_the_rest_stays_compiled():
 
 @uncompiled
 def test_calls_of_one_module_draw_apart():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.experts = Experts("loop")
-
-        def forward(self, x, choice):
-            return self.experts(x, choice), self.experts(x, choice)
+    def forward(self, x, choice):
+        return self.experts(x, choice), self.experts(x, choice)
 
     policy = one_rule(op=OPS, quantize=NVFP4 | {"rounding": "stochastic"})
-    model, repeated, other = (applied(Twice(), policy, seed=seed) for seed in (0, 0, 2))
+    twice = module_of(forward, experts=Experts("loop"))
+    model, repeated, other = (applied(copy.deepcopy(twice), policy, seed=seed) for seed in (0, 0, 2))
     results = model(*tokens())
     assert not torch.equal(*results)
     assert [site.occurrence for site in runtime_of(model).sites] == list(range(12))
