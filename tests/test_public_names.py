@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import types
 
 import pytest
 
 import fp4graph
+from tests.helpers.processes import python, run
 
 FUNCTIONS = {
     "apply": "model policy backend seed dynamic total_forwards example_inputs strict recompile_limit",
@@ -55,8 +54,7 @@ def test_functions_take_what_they_promise(name):
 @pytest.mark.process
 def test_modules_need_no_import_of_their_own():
     code = f"import fp4graph; print(*[getattr(fp4graph, name).__name__ for name in {MODULES}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [f"fp4graph.{name}" for name in MODULES]
+    assert run(python("-c", code)).split() == [f"fp4graph.{name}" for name in MODULES]
     assert isinstance(fp4graph.optim, types.ModuleType)
     assert isinstance(fp4graph.optim.StableSPAM, type)
 

@@ -16,52 +16,41 @@ from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule
 from tests.helpers.steps import descend
 from tests.helpers.techniques import Offers, technique
+from tests.helpers.training import applied, prepared
 
 pytestmark = pytest.mark.inductor
+X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
 
 
-def train(backend, x, policy, steps=3, ulp=False):
-    model = fp4graph.apply(Mlp(64, 96, 64), policy, backend=backend)
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if ulp:
-        x = torch.nextafter(x, torch.full_like(x, torch.inf))
-    losses = descend(lambda: (model(x) - 1).square().mean(), optimizer, steps)
+def train(backend, x, policy, steps=3):
+    model = applied(Mlp(64, 96, 64), policy, backend=backend)
+    losses = descend(lambda: (model(x) - 1).square().mean(), prepared(model, torch.optim.SGD, lr=0.1), steps)
     return torch.tensor(losses, dtype=torch.float64), model
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("policy", ["tetrajet-qema"])
-def test_training_under_inductor_follows_eager(policy):
+def test_training_under_inductor_follows_eager():
     """No further apart than 3 times what a one-ulp change of the input does: quantized training amplifies an ulp."""
-    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    eager, _ = train("eager", x, policy)
-    nudged, _ = train("eager", x, policy, ulp=True)
-    compiled, model = train("inductor", x, policy)
+    eager, _ = train("eager", X, "tetrajet-qema")
+    nudged, _ = train("eager", torch.nextafter(X, torch.full_like(X, torch.inf)), "tetrajet-qema")
+    compiled, model = train("inductor", X, "tetrajet-qema")
     assert (compiled - eager).abs().max() <= 3 * max((nudged - eager).abs().max().item(), 1e-7)
     assert sum(site.quantized for site in runtime_of(model).sites) == 2
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    """The six operands of every site of a real training step, with their programs and keys."""
-    calls = []
-    original = OperandProgram.__call__
+@pytest.mark.long
+@pytest.mark.compiler
+def test_quantizers_are_bit_identical_on_a_real_steps_operands(monkeypatch):
+    calls, original = [], OperandProgram.__call__
 
     def record(program, x, draw=None, *others):
         calls.append((program, x.detach().clone(), draw))
         return original(program, x, draw, *others)
 
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch, operators.tensor_code():
+    with monkeypatch.context() as patch, operators.tensor_code():
         patch.setattr(OperandProgram, "__call__", record)
-        train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
-    return calls
-
-
-@pytest.mark.long
-@pytest.mark.compiler
-def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
-    programs = [c for c in recorded if c[0].spec is not None]
+        train("eager", X, "tetrajet", steps=1)
+    programs = [c for c in calls if c[0].spec is not None]
     assert len(programs) == 2 * len(Operand) - 2  # no dgrad for the first layer, whose input needs no gradient
     # Both layers have one rule: each operand is compiled once, under the layer that comes last.
     by_operand = {draw.salts: (program, x, draw) for program, x, draw in programs}
@@ -92,5 +81,5 @@ def test_an_edited_technique_never_runs_the_old_code():
         model = nn.Linear(64, 32, bias=False)
         nn.init.constant_(model.weight, 0.5)
         with torch.no_grad():
-            outputs.append(fp4graph.apply(model, policy, backend="inductor")(x))
+            outputs.append(applied(model, policy, backend="inductor")(x))
     assert torch.equal(outputs[1], 2 * outputs[0])

@@ -79,10 +79,9 @@ def test_methods_and_the_call_have_the_same_sites_and_values(first):
 
 def test_copies_phases_removal_and_bypass():
     model = applied({"version": 1, "extends": "tetrajet", "phases": [{"at": 1, "default": "keep", "rules": []}]})
-    plain = Clip()
+    plain, twin = Clip(), copy.deepcopy(model)
     plain.load_state_dict(model.state_dict(), strict=True)
-    exact, twin = plain.encode_image(X), copy.deepcopy(model)
-    quantized = twin.encode_image(X)
+    exact, quantized = (each.encode_image(X) for each in (plain, twin))
     assert torch.equal(model.encode_image(X), quantized)
     assert not torch.equal(quantized, exact)
     with fp4graph.bypass(model):

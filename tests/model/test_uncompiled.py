@@ -25,7 +25,7 @@ from fp4graph.technique.registry import default_registry
 from tests.helpers import experts, models
 from tests.helpers.breaks import Breaks, Disables, Logs
 from tests.helpers.experts import Mixture
-from tests.helpers.models import Mlp
+from tests.helpers.models import Mlp, module_of
 from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule, without_experts
 from tests.helpers.training import applied, assert_equal, prepared, saved_whole, train, uncompiled
 
@@ -75,12 +75,8 @@ class Branches(nn.Module):
         return self.last(first - self.off(self.online, x))  # the bias alone, if the calls drew the same noise
 
 
-class Owner(nn.Module):
+def owner():
     """Multiplies with a matrix of its own; forwards of many tokens loop in a way that Dynamo skips."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(64, 64) / 6)
 
     def forward(self, x):
         if x.shape[0] <= 8:
@@ -90,16 +86,11 @@ class Owner(nn.Module):
             torch._dynamo.graph_break()
         return x
 
+    return nn.Sequential(nn.Linear(64, 64), module_of(forward, w=nn.Parameter(torch.randn(64, 64) / 6)))
 
-class Attends(nn.Module):
+
+def attends():
     """Every way of writing attention and products."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(64, 192)
-        self.own_weight = nn.Parameter(torch.randn(64, 64) / 8)
-        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -107,6 +98,10 @@ class Attends(nn.Module):
         x = x + torch.einsum("bik,bkd->bid", torch.einsum("bid,bkd->bik", q, k).softmax(-1), v)
         x = x @ self.own_weight.t() + torch.baddbmm(x, q @ k.mT, v, alpha=0.1)
         return self.layer(x + self.attention(x, x, x, need_weights=False)[0])
+
+    layers = {"attention": nn.MultiheadAttention, "layer": partial(nn.TransformerEncoderLayer, dim_feedforward=64)}
+    layers = {name: make(64, 2, dropout=0.0, batch_first=True) for name, make in layers.items()}
+    return module_of(forward, qkv=nn.Linear(64, 192), own_weight=nn.Parameter(torch.randn(64, 64) / 8), **layers)
 
 
 class Broken(nn.Module):
@@ -156,15 +151,15 @@ def floats(*shape):
     return lambda seed: (torch.randn(shape, generator=torch.Generator().manual_seed(seed), requires_grad=True),)
 
 
-vectors, images, sequences = floats(8, 64), floats(2, 3, 32, 32), floats(2, 8, 64)
-
-
 def words(seed):
     return (torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(seed)),)
 
 
 def more_each_step(seed):
     return floats(8 + 2 * seed, 64)(seed)
+
+
+vectors, images, sequences = floats(8, 64), floats(2, 3, 32, 32), floats(2, 8, 64)
 
 
 @dataclass(frozen=True)
@@ -200,10 +195,10 @@ CASES = {
     # Behind a break one graph could serve all blocks: Dynamo does not look at hooks unless it is told to.
     "broken": Case(partial(Stack, Broken, depth=5)),
     "branches": Case(partial(Stack, Branches)),
-    "owner": Case(lambda: nn.Sequential(nn.Linear(64, 64), Owner()), more_each_step),
+    "owner": Case(owner, more_each_step),
     "linear": Case(partial(nn.Linear, 64, 64)),
-    "attends": Case(Attends, sequences),
-    "attends, in evaluation": Case(lambda: Attends().eval(), sequences),
+    "attends": Case(attends, sequences),
+    "attends, in evaluation": Case(lambda: attends().eval(), sequences),
     "grouped": Case(partial(Mixture, "grouped", 3), **of_mixtures),
     "gathered": Case(partial(Mixture, "gathered", 3), reference="grouped", **of_mixtures),
     "gathered, checkpointed": Case(partial(Mixture, "gathered", 3, "block"), reference="grouped", **of_mixtures),
@@ -258,15 +253,14 @@ def disabled(net, *args):
 non_reentrant, reentrant = (partial(checkpoint, use_reentrant=each) for each in (False, True))
 
 
+again = partial(applied, seed=3, total_forwards=20)
+
+
 def carried(twin, optimizer):
     """Return the model with an optimizer that loads what this one saves."""
     second = prepared(twin)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return twin, second
-
-
-def again(model, policy):
-    return applied(model, policy, seed=3, total_forwards=20)
 
 
 def copied(model, optimizer, policy, case):
@@ -372,13 +366,8 @@ MODES = {
 
 #: Modes in which the model is never called, so that its sites are not listed.
 OF_PARTS = (
-    "forward",
-    "method, uncompiled",
-    "part",
-    "part recomputed",
-    "part recomputed, reentrant",
-    "methods of a part",
-)
+    "forward", "method, uncompiled", "part", "part recomputed", "part recomputed, reentrant", "methods of a part"
+)  # fmt: skip
 
 
 def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], set[Any], int, int]:
@@ -387,7 +376,7 @@ def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], se
     model = Whole(case.make(), mode.way)
     if mode.before:
         applied(model, mode.before)
-    applied(model, policy, seed=3, total_forwards=20, **mode.options)
+    again(model, policy, **mode.options)
     optimizer, seen = prepared(model), []
 
     def run(*args):
