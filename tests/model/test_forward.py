@@ -77,15 +77,25 @@ def test_the_table_has_a_row_for_each_kind():
 
 @uncompiled
 @pytest.mark.parametrize("kind", list(Kind), ids=str)
-def test_which_forwards_count(kind):
+def test_which_forwards_count_and_warn_that_they_run_uncompiled(kind):
     """A repetition counts by the forward that is repeated, and what is not captured by its call. A forward of parts is
     over when a part runs again, and counts without its recomputations."""
-    model, runtime = applied(Looping() if kind is Kind.UNCAPTURED else None)
     if kind in (Kind.CALL, Kind.METHOD, Kind.PART):
+        model, runtime = applied()
         with torch.no_grad():
             assert list(counts(runtime, partial(RUNS[kind], model))) == [0, 0, 0]
-    expected = [0, 1, 2] if kind in (Kind.PART, Kind.RECOMPUTED) else [1, 2, 3]
-    assert list(counts(runtime, partial(RUNS[kind], model))) == expected
+    model, runtime = applied(Looping() if kind is Kind.UNCAPTURED else None)
+    told = []
+
+    def run():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            RUNS[kind](model)
+        told.append([w.category for w in caught if "runs uncompiled" in str(w.message)])
+
+    of_parts = kind in (Kind.PART, Kind.RECOMPUTED)
+    assert list(counts(runtime, run)) == ([0, 1, 2] if of_parts else [1, 2, 3])
+    assert told == [[PolicyWarning] if of_parts or kind is Kind.UNCAPTURED else [], [], []]
 
 
 def test_a_method_whose_result_has_no_gradients_does_not_count():
@@ -154,20 +164,6 @@ def test_a_recomputation_is_not_part_of_the_forward_that_has_begun_since(early):
     (body.sum() + head.sum()).backward()
     model.head(X)
     assert runtime.root_state.count == 1
-
-
-@pytest.mark.parametrize("kind", list(Kind), ids=str)
-def test_which_forwards_warn_that_they_run_uncompiled(kind):
-    model, _ = applied(Looping() if kind is Kind.UNCAPTURED else None)
-    run = partial(RUNS[kind], model)
-    told = []
-    for _ in range(3):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run()
-        told.append([w.category for w in caught if "runs uncompiled" in str(w.message)])
-    once = kind in (Kind.PART, Kind.RECOMPUTED, Kind.UNCAPTURED)  # a recomputation by its forward, which is a part's
-    assert told == [[PolicyWarning] if once else [], [], []]
 
 
 @uncompiled

@@ -21,17 +21,9 @@ from tests.helpers.training import saved_whole
 pytestmark = pytest.mark.slow
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def tower():
+    blocks = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+    return nn.Sequential(*blocks)
 
 
 class Clip(nn.Module):
@@ -39,7 +31,7 @@ class Clip(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.visual, self.text = Tower(), Tower()
+        self.visual, self.text = tower(), tower()
         self.projection = nn.Parameter(torch.randn(32, 32) / 6)
 
     def encode_image(self, image, scale: float = 1.0):

@@ -57,6 +57,11 @@ class Borrows(Mlp):
         return torch.addmm(self.second.bias, hidden, self.second.weight.t())
 
 
+@torch.compiler.disable
+def disabled(net, *args):
+    return net(*args)
+
+
 class Branches(nn.Module):
     """Calls a branch without gradients between two calls of one layer, all where Dynamo is disabled."""
 
@@ -64,15 +69,11 @@ class Branches(nn.Module):
         super().__init__()
         self.online, self.target, self.last = (nn.Linear(64, 64) for _ in range(3))
 
-    @torch.compiler.disable
-    def off(self, layer, x):
-        return layer(x)
-
     def forward(self, x):
-        first = self.off(self.online, x)
+        first = disabled(self.online, x)
         with torch.no_grad():
-            self.off(self.target, x)
-        return self.last(first - self.off(self.online, x))  # the bias alone, if the calls drew the same noise
+            disabled(self.target, x)
+        return self.last(first - disabled(self.online, x))  # the bias alone, if the calls drew the same noise
 
 
 def owner():
@@ -243,11 +244,6 @@ class Whole(nn.Module):
 
     def calls_itself(self, *args):
         return self(*args)
-
-
-@torch.compiler.disable
-def disabled(net, *args):
-    return net(*args)
 
 
 non_reentrant, reentrant = (partial(checkpoint, use_reentrant=each) for each in (False, True))
