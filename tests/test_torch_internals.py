@@ -45,24 +45,18 @@ def private_names(source: str) -> set[str]:
     """
     tree, aliases, found = ast.parse(source), {}, set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.partition(".")[0] == "torch":
-                    found.add(alias.name)
-                    aliases[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
-            for alias in node.names:
-                found.add(f"{node.module}.{alias.name}")
-                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            if name.partition(".")[0] == "torch":
+                found.add(name)
+                bare = isinstance(node, ast.Import) and not alias.asname
+                aliases[alias.asname or alias.name.partition(".")[0]] = "torch" if bare else name
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"_(torch)?dynamo\w*", str(node.value)):
             found.add(str(node.value))
-        steps, place = [], node
-        while isinstance(place, ast.Attribute):
-            steps.append(place.attr)
-            place = place.value
-        if steps and isinstance(place, ast.Name) and place.id in aliases:
-            found.add(".".join([aliases[place.id], *reversed(steps)]))
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", name := ast.unparse(node)):
+            first, _, rest = name.partition(".")
+            found |= {f"{aliases[first]}.{rest}"} if first in aliases else set()
     return {name for name in found if re.search(r"(^|\.)_", name) and not DOCUMENTED.fullmatch(name)}
 
 
