@@ -71,7 +71,6 @@ def layers(page: str) -> dict[str, int]:
 
 
 def layer_of(place: str, drawn: dict[str, int]) -> int:
-    """Return the layer of a file."""
     found = [height for name, height in drawn.items() if place == name or (name[-1] == "/" and place.startswith(name))]
     assert len(found) == 1, f"docs/architecture.md gives {place} {len(found)} layers"
     return found[0]

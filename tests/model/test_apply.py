@@ -22,7 +22,6 @@ perceptron = partial(Mlp, 32, 48, 32)
 
 
 def stepped(model, *args):
-    """Return the gradients of one step."""
     model.zero_grad()
     model(*args).square().mean().backward()
     return gradients(model)

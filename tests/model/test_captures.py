@@ -22,8 +22,6 @@ X = torch.ones(4, 32)
 
 
 class Checked(nn.Module):
-    """Refuses inputs of another width."""
-
     def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 16)

@@ -139,8 +139,6 @@ class NewProduct(torch.autograd.Function):
 
 
 class Multiplies(nn.Linear):
-    """Multiplies with its weight by a function of its own."""
-
     def __init__(self, product):
         super().__init__(32, 32, bias=False)
         self.product = product

@@ -27,8 +27,6 @@ pytestmark = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """A layer norm and two linears."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

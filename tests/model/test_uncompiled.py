@@ -117,8 +117,6 @@ class Broken(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks of one kind, each with its own weights."""
-
     def __init__(self, block, *sizes, depth=2):
         super().__init__()
         self.blocks = nn.ModuleList(block(*sizes) for _ in range(depth))
@@ -271,14 +269,12 @@ def copied_and_applied(model, optimizer, policy, case):
 
 
 def resumed(model, optimizer, policy, case):
-    """Go on with a model that loads the state of this one."""
     twin = again(Whole(case.make()), policy)
     twin.load_state_dict(copy.deepcopy(model.state_dict()))
     return carried(twin, optimizer)
 
 
 def pickled(model, optimizer, policy, case):
-    """Go on with a model that was saved whole."""
     return carried(again(saved_whole(model), policy), optimizer)
 
 
