@@ -151,7 +151,7 @@ ANSWERS = (
 )
 
 
-@pytest.mark.parametrize(("function", "argument", "answer"), ANSWERS, ids=lambda x: str(x).partition(" at 0x")[0])
+@pytest.mark.parametrize(("function", "argument", "answer"), ANSWERS, ids=lambda x: re.split(r"\(| at 0x", str(x))[0])
 def test_answers(function, argument, answer):
     found = function(argument)
     assert type(found) is type(answer)
