@@ -341,6 +341,7 @@ def test_layers_with_a_number_behind_an_underscore_are_a_stack():
 def test_an_application_that_fails_leaves_the_one_before():
     model = applied(Net(), "tetrajet-qema")
     model(X)
+    model.blocks[0].first._fp4graph_q_ema_weight += 1  # away from the weight, at which new state begins
     state = copy.deepcopy(model.state_dict())
     first_fails = mock.Mock(wraps=prepare.Tag, side_effect=[TypeError("the first tag"), *[mock.DEFAULT] * 9])
     with mock.patch.object(prepare, "Tag", first_fails), pytest.raises(TypeError, match="the first tag"):
