@@ -243,8 +243,8 @@ def test_a_reference_is_quantized_as_the_model_is(policy):
 def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
     layers = {name: nn.Linear(32, 32) for name in ("base_layer", "top_layer")}
     head = module_of(lambda self, x: self.top_layer(self.base_layer(x)), **layers)
-    sites = fp4graph.explain(head, one_rule(), (X,)).sites
-    assert {site.module: site.quantized for site in sites} == dict.fromkeys(layers, True)
+    sites = fp4graph.explain(nn.Sequential(head), one_rule(), (X,)).sites
+    assert {site.module: site.quantized for site in sites} == {f"0.{name}": True for name in layers}
 
 
 def quantizers(trainable: bool) -> list[int]:
