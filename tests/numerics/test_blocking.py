@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,17 +13,15 @@ SHAPES = [(7,), (64,), (6, 64), (64, 6), (5, 33), (2, 3, 40), (2, 33, 17)]
 BLOCKS = [1, 16, 32, (2, 16), (16, 16), "row", "tensor"]
 
 
-def cases() -> list[object]:
-    return [
-        pytest.param(shape, block, dim, id=f"{shape}-{block}-{dim}")
-        for shape in SHAPES
-        for block in BLOCKS
-        for dim in range(len(shape))
-        if not (isinstance(block, tuple) and len(shape) == 1)
-    ]
+CASES = [
+    (shape, block, dim)
+    for shape, block in itertools.product(SHAPES, BLOCKS)
+    for dim in range(len(shape))
+    if not (isinstance(block, tuple) and len(shape) == 1)
+]
 
 
-@pytest.mark.parametrize(("shape", "block", "dim"), cases())
+@pytest.mark.parametrize(("shape", "block", "dim"), CASES)
 def test_split_join_and_indices(shape, block, dim):
     x = torch.randn(shape)
     blocking = Blocking(shape, block, dim)
@@ -59,8 +59,7 @@ def test_a_block_is_what_its_description_says():
 def test_full_blocks_are_a_view(dim):
     x = torch.randn(64, 96)
     for view in (x, x.t(), x[:1].expand(64, 96)):
-        blocking = Blocking(view.shape, 32, dim)
-        split = blocking.split(view)
+        split = Blocking(view.shape, 32, dim).split(view)
         assert split.data_ptr() == view.data_ptr()
         assert split.untyped_storage().nbytes() == x.untyped_storage().nbytes()
 

@@ -23,9 +23,12 @@ def test_the_matrix_is_sylvesters(size):
 def test_exact_on_dyadic_data(block):
     x = torch.randint(-64, 64, (3, 5, 128)).float()
     signs = torch.randint(0, 2, (block,)) * 2.0 - 1
-    assert torch.equal(unrotate(rotate(x, block, signs), block, signs), x)
+    rotated = rotate(x, block, signs)
+    assert torch.equal(unrotate(rotated, block, signs), x)
+    assert torch.equal(rotated, rotate(x * signs.repeat(128 // block), block))  # signs go first
+    assert not torch.equal(rotated.abs(), rotate(x, block).abs())
     w = torch.randint(-64, 64, (7, 128)).float()
-    assert torch.equal(rotate(x, block, signs) @ rotate(w, block, signs).t(), x @ w.t())
+    assert torch.equal(rotated @ rotate(w, block, signs).t(), x @ w.t())
 
 
 @pytest.mark.parametrize("signed", [False, True], ids=["no signs", "signs"])
@@ -57,12 +60,6 @@ def test_on_a_gpu(block, dtype, shape, signed):
         if len(shape) == 2:
             assert rotated.stride(-1) == (1 if given is x else rotated.shape[0])
     assert set(multiplied) == {dtype if block == 16 else torch.float32}
-
-
-def test_signs_go_first():
-    x, signs = torch.randn(2, 16), torch.randint(0, 2, (16,)) * 2.0 - 1
-    assert torch.equal(rotate(x, 16, signs), rotate(x * signs, 16))
-    assert not torch.equal(rotate(x, 16, signs).abs(), rotate(x, 16).abs())
 
 
 def test_padding_and_signs_per_block():

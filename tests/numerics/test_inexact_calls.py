@@ -69,10 +69,9 @@ def _is_number(node: ast.AST) -> bool:
 def found() -> dict[str, dict[str, list[int]]]:
     """Lines by file and operation."""
     calls: dict[str, dict[str, list[int]]] = {}
-    for place, folder in PLACES.items():
-        for file in sorted(folder.glob("*.py")):
-            for operation, line in inexact(file.read_text(encoding="utf-8")):
-                calls.setdefault(f"{place}/{file.name}", {}).setdefault(operation, []).append(line)
+    for place, file in ((place, file) for place, folder in PLACES.items() for file in sorted(folder.glob("*.py"))):
+        for operation, line in inexact(file.read_text(encoding="utf-8")):
+            calls.setdefault(f"{place}/{file.name}", {}).setdefault(operation, []).append(line)
     return calls
 
 

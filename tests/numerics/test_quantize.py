@@ -66,7 +66,7 @@ QUANTIZERS = [
         QuantSpec(element, 8, ScaleSpec("ue5m3", "nearest_even"), "stochastic", random_bits=bits)
         for element, bits in itertools.product(ELEMENTS, (3, 24))
     ),
-    *(QuantSpec("e2m1", 8, scale) for scale in SCALE_SPECS if scale.rounding != "floor"),
+    *(QuantSpec("e2m1", 8, scale) for scale in SCALE_SPECS),
     QuantSpec("e2m1", 8, ScaleSpec("e8m0", "stochastic"), "stochastic"),
 ]
 
@@ -145,13 +145,6 @@ def test_a_bad_value_poisons_its_block_and_no_other(scale, bad):
     assert_same_bits(q, clean)
 
 
-@pytest.mark.parametrize("scale", SCALE_SPECS, ids=str)
-def test_zeros_stay_zeros_of_their_sign(scale):
-    x = torch.tensor([[0.0, -0.0] * 8])
-    assert_same_bits(fake_quantize(x, QuantSpec(block=8, scale=scale), key=1), x)
-    assert_same_bits(fake_quantize(x, QuantSpec(block=8, scale=scale, rounding="stochastic"), key=1), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_are_computed_in_fp32(dtype):
     x = (torch.randn(8, 64, dtype=torch.float64) * 3).to(dtype)
@@ -175,10 +168,10 @@ def test_beyond_the_range_of_the_dtype_is_infinity():
 def test_empty_tensors(shape, block, dim):
     if isinstance(block, tuple) and len(shape) < 2:
         pytest.skip("2-D blocks of a 1-D tensor are an error")
-    spec = QuantSpec(block=block, rounding="stochastic")
-    q = fake_quantize(torch.zeros(shape, dtype=torch.bfloat16), spec, dim, key=1)
-    assert q.shape == shape
-    assert q.dtype == torch.bfloat16
+    q = fake_quantize(
+        torch.zeros(shape, dtype=torch.bfloat16), QuantSpec(block=block, rounding="stochastic"), dim, key=1
+    )
+    assert (q.shape, q.dtype) == (shape, torch.bfloat16)
 
 
 def test_any_strides():
@@ -198,30 +191,28 @@ def test_padding_is_as_if_zeros_had_been_there():
     assert_same_bits(q, fake_quantize(x.t().contiguous(), QuantSpec(), 0).t())
 
 
-X, SR = torch.zeros(4, 32), QuantSpec(rounding="stochastic")
+X, SR, STOCHASTIC = torch.zeros(4, 32), QuantSpec(rounding="stochastic"), ScaleSpec("e8m0", "stochastic")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ((torch.arange(4), QuantSpec()), r"torch.int64"),
-        ((X, SR), "pass a key"),
-        ((X, QuantSpec(scale=ScaleSpec("e8m0", "stochastic"))), "pass a key"),
-        ((X, SR, -1, torch.tensor(3)), "int32 tensor of two"),
-        ((X[0], QuantSpec(block=(2, 2))), "two axes"),
-        ((torch.tensor(1.0), QuantSpec()), "at least one axis"),
-        ((X, QuantSpec(), 2), "out of range"),
+        (lambda: fake_quantize(torch.arange(4), QuantSpec()), r"torch.int64"),
+        (lambda: fake_quantize(X, SR), "pass a key"),
+        (lambda: fake_quantize(X, QuantSpec(scale=STOCHASTIC)), "pass a key"),
+        (lambda: fake_quantize(X, SR, -1, torch.tensor(3)), "int32 tensor of two"),
+        (lambda: fake_quantize(X[0], QuantSpec(block=(2, 2))), "two axes"),
+        (lambda: fake_quantize(torch.tensor(1.0), QuantSpec()), "at least one axis"),
+        (lambda: fake_quantize(X, QuantSpec(), 2), "out of range"),
+        (lambda: block_scale(torch.ones(1), STOCHASTIC, ELEMENTS["e2m1"]), "needs noise"),
+        (Noise(None, Blocking((4, 32), 32), CPU).bits, "pass a key"),
+        (Noise(None, Blocking((4, 32), 32), CPU).block_bits, "pass a key"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_misuse_is_told(arguments, message):
+def test_misuse_is_told(call, message):
     with pytest.raises(TypeError if "int64" in message else ValueError, match=message):
-        fake_quantize(*arguments)
-
-
-def test_stochastic_scales_need_noise():
-    with pytest.raises(ValueError, match="needs noise"):
-        block_scale(torch.ones(1), ScaleSpec("e8m0", "stochastic"), element_format("e2m1"))
+        call()
 
 
 def test_stochastic_scales_are_unbiased():
@@ -232,16 +223,6 @@ def test_stochastic_scales_are_unbiased():
         assert len(scale.unique()) == 2
         ideal = float(np.float32(7.3) / np.float32(6))
         assert abs(scale.mean().item() - ideal) < 3 * scale.std().item() / math.sqrt(len(z))
-
-
-@pytest.mark.slow
-def test_stochastic_rounding_of_a_tensor_is_unbiased():
-    x = torch.linspace(-5.9, 6.0, 32)[None]  # no value but the last is one of E2M1, nor near one
-    spec = QuantSpec(rounding="stochastic", scale=ScaleSpec("e8m0", "ceil"))
-    draws = torch.stack([fake_quantize(x, spec, key=k) for k in range(2000)]).double()
-    error = (draws.mean(0) - x) / (draws.std(0) / math.sqrt(2000)).clamp(min=1e-12)
-    assert error.abs().max() < 4.5  # 32 elements, 2000 draws
-    assert error.abs().mean() < 1.1
 
 
 @pytest.mark.parametrize(
