@@ -23,7 +23,6 @@ FILES = {"ddp_cases": ddp_cases, "fsdp_cases": fsdp_cases}
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Run a file of cases once, and return its outcomes and its folder."""
 
     @cache
     def run(file: str) -> tuple[dict[str, str], Path]:

@@ -33,7 +33,6 @@ def _module(file: str) -> ModuleType:
 
 
 def each(*arguments: tuple[object, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a case of a function for each tuple of arguments."""
 
     def mark(case: Callable[..., None]) -> Callable[..., None]:
         case.arguments = arguments  # type: ignore[attr-defined]
@@ -43,7 +42,6 @@ def each(*arguments: tuple[object, ...]) -> Callable[[Callable[..., None]], Call
 
 
 def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
-    """The cases of a module, by name and arguments."""
     found: dict[str, Callable[[], None]] = {}
     for function in [f for name, f in vars(module).items() if name.startswith("case_")]:
         for arguments in getattr(function, "arguments", [()]):
