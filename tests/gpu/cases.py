@@ -24,11 +24,10 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.floats import any_floats, around, blocks_of_every_scale
+from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
 
 POLICIES = sorted(file.stem for file in (Path(__file__).parents[2] / "policies").glob("*.yaml"))
-MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
-ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
+ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
 #: Techniques that no shipped policy uses, each on a format that it is for.
 OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "stochastic_scale_rounding": (NVFP4, ["stochastic_scale_rounding"]),
@@ -38,7 +37,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "low_rank_residual": (MXFP4, [{"low_rank_residual": {"rank": 4}}]),
     "four_over_six": (NVFP4, [{"tensor_scaling": {"target": 256}}, "four_over_six"]),
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),
-    "quest_scale": ({**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}, ["quest_scale"]),
+    "quest_scale": (quantizer(rounding="floor"), ["quest_scale"]),
     "stochastic_rounding": (MXFP4, [{"stochastic_rounding": {"operands": "all_activation", "bits": 8}}]),
 }
 VIEW = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("blocks", 5, 12))
@@ -66,7 +65,6 @@ class Quantizer:
     def called_on(
         self, x: Tensor, key: Tensor, step: Tensor, state: Sequence[Tensor]
     ) -> tuple[Tensor, Draw | None, dict[str, dict[str, Tensor]]]:
-        """What the program is called on."""
         entries: dict[str, dict[str, Tensor]] = {}
         for slot, tensor in zip(self.program.state, state, strict=True):
             entries.setdefault(slot.technique, {})[slot.entry.name] = tensor
@@ -112,18 +110,10 @@ class Rotation:
 @cache
 def programs() -> list[tuple[str, MatmulProgram]]:
     """What every shipped policy makes of a linear layer, and every technique that none of them uses."""
-    others = {
-        name: {
-            "version": 1,
-            "name": name,
-            "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": format, "techniques": techniques}],
-        }
-        for name, (format, techniques) in OTHERS.items()
-    }
+    others = [one_rule(*techniques, quantize=format) | {"name": name} for name, (format, techniques) in OTHERS.items()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
-        shipped = [fp4graph.load_policy(name) for name in POLICIES]
-        policies = shipped + [fp4graph.load_policy(policy) for policy in others.values()]
+        policies = [fp4graph.load_policy(policy) for policy in (*POLICIES, *others)]
     found = []
     for policy in policies:
         for rule in (*policy.rules, policy.default):

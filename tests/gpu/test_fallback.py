@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from unittest import mock
 
@@ -10,16 +11,19 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fp4graph
+from fp4graph.graph.functions import site_function
 from fp4graph.kernels import gpu
+from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.request import Asked
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.target import traced_for
+from tests.helpers.sites import program_of
 
 pytest.importorskip("triton", reason="there is no Triton for this system, or it is not installed")
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+REFUSED = "RuntimeError: PTXASError: no target sm_120"
 
 
 @pytest.fixture
@@ -47,15 +51,11 @@ def trial(kernel: str) -> str | None:
         return (torch.where(y == y.max(), 0, y), *packed)
 
     product = triton_product.scaled_product
-
-    def wrong_product(*arguments: object) -> torch.Tensor:
-        return product(*arguments).neg()
-
     changed = {
         "refused": (triton_quantize, "quantize_kernel", Refusing()),
         "wrong": (triton_quantize, "quantize_and_pack_columns", wrong),
         "refused product": (triton_product, "product_kernel", Refusing()),
-        "wrong product": (triton_product, "scaled_product", wrong_product),
+        "wrong product": (triton_product, "scaled_product", lambda *arguments: product(*arguments).neg()),
     }
     if kernel not in changed:
         return triton_trial.failure(CPU)
@@ -70,26 +70,40 @@ def trial(kernel: str) -> str | None:
     ("kernel", "expected"),
     [
         ("right", None),
-        ("wrong", "a trial gave other values than tensor code"),
-        ("refused", "Triton cannot compile or run them: RuntimeError: PTXASError: no target sm_120"),
-        ("wrong product", "a trial gave other values than tensor code"),
-        ("refused product", "Triton cannot compile or run them: RuntimeError: PTXASError: no target sm_120"),
+        *((kernel, "a trial gave other values than tensor code") for kernel in ("wrong", "wrong product")),
+        *((kernel, f"Triton cannot compile or run them: {REFUSED}") for kernel in ("refused", "refused product")),
     ],
 )
 def test_the_trial(kernel, expected, interpreter):
     assert interpreter(trial, kernel) == expected
 
 
-def test_a_triton_that_cannot_compile_the_kernel(card):
-    """Here Triton has no driver to run anything with; asked for again, nothing is said."""
+@pytest.mark.parametrize(
+    ("capability", "triton", "reason"),
+    [
+        ((7, 5), True, "compute capability 7.5 is below 8.0"),
+        ((9, 0), False, "Triton is not installed"),
+        ((9, 0), True, "Triton cannot compile or run"),  # it has no driver here to run anything with
+    ],
+)
+def test_a_warning_says_once_why_there_are_no_kernels(capability, triton, reason, card):
     assert torch.version.cuda is None or not torch._C._cuda_getDeviceCount()
-    cuda = torch.device("cuda")
-    with pytest.warns(UserWarning, match=r"GPU kernels cannot be used \(Triton cannot compile or run.*tensor code"):
-        assert of_spec(QuantSpec(), cuda) == TENSOR_CODE
+    card.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    find = importlib.util.find_spec
+    card.setattr(importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if triton else None)
+    with pytest.warns(UserWarning, match=rf"GPU kernels cannot be used \({reason}.*tensor code"):
+        assert of_spec(QuantSpec(), CUDA) == TENSOR_CODE
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert of_spec(QuantSpec(block=16), cuda) == TENSOR_CODE
-        assert of_spec(QuantSpec(), cuda, Asked.BYTES) == TENSOR_CODE
+        assert of_spec(QuantSpec(block=16), CUDA) == of_spec(QuantSpec(), CUDA, Asked.BYTES) == TENSOR_CODE
+        assert Machine.of(CUDA).lacks == "the kernels of this cuda cannot be used, as a warning says"
+
+
+def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    gpu.available.cache_clear()
+    assert of_spec(QuantSpec(), CUDA) == TENSOR_CODE
 
 
 @pytest.mark.slow
@@ -99,8 +113,9 @@ def test_tensor_code_takes_over(card):
     def called(reason):
         def train(x, w):
             x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-            torch.autograd.grad(linear(x, w).sum(), (x, w))
-            return linear(x, w)
+            y = function(x, w, None, None, None, 0)
+            torch.autograd.grad(y.sum(), (x, w))
+            return y
 
         card.setattr("fp4graph.kernels.triton_trial.failure", lambda device: reason)
         gpu.available.cache_clear()
@@ -108,19 +123,7 @@ def test_tensor_code_takes_over(card):
             graph = make_fx(train, tracing_mode="fake")(torch.ones(32, 32), torch.ones(64, 32))
         return {node.target.name() for node in graph.graph.nodes if "fp4graph" in str(node.target)}
 
-    from fp4graph.graph.functions import site_function
-    from fp4graph.graph.plan import plan_site
-    from fp4graph.technique.site import SiteView
-
-    rule = fp4graph.load_policy("microscaling").rules[0]
-    program = plan_site(SiteView("fc", "linear", 32, 64, 32 * 64), rule).program
-    assert program is not None
-    function = site_function(program, "linear", 1.0, 1.0)
-
-    def linear(x, w):
-        y: torch.Tensor = function(x, w, None, None, None, 0)
-        return y
-
+    function = site_function(program_of("microscaling", inputs=32, outputs=64), "linear", 1.0, 1.0)
     assert "fp4graph::quantize_both" in called(None)
     with pytest.warns(UserWarning, match="no target sm_120"):
         assert called("no target sm_120") == set()

@@ -68,7 +68,6 @@ def assert_all_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Non
 
 
 def in_eager_mode(function: Callable[..., tuple[Tensor, ...]], args: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a GPU's program gives, operation by operation."""
     with traced_for("cuda"):
         return function(*args)
 
@@ -85,7 +84,6 @@ def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exac
 
 @pytest.fixture
 def computed(compiler, interpreter):
-    """What the code that Inductor writes computes."""
 
     def run(function, args, options=EXACT):
         return interpreter(run_generated, compiler(absent.generate, absent.H200, function, args, options), args)
@@ -95,7 +93,6 @@ def computed(compiler, interpreter):
 
 @pytest.fixture
 def binaries_of(compiler):
-    """The machine code of what Inductor writes."""
 
     def run(gpu, function, args, options=EXACT, **every):
         return compiler(absent.compile_generated, gpu, compiler(absent.generate, gpu, function, args, options), **every)

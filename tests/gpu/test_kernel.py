@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -18,15 +17,12 @@ if not torch.cuda._is_compiled():
 from torch import Tensor
 
 from benchmarks.gpu import absent
-from fp4graph.kernels import gpu as kernels
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
 from fp4graph.kernels.devices import GPU
 from fp4graph.kernels.direction import Blocks, Direction
 from fp4graph.kernels.direction import Packed as Bytes
 from fp4graph.kernels.inductor import EXACT
-from fp4graph.kernels.machine import Machine
-from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.draw import Draw
@@ -40,7 +36,7 @@ from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.quantizers import hostile
-from tests.kernels.test_cpu import GIVEN, PARTS, expected_with, given_for
+from tests.kernels.test_cpu import ENCODE, GIVEN, PARTS, STOCHASTIC, expected_with, given_for
 
 pytestmark = pytest.mark.process
 
@@ -50,35 +46,21 @@ GIVEN_ON_GPU = [names for names in GIVEN if "stored" not in names] + [ON_GPU]
 
 #: Numbers that the shipped policies do not have in plain specs, two by two: along rows, along columns.
 OTHERS = {
-    "encode": (
-        QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode")),
-        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), ties="away"),
-    ),
-    "stochastic scales": (
-        QuantSpec("e2m1", 32, ScaleSpec("e8m0", "stochastic"), "stochastic", random_bits=8),
-        QuantSpec("e2m1", 16, ScaleSpec("ue5m3", "stochastic", zero="to_one")),
-    ),
-    "e4m3, ue5m3": (
-        QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="to_one"), "stochastic"),
-        QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "toward_positive"), "stochastic", source="fprop"),
-    ),
-    "other elements": (
-        QuantSpec("e3m0", 32, ScaleSpec("e8m0", "amax_even")),
-        QuantSpec("int8", 64, ScaleSpec("fp32", "nearest_even")),
-    ),
-    "other rules": (
-        QuantSpec("e2m3", 2, ScaleSpec("e8m0", "amax_ceil", zero="to_one")),
-        QuantSpec("e5m2", 8, ScaleSpec("bf16", "stochastic")),
-    ),
-    "ties of scales": (
-        QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even", "encode", ties="even")),
-        QuantSpec("e3m0", 32, ScaleSpec("e8m0", "nearest_even", ties="even")),
-    ),
-    "codes of their own": (
-        QuantSpec("int4", 16, ScaleSpec("e8m3", "toward_positive")),
-        QuantSpec("e4m3", 16, ScaleSpec("ue5m3_61440", "nearest_even")),
-    ),
-}
+    "encode": (QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode")),
+               QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), ties="away")),
+    "stochastic scales": (QuantSpec("e2m1", 32, ScaleSpec("e8m0", "stochastic"), "stochastic", random_bits=8),
+                          QuantSpec("e2m1", 16, ScaleSpec("ue5m3", "stochastic", zero="to_one"))),
+    "e4m3, ue5m3": (QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="to_one"), "stochastic"),
+                    QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "toward_positive"), "stochastic", source="fprop")),
+    "other elements": (QuantSpec("e3m0", 32, ScaleSpec("e8m0", "amax_even")),
+                       QuantSpec("int8", 64, ScaleSpec("fp32", "nearest_even"))),
+    "other rules": (QuantSpec("e2m3", 2, ScaleSpec("e8m0", "amax_ceil", zero="to_one")),
+                    QuantSpec("e5m2", 8, ScaleSpec("bf16", "stochastic"))),
+    "ties of scales": (QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even", "encode", ties="even")),
+                       QuantSpec("e3m0", 32, ScaleSpec("e8m0", "nearest_even", ties="even"))),
+    "codes of their own": (QuantSpec("int4", 16, ScaleSpec("e8m3", "toward_positive")),
+                           QuantSpec("e4m3", 16, ScaleSpec("ue5m3_61440", "nearest_even"))),
+}  # fmt: skip
 
 
 @cache
@@ -90,20 +72,18 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
         "grad_output": (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT),
     }
     found: dict[str, tuple[QuantSpec, QuantSpec]] = {}
-    for name, program in programs():
-        for side, (first, second) in sides.items():
-            rows, columns = program.operand(first), program.operand(second)
-            altered = any(own.at(stage) for own in (rows, columns) for stage in QUANTIZER_STAGES)
-            if not altered and rows.spec is not None and columns.spec is not None:
-                pair = rows.spec, columns.spec
-                if not any(map(GPU.unknown, pair)) and pair not in found.values():
-                    found[f"{name}:{side}"] = pair
+    for (name, program), (side, both) in itertools.product(programs(), sides.items()):
+        rows, columns = map(program.operand, both)
+        altered = any(own.at(stage) for own in (rows, columns) for stage in QUANTIZER_STAGES)
+        if not altered and rows.spec is not None and columns.spec is not None:
+            pair = rows.spec, columns.spec
+            if not any(map(GPU.unknown, pair)) and pair not in found.values():
+                found[f"{name}:{side}"] = pair
     return {**found, **OTHERS}
 
 
 FEW = ("tetrajet:input",)
 PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
-STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 
 
 def key_of(operand: Operand) -> Tensor:
@@ -130,7 +110,6 @@ def along_columns(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tensor) -> None:
-    """The bytes of fp4graph.pack, which stand for the same values."""
     assert torch.equal(codes, packed.codes)
     assert scales.dtype is packed.scales.dtype
     assert torch.equal(scales.nan_to_num(7), packed.scales.nan_to_num(7))
@@ -177,16 +156,13 @@ def test_shapes(shape, interpreter):
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
     in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-    how = rowwise(rows), columnwise(columns), True
-    first, second, sums = interpreter(triton_quantize.quantize_both, x, *how)
+    first, second, sums = interpreter(triton_quantize.quantize_both, x, rowwise(rows), columnwise(columns), True)
     assert_same_bits(first, in_rows)
     assert_same_bits(second, in_columns)
     # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
-    scattered = x.repeat_interleave(2, -1)[..., ::2]
-    for given in (x, scattered):
-        alone = interpreter(triton_quantize.quantize, given, rowwise(rows))
-        assert_same_bits(alone, in_rows)
+    for given in (x, x.repeat_interleave(2, -1)[..., ::2]):
+        assert_same_bits(interpreter(triton_quantize.quantize, given, rowwise(rows)), in_rows)
     packed = interpreter(triton_quantize.quantize_and_pack, x, rowwise(rows))
     if x.numel():
         assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
@@ -194,8 +170,7 @@ def test_shapes(shape, interpreter):
 
 def test_a_line(interpreter):
     x, (spec, _) = torch.randn(90, generator=torch.Generator().manual_seed(1)), pairs()["tetrajet:grad_output"]
-    alone = interpreter(triton_quantize.quantize, x, rowwise(spec))
-    assert_same_bits(alone, along_rows(x, spec))
+    assert_same_bits(interpreter(triton_quantize.quantize, x, rowwise(spec)), along_rows(x, spec))
 
 
 BY_NAMES = pytest.mark.parametrize("names", GIVEN_ON_GPU, ids="-".join)
@@ -206,9 +181,8 @@ BY_BLOCK = pytest.mark.parametrize("one", [False, True], ids=["one a block", "on
 @BY_NAMES
 def test_given_blocks(names, one, interpreter):
     """As the kernels of a CPU are held to the definition (tests/kernels/test_cpu.py), along rows and along columns."""
-    encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(3)
-    for spec, dtype in ((STOCHASTIC, torch.float32), (encode, torch.bfloat16)):
+    for spec, dtype in ((STOCHASTIC, torch.float32), (ENCODE, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
         given = given_for(x, spec, names, one, generator)
         for layout in (x, x.mT.contiguous().mT):
@@ -267,7 +241,6 @@ EACH = {"EACH_R": "rows", "EACH_C": "columns"}
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in pairs()])
 def test_machine_code(name, gpu, operator, compiler):
-    """Without spilled registers, with IEEE arithmetic only."""
     rows, columns = pairs()[name]
     binary = compiler(compiled, gpu, rows, columns, operator)
     assert_machine_code([binary], gpu)
@@ -335,31 +308,3 @@ def test_what_the_kernels_serve():
     assert GPU.unknown(QuantSpec()) is None
     for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
         assert GPU.unknown(spec)
-
-
-@pytest.mark.parametrize(
-    ("capability", "triton", "reason"),
-    [((7, 5), True, "compute capability 7.5 is below 8.0"), ((9, 0), False, "Triton is not installed")],
-)
-def test_a_warning_says_why_there_are_no_kernels(capability, triton, reason, monkeypatch):
-    """Quantizers run as tensor code there, and nowhere is the reason told twice."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if triton else None)
-    kernels.available.cache_clear()
-    cuda = torch.device("cuda")
-    try:
-        with pytest.warns(UserWarning, match=reason):
-            assert of_spec(QuantSpec(), cuda) == TENSOR_CODE
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert Machine.of(cuda).lacks == "the kernels of this cuda cannot be used, as a warning says"
-    finally:
-        kernels.available.cache_clear()
-
-
-def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    kernels.available.cache_clear()
-    assert of_spec(QuantSpec(), torch.device("cuda")) == TENSOR_CODE

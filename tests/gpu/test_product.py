@@ -36,11 +36,8 @@ def factors(shape: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype) ->
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values(shape, transposed, interpreter):
     """The exact sum, times a scalar that rounds, plus an addend, each in fp32, and rounded once more at the end."""
-    left, right, addend = factors(shape, torch.bfloat16)
-    if transposed[0]:
-        left = left.mT.contiguous().mT
-    if transposed[1]:
-        right = right.mT.contiguous().mT
+    *both, addend = factors(shape, torch.bfloat16)
+    left, right = (x.mT.contiguous().mT if turned else x for x, turned in zip(both, transposed, strict=True))
     scale = torch.tensor(1.1)
     exact = (left.double() @ right.double().mT).float() * scale
     for added, beta in ((None, 1.0), (addend, 1.0), (addend, 0.3)):
@@ -54,8 +51,7 @@ def test_what_is_not_a_number(interpreter):
     left, right, _ = factors(((), 130, 140, 70), torch.float16)
     left[129, 3], right[5, 69] = torch.nan, torch.inf
     found = interpreter(triton_product.scaled_product, left, right, torch.tensor(0.7), None, 1.0)
-    due = (left.float() @ right.float().mT * torch.tensor(0.7)).to(torch.float16)
-    assert_same_bits(found, due)
+    assert_same_bits(found, (left.float() @ right.float().mT * torch.tensor(0.7)).to(torch.float16))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -73,11 +69,8 @@ def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
     ones = ("left_k", "right_k") if layout == "rows" else ("left_m", "right_n")
     others = [name for name in ("left_m", "left_k", "right_n", "right_k") if name not in ones]
     numbers |= dict.fromkeys(others, "i32")
-    constant = {**dict.fromkeys(ones, 1), "BETA": 1.0, **triton_product.TILES}
-    aligned = [*pointers, *numbers]
-    return absent.compile_written(
-        gpu, product_kernel, {**pointers, **numbers}, constant, aligned, **triton_product.OPTIONS
-    )
+    constant, types = {**dict.fromkeys(ones, 1), "BETA": 1.0, **triton_product.TILES}, {**pointers, **numbers}
+    return absent.compile_written(gpu, product_kernel, types, constant, [*types], **triton_product.OPTIONS)
 
 
 def test_which_products_it_takes():
