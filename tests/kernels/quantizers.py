@@ -44,7 +44,6 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs(row: Row) -> set[Pair]:
-    """Every two columns of a row with their values."""
     return set(itertools.combinations(row.items(), 2))
 
 
@@ -75,7 +74,6 @@ def spec_of(row: Row) -> QuantSpec:
 
 
 def name_of(row: Row) -> str:
-    """For the test's report."""
     flat = [part for value in row.values() for part in (value if isinstance(value, tuple) else (value,))]
     return "-".join(str(part).removeprefix("torch.") for part in flat)
 

@@ -87,7 +87,6 @@ def test_training_without_kernels(environment, warned, trained, tmp_path):
 
 
 def forget() -> None:
-    """Forget which libraries were built and loaded."""
     for cached in (cpu.available, abi._load, abi.function, abi.common):
         cached.cache_clear()
 

@@ -114,8 +114,6 @@ def test_what_is_rotated_first(g, block, dtype):
 
 
 GROUPS = Groups(STARTS, SIZES)
-
-
 GAMMA = torch.tensor([1.1, 1.3, 1.7, 1.9])
 
 
@@ -138,8 +136,7 @@ def test_quantized_product(name, dtype, transposed):
     """The noise of every expert's weight is that of its place among all experts. Bytes are those of the quantizer."""
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
-    quantized = fake_quantize(w, spec, -1, DERIVED)
-    how = Direction(spec, SOURCE)
+    quantized, how = fake_quantize(w, spec, -1, DERIVED), Direction(spec, SOURCE)
     y, nothing = experts.quantized_product(x, w, GROUPS, how)
     assert nothing is None
     assert_same_bits(y, by_hand(x, quantized))
@@ -189,10 +186,9 @@ def test_requantized_product(name, dtype):
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
     quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
     quantized = quantized.mT.contiguous().mT  # the operator's layout, on which the bits of a threaded GEMM depend
-    y = experts.requantized_product(dy, kept, GROUPS, Direction(spec, SOURCE))
-    assert_same_bits(y, by_hand(dy, quantized))
-    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, GAMMA), Direction(spec, SOURCE))
-    assert_same_bits(y, by_hand(dy, quantized, GAMMA))
+    for gamma in (None, GAMMA):
+        y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE))
+        assert_same_bits(y, by_hand(dy, quantized, gamma))
 
 
 _w = packed(normal(4, N, K))

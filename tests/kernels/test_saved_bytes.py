@@ -47,7 +47,6 @@ def of_linear(
     policy: Any, shape: tuple[int, ...] = (M, K), dtype: torch.dtype = torch.bfloat16, needs_grad: bool = True
 ) -> list[Tensor]:
     """What a linear to N features keeps of an input of ``shape``."""
-    torch.manual_seed(0)
     linear = nn.Linear(shape[-1], N, bias=False, dtype=dtype)
     if policy is not None:
         fp4graph.apply(linear, policy, backend="eager")
@@ -93,10 +92,6 @@ def test_what_a_linear_keeps(case):
         assert size(of_linear(policy, needs_grad=False)) == PACKED * INPUT + KEYS  # no gradient reads the weight
 
 
-def test_an_unquantized_linear_keeps_its_input_and_its_weight():
-    assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
-
-
 @pytest.mark.parametrize("shape", [(M, 72), (3, 5, K), (1, 40)], ids=str)
 def test_blocks_are_kept_whole(shape):
     """A last block that is not full takes as many bytes as one that is."""
@@ -104,7 +99,8 @@ def test_blocks_are_kept_whole(shape):
     assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
 
 
-def test_tensor_code_keeps_the_dequantized_operands():
+def test_an_unquantized_linear_keeps_its_operands_and_tensor_code_the_dequantized_ones():
+    assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
     with operators.tensor_code():
         assert size(of_linear(policy_of())) == BF16 * (INPUT + WEIGHT) + KEYS
 
@@ -112,7 +108,6 @@ def test_tensor_code_keeps_the_dequantized_operands():
 def test_bytes_are_lossless():
     """Of the fp32 input and weight of a bf16 GEMM: what its backward rereads is what it read."""
     spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"), "nearest", "up")
-    torch.manual_seed(0)
     linear = fp4graph.apply(nn.Linear(K, N, bias=False), policy_of(), backend="eager")
     x = torch.randn(M, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

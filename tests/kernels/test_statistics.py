@@ -97,14 +97,14 @@ def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> 
 
 
 CASES = [
-    pytest.param(16, "mse", "decode", (40, 100)),
-    pytest.param(16, "mae", "decode", (3, 20, 64)),
-    pytest.param(16, "amax", "encode", (40, 100)),
-    pytest.param((16, 16), "mse", "decode", (2, 40, 50)),
-    pytest.param("row", "mse", "decode", (33, 70)),
+    (16, "mse", "decode", (40, 100)),
+    (16, "mae", "decode", (3, 20, 64)),
+    (16, "amax", "encode", (40, 100)),
+    ((16, 16), "mse", "decode", (2, 40, 50)),
+    ("row", "mse", "decode", (33, 70)),
     pytest.param("tensor", "mae", "decode", (33, 70), marks=pytest.mark.long),
-    pytest.param(16, "mse", "decode", (0, 32)),
-    pytest.param(16, "mse", "decode", (200,)),
+    (16, "mse", "decode", (0, 32)),
+    (16, "mse", "decode", (200,)),
     pytest.param(1, "mse", "decode", (70, 8), marks=pytest.mark.long),
 ]
 
@@ -169,16 +169,12 @@ def test_operators_divide_as_they_read(block, dtype, transposed):
 @pytest.mark.parametrize(
     ("elements", "block", "selector", "shape", "transposed"),
     [
-        (["e2m1", "int4"], 16, "mse", (40, 100), False),
-        (["e2m1", "int4"], 16, "mae", (70, 96), True),
-        (["int4", "e2m1"], 32, "amax", (40, 100), False),
-        (["int4", "e2m1"], 32, "amax", (130, 64), True),
-        (["e2m1", "int4"], (16, 16), "mae", (2, 40, 50), False),
-        (["e2m1", "int4"], (16, 16), "mse", (32, 64), True),
-        (["e2m1", "int4"], "row", "mse", (3, 20, 70), False),
-        (["e2m1", "int4"], "tensor", "mse", (33, 70), True),
+        (["e2m1", "int4"], 16, "mse", (40, 100), False), (["e2m1", "int4"], 16, "mae", (70, 96), True),
+        (["int4", "e2m1"], 32, "amax", (40, 100), False), (["int4", "e2m1"], 32, "amax", (130, 64), True),
+        (["e2m1", "int4"], (16, 16), "mae", (2, 40, 50), False), (["e2m1", "int4"], (16, 16), "mse", (32, 64), True),
+        (["e2m1", "int4"], "row", "mse", (3, 20, 70), False), (["e2m1", "int4"], "tensor", "mse", (33, 70), True),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("rounding", [("nearest", "even", 24), ("stochastic", "away", 8)], ids=lambda r: r[0])
 def test_elements_that_blocks_choose(elements, block, selector, shape, transposed, rounding):
     how = dict(zip(("rounding", "ties", "random_bits"), rounding, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fp4graph.errors import Error
 from fp4graph.kernels import gpu, machine, operators, switches
 from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.switches import Switches, read
-from tests.helpers.processes import IMPORTS, PATIENCE
+from tests.helpers.processes import IMPORTS, PATIENCE, python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -21,9 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (None, Switches(True, 4096, True)),
-        ("", Switches(True, 4096, True)),
-        ("1", Switches(True, 4096, True)),
+        *((everything, Switches(True, 4096, True)) for everything in (None, "", "1")),
         ("0", Switches(False, 0, True)),
         ("none", Switches(False, 0, False)),
         ("quantizers", Switches(True, 0, False)),
@@ -37,13 +34,11 @@ def test_what_a_value_means(value, expected):
     assert read({} if value is None else {"FP4GRAPH_KERNELS": value}) == expected
 
 
-WHOLLY = ("yes", "2", "quantisers", "products=", "products=abc", "products=-1", "products=4e3", "quantizers=1")
-
-
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        *((value, value) for value in (*WHOLLY, "bf16_products")),
+        *((value, value) for value in ("yes", "2", "quantisers", "quantizers=1", "bf16_products")),
+        *((value, value) for value in ("products=", "products=abc", "products=-1", "products=4e3")),
         ("quantizers,1", "1"),
         ("quantizers,", ""),
         ("quantizers,quantizers", "quantizers"),
@@ -81,24 +76,25 @@ def test_a_former_variable_is_refused_with_what_to_write_now(environment, now):
     assert str(read({"FP4GRAPH_KERNELS": now})) == now
 
 
+def ended(variables: dict[str, str], *code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **IMPORTS, **variables}
+    return subprocess.run(python("-c", *code), env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
 @pytest.mark.long
 @pytest.mark.process
 def test_a_program_ends_at_a_variable_of_a_former_version():
-    command = [sys.executable, "-c", "import fp4graph; fp4graph.apply"]
-    environment = {**os.environ, **IMPORTS, "FP4GRAPH_PRODUCT_LENGTH": "0"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode != 0
-    assert ended.stderr.rstrip().endswith("FP4GRAPH_KERNELS=quantizers,bf16-products")
+    done = ended({"FP4GRAPH_PRODUCT_LENGTH": "0"}, "import fp4graph; fp4graph.apply")
+    assert done.returncode != 0
+    assert done.stderr.rstrip().endswith("FP4GRAPH_KERNELS=quantizers,bf16-products")
 
 
 @pytest.mark.process
 def test_the_command_ends_at_a_misspelt_value_with_one_line():
-    command = [sys.executable, "-c", "from fp4graph.__main__ import main; main()", "check", "tetrajet"]
-    command += ["--target", "b200"]  # plans products, for which the switches are read
-    environment = {**os.environ, **IMPORTS, "FP4GRAPH_KERNELS": "quantisers"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
+    command = "from fp4graph.__main__ import main; main()", "check", "tetrajet"
+    done = ended({"FP4GRAPH_KERNELS": "quantisers"}, *command, "--target", "b200")  # plans products, so reads switches
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
     assert line.startswith("the environment variable FP4GRAPH_KERNELS is 'quantisers'")
 
 

@@ -19,7 +19,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Which kernels are called."""
     made: list[str] = []
 
     def spied(name, original):

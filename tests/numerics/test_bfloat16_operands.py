@@ -23,7 +23,6 @@ COLUMNS = ("fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight", "
 
 
 def gaussian() -> Data:
-    """Gaussian numbers in bf16."""
     generator = torch.Generator().manual_seed(0)
     shapes = (TOKENS, IN), (OUT, IN), (TOKENS, OUT)
     return Data(*(torch.randn(s, generator=generator).bfloat16().double().numpy() for s in shapes))

@@ -60,14 +60,12 @@ def inexact(source: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_number(node: ast.AST) -> bool:
-    """Whether ``node`` is arithmetic of literals alone."""
     return all(
         isinstance(part, ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop) for part in ast.walk(node)
     )
 
 
 def found() -> dict[str, dict[str, list[int]]]:
-    """Lines by file and operation."""
     calls: dict[str, dict[str, list[int]]] = {}
     for place, file in ((place, file) for place, folder in PLACES.items() for file in sorted(folder.glob("*.py"))):
         for operation, line in inexact(file.read_text(encoding="utf-8")):
@@ -105,21 +103,12 @@ def test_every_inexact_operation_has_a_reason():
 @pytest.mark.parametrize(
     ("source", "operations"),
     [
-        ("torch.sqrt(x)", ["sqrt"]),
-        ("x.sqrt_()", ["sqrt"]),
-        ("root(x) + math.sqrt(2)", []),
-        ("torch.linalg.qr(x).Q", ["qr"]),
-        ("torch.linalg.vector_norm(x)", ["vector_norm"]),
-        ("a @ b", ["@"]),
-        ("x @= y", ["@"]),
-        ("x ** 0.5 + 2.0**-126", ["**"]),
-        ("2.0**k", ["**"]),
-        ("x.sum(-1) + sum(counts)", ["sum"]),
-        ("groups.reduce(x, 'sum')", ["sum"]),
-        ("tl.exp2(x)", ["exp2"]),
-        ("torch.nn.functional.softmax(x, -1)", ["softmax"]),
-        ("x.amax(-1).round().floor()", []),
+        ("torch.sqrt(x)", ["sqrt"]), ("x.sqrt_()", ["sqrt"]), ("root(x) + math.sqrt(2)", []),
+        ("torch.linalg.qr(x).Q", ["qr"]), ("torch.linalg.vector_norm(x)", ["vector_norm"]),
+        ("a @ b", ["@"]), ("x @= y", ["@"]), ("x ** 0.5 + 2.0**-126", ["**"]), ("2.0**k", ["**"]),
+        ("x.sum(-1) + sum(counts)", ["sum"]), ("groups.reduce(x, 'sum')", ["sum"]), ("tl.exp2(x)", ["exp2"]),
+        ("torch.nn.functional.softmax(x, -1)", ["softmax"]), ("x.amax(-1).round().floor()", []),
     ],
-)
+)  # fmt: skip
 def test_the_scan_finds(source, operations):
     assert [operation for operation, _ in inexact(source)] == operations

@@ -151,7 +151,6 @@ MANY = torch.arange(COUNT, dtype=torch.int32)
 
 
 def words(key: torch.Tensor, index: int) -> list[int]:
-    """The twelve 16-bit words of one element."""
     index = torch.tensor([index], dtype=torch.int32)
     bits = [int(hash_bits(derive(key, salt), index)) & 0xFFFFFFFF for salt in range(6)]
     return [word for b in bits for word in (b & 0xFFFF, b >> 16)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -43,20 +43,22 @@ class FlippedRotation(BlockHadamard):
         return super().inverse(x.flip(-1), side, shared)
 
 
-class Flipped(Hadamard):
-    name: ClassVar[str] = "flipped"
+def made(name: str, part: type[BlockHadamard], **fields: Any) -> type[Technique]:
+    """Return a technique with this part and the options of a rotation."""
 
-    def parts(self, site: SiteView) -> tuple[Part, ...]:
-        return (FlippedRotation(options=self, draws=True),)
+    class Made(Hadamard):
+        def parts(self, site: SiteView) -> tuple[Part, ...]:
+            return (part(options=self, draws=True, **fields),)
+
+    Made.name = name
+    return Made
 
 
 def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
     """Y, dX and dW of three experts, the second without tokens, under the technique ``cls`` with blocks of 16."""
     registry = None if cls is Hadamard else Registry([(f"{cls.name}-plugin", Offers(cls))])
-    policy = fp4graph.load_policy(
-        one_rule({cls.name: {"block": 16}}, op="grouped", quantize=quantizer(block)), registry
-    )
-    program = program_of(policy, "grouped", K, N)
+    rule = one_rule({cls.name: {"block": 16}}, op="grouped", quantize=quantizer(block))
+    program = program_of(fp4graph.load_policy(rule, registry), "grouped", K, N)
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in ((40, K), (3, K, N), (40, N)))
     x, w = x.requires_grad_(), w.requires_grad_()
@@ -68,7 +70,7 @@ def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
     return y.detach(), x.grad, w.grad
 
 
-@pytest.mark.parametrize("cls", [Hadamard, Flipped], ids=lambda cls: cls.name)
+@pytest.mark.parametrize("cls", [Hadamard, made("flipped", FlippedRotation)], ids=lambda cls: cls.name)
 def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) -> None:
     """Beside tensor code, which calls the transform itself."""
     assert cpu.available()
@@ -82,14 +84,9 @@ def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) ->
 
 @pytest.mark.parametrize("declared", [24, 0, "x"])
 def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
-    class Wrong(Hadamard):
-        name: ClassVar[str] = "wrong"
-
-        def parts(self, site: SiteView) -> tuple[Part, ...]:
-            return (BlockHadamard(options=self, draws=True, block_rotation=declared),)
-
+    wrong = made("wrong", BlockHadamard, block_rotation=declared)
     with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, no power of two"):
-        trained(Wrong, block=48 if declared == 24 else 32)
+        trained(wrong, block=48 if declared == 24 else 32)
 
 
 @pytest.mark.parametrize("signs", [(torch.ones(4),), (torch.ones(16), torch.ones(16))], ids=["few", "twice"])
@@ -100,11 +97,5 @@ def test_other_signs_than_those_of_a_block_are_the_plugins_error(signs: tuple[Te
         def pair_context(self, left: Tensor, right: Tensor, context: Any) -> tuple[Tensor, ...]:
             return signs
 
-    class Wrong(Hadamard):
-        name: ClassVar[str] = "wrong"
-
-        def parts(self, site: SiteView) -> tuple[Part, ...]:
-            return (Signed(options=self, draws=True, block_rotation=16),)
-
     with pytest.raises(PluginError, match=r"pair_context: must return signs \[16\] alone, or nothing"):
-        trained(Wrong)
+        trained(made("wrong", Signed, block_rotation=16))

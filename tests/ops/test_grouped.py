@@ -235,12 +235,9 @@ def test_layout_keeps_experts_apart(granule):
     laid_out = layout.lay_out(x)
     assert len(laid_out) <= (len(x) + len(SIZES) * (granule - 1))
     for blocks in laid_out.split(granule) if granule > 1 else ():
-        owners = {
-            int(torch.searchsorted(ends, (x == row).all(1).nonzero()[0, 0], right=True)) for row in blocks if row.any()
-        }
-        assert len(owners) <= 1
-    back = layout.take_back(laid_out)
-    assert torch.equal(back[:-DROPPED], x[:-DROPPED])
+        places = [(x == row).all(1).nonzero()[0, 0] for row in blocks if row.any()]
+        assert len({int(torch.searchsorted(ends, place, right=True)) for place in places}) <= 1
+    assert torch.equal(layout.take_back(laid_out)[:-DROPPED], x[:-DROPPED])
 
 
 MIXES = "technique {} does not tell the tokens and weights of experts apart"
@@ -285,11 +282,10 @@ class OfExperts(torch.nn.Module):
         return grouped_mm(self.act(gate) * up, self.down.mT, offs=ends)
 
 
+EDEN = {"hadamard": {"scope": "backward", "block": 16}}, {"ms_eden": {"block": 16}}
 COMPILED = {
     "mean_split": one_rule("tensor_scaling", "mean_split", op="grouped", quantize=NVFP4),
-    "ms_eden": one_rule(
-        {"hadamard": {"scope": "backward", "block": 16}}, {"ms_eden": {"block": 16}}, op="grouped", quantize=NVFP4
-    ),
+    "ms_eden": one_rule(*EDEN, op="grouped", quantize=NVFP4),
     "smooth_swiglu": one_rule("smooth_swiglu", op="grouped"),
     "chosen elements": one_rule("tensor_scaling", op="grouped", quantize={**NVFP4, "element": ["e2m1", "int4"]}),
 }

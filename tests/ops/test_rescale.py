@@ -19,8 +19,6 @@ SPEC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
 
 
 class Dividing(BlockScale):
-    """Divides by a constant γ."""
-
     mixes = "none"
     gamma: float
 

@@ -71,8 +71,7 @@ def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
     accumulation = 2.0**-24 * terms * (abs(alpha) * (left.abs() @ right.abs().mT) + abs(addend))
     assert result.shape == exact.shape
     excess = ((result.double() - exact).abs() - accumulation) / half
-    relative = (result.double() - exact).norm() / exact.norm()
-    assert excess.max() <= 1, f"{excess.max():.2f} half units in the last place; relative error {relative:.5f}"
+    assert excess.max() <= 1, f"{excess.max():.2f} half units in the last place"
 
 
 @pytest.mark.slow
@@ -80,19 +79,8 @@ def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
 @pytest.mark.parametrize("name", ["nvfp4-te", "fp4-all-the-way"])
 def test_all_three_products_of_shipped_policies(name, dtype):
     x, w, bias, dy = data((256, 512), (256, 512), (256,), (256, 256), dtype=dtype)
-    found = run(function(name), x, w, bias, dy)
-    for operand, parts in found.items():
+    for operand, parts in run(function(name), x, w, bias, dy).items():
         assert_rounded_once(*parts, addend=bias.double() if operand is Operand.FPROP_INPUT else 0.0)
-
-
-def test_the_relative_error_is_that_of_one_rounding():
-    x, w, dy = data((256, 512), (256, 512), (256, 256))
-    found = run(function(policy()), x, w, None, dy)
-    for result, left, right in found.values():
-        exact = left @ right.mT
-        once = (exact.bfloat16().double() - exact).norm() / exact.norm()
-        error = (result.double() - exact).norm() / exact.norm()
-        assert error < 1.01 * once
 
 
 @pytest.mark.parametrize("techniques", [[CLAMP], [LOW_RANK], [CLAMP, LOW_RANK], [FALLBACK]], ids=str)
@@ -135,8 +123,7 @@ def test_operands_from_the_master_weights_under_autocast():
 def test_attention(batch, kernel):
     m, k, n = kernel
     a, b, dy = data((*batch, m, k), (*batch, k, n), (*batch, m, n))
-    found = run(function(policy(op="matmul"), "matmul"), a, b, None, dy)
-    for operand, (result, left, right) in found.items():
+    for operand, (result, left, right) in run(function(policy(op="matmul"), "matmul"), a, b, None, dy).items():
         result = result.mT if operand is Operand.WGRAD_GRAD_OUTPUT else result  # B is stored [K, N]
         assert_rounded_once(result, left, right)
 
