@@ -44,9 +44,7 @@ def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
 
 
 def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
-    log = []
-    patience = Patience(60, least=3, most=9)
-    comparison = alternate(cycle(log, "base", 1.0), cycle(log, "own", 1.0, 1.5), patience)
+    comparison = alternate(cycle([], "", 1.0), cycle([], "", 1.0, 1.5), Patience(60, least=3, most=9))
     assert (len(comparison.pairs), comparison.settled) == (9, False)
     assert len(alternate(cycle([], "", 1.0), cycle([], "", 1.0, 2.0), Patience(0.0)).pairs) == 1
 
@@ -61,10 +59,8 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
         now += lasts[name]
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
-    patience = timing.Patience(60, least=1, most=1)
-    comparison = timing.compare(
-        lambda: count("base"), lambda: count("own"), torch.device("cpu"), patience, warm_up=2, sample=1e-3
-    )
+    options = {"patience": Patience(60, least=1, most=1), "warm_up": 2, "sample": 1e-3}
+    comparison = timing.compare(lambda: count("base"), lambda: count("own"), torch.device("cpu"), **options)
     assert list(comparison.pairs) == [pytest.approx((1e-5, 2e-5))]
     # Two calls to warm up, one to see how long it takes, and a millisecond of calls.
     assert calls["base"] == pytest.approx(3 + 100, abs=1)
@@ -88,6 +84,8 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     assert rows == [("a", 1.0, "1"), ("b", 3.0, "2")]
     assert content["runs"].keys() == {"1", "2"}
     assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
+    lines = [line for line in second.file.read_text().splitlines() if line.startswith('  {"run"')]
+    assert [json.loads(line.rstrip(","))["case"]["policy"] for line in lines] == ["a", "b"]  # a line for each
     run = content["runs"]["2"]
     assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
     assert run["settings"] == {"policies": "all"}
@@ -100,13 +98,10 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
 
 
 def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
-    inapplicable = Mock(side_effect=Inapplicable("not installed"))
-    broken = Mock(side_effect=ValueError("the compiler\nsaid much"))
-    columns = (tables.case("policy"), *tables.RATIO)
-    own = results(tmp_path)
-    own.add(attempt({"policy": "a"}, inapplicable))
+    columns, own = (tables.case("policy"), *tables.RATIO), results(tmp_path)
+    own.add(attempt({"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))))
     own.close("Title", columns)
-    own.add(attempt({"policy": "b"}, broken))
+    own.add(attempt({"policy": "b"}, Mock(side_effect=ValueError("the compiler\nsaid much"))))
     with pytest.raises(typer.Exit) as stop:
         own.close("Title", columns)
     assert stop.value.exit_code == 1
@@ -119,18 +114,15 @@ def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own = results(tmp_path)
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))
     before = own.file.read_bytes()
-
     monkeypatch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         own.add(Row({"policy": "b"}, {"ratio": 2.0}))
     assert own.file.read_bytes() == before
-    assert load(own.file)["rows"][0]["case"] == {"policy": "a"}
 
 
 def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
     m, k, n = 5, 7, 11
-    six = quantizer_bytes(m, k, n, 4, frozenset(Operand))
-    assert six == 4 * 3 * (m * k + n * k + m * n)
+    assert quantizer_bytes(m, k, n, 4, frozenset(Operand)) == 4 * 3 * (m * k + n * k + m * n)
     forward = {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}
     assert quantizer_bytes(m, k, n, 2, forward) == 2 * 2 * (m * k + n * k)
     assert quantizer_bytes(m, k, n, 2, {Operand.WGRAD_GRAD_OUTPUT}) == 2 * 2 * m * n
@@ -164,11 +156,3 @@ def test_choices_are_checked():
         device_of("abacus")
     assert "tetrajet" in policies_of("all")
     assert policies_of("bf16,my.yaml") == ["bf16", "my.yaml"]
-
-
-def test_files_of_results_have_a_line_for_each_row(tmp_path):
-    own = results(tmp_path)
-    for policy in "abc":
-        own.add(Row({"policy": policy}, {"ratio": 1.0}))
-    lines = own.file.read_text().splitlines()
-    assert [json.loads(line.rstrip(","))["case"]["policy"] for line in lines if line.startswith('  {"run"')] == [*"abc"]
