@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -241,18 +240,6 @@ def test_completions(tmp_path, monkeypatch):
     assert all(name.startswith("tetrajet-") for name in found)
 
 
-@pytest.mark.long
-@pytest.mark.process
-def test_the_installed_command(tmp_path):
-    path = tmp_path / "wrong.yaml"
-    path.write_text("version: 3\n")
-    command = python("-c", "from fp4graph.__main__ import main; main()", "check", path)
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"{path}:1: ")
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -265,15 +252,12 @@ def test_the_installed_command(tmp_path):
         (["report", "x" * 5000], 1, "File name too long"),
         (["train", "digits", "--optimizer-option", "x" * 100_000], 1, "characters ...]"),
         (["explain", "--model", "deit_tiny_patch16_225", "bf16"], 1, "did you mean 'deit_tiny_patch16_224'?"),
-        *(
-            (["explain", "--model", "test_vit", "--input-size", size, "bf16"], 1, "is not a shape")
-            for size in ("a", "3,32,32", "3x0x32", "x")
-        ),
+        *((["explain", "--model", "test_vit", "--input-size", size, "bf16"], 1, "is not a shape")
+          for size in ("a", "3,32,32", "3x0x32", "x")),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )  # fmt: skip
 def test_a_mistake_is_a_message(arguments, code, says, fp4graph):
-    """No longer than a page."""
     if arguments[0] == "explain":
         pytest.importorskip("timm")
     result = fp4graph(*arguments)
@@ -338,7 +322,6 @@ def test_explain(fp4graph, data):
     assert not sites["head"]["quantized"]
     assert shown["flops"] == sum(sum(groups.values()) for groups in shown["totals"].values())
     assert sum(site["share"] for site in shown["sites"]) == pytest.approx(1)
-    assert "blocks.0-5.attn.qkv" in fp4graph(*command).out
     every = fp4graph(*command, "--all").out
     assert "blocks.3.attn.qkv" in every
     assert "blocks.0-5" not in every

@@ -79,8 +79,7 @@ def test_a_checkpoint_that_is_cut_off(tmp_path):
 @pytest.mark.long
 def test_the_error_of_one_tensor_scale_is_printed(two_level, tmp_path):
     llama().save_pretrained(tmp_path / "model")
-    options = "--policy", two_level, "--weights-only", "--output", tmp_path / "out"
-    command = "export", tmp_path / "model", *options
+    command = "export", tmp_path / "model", "--policy", two_level, "--weights-only", "--output", tmp_path / "out"
     assert "--sibling-scales share" in run(*command).err
     done = run(*command, "--sibling-scales", "share")
     assert done.code == 0, done.err
