@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -60,8 +62,7 @@ def mixture(name: str, **options: Any) -> Any:
 def gpt2() -> Any:
     """Make a GPT-2, whose blocks are of Conv1D and whose head is an untied nn.Linear."""
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 64}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    return _of(transformers.GPT2Config(**sizes, **tokens))
+    return _of(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False))
 
 
 def vit(**options: Any) -> Any:
@@ -115,33 +116,23 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
     return model
 
 
-class _Recording:
-    """A recording of an operand of products with a quantized weight, as given and as multiplied, by site in order."""
-
-    def __init__(self, operand: Operand) -> None:
-        self.operand, self.found = operand, dict[str, tuple[torch.Tensor, torch.Tensor]]()
-
-    def operands(self, site: str) -> Any:
-        def observe(left: Any, right: Any) -> None:
-            for each in (left, right) if right.program.spec is not None else ():
-                if each.operand is self.operand:
-                    self.found[site] = each.given, total(each.terms).float()
-
-        return observe
-
-    def output(self, site: str, y: torch.Tensor) -> None: ...
-
-
 @operation_by_operation()
 @torch.no_grad()
 def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site: as given, and as
-    multiplied."""
-    seen = _Recording(operand)
-    runtime_of(model).observe(seen, training=False)
+    """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site in order: as
+    given, and as multiplied."""
+    found = {}
+
+    def record(site: str, left: Any, right: Any) -> None:
+        for each in (left, right) if right.program.spec is not None else ():
+            if each.operand is operand:
+                found[site] = each.given, total(each.terms).float()
+
+    observer = SimpleNamespace(operands=lambda site: partial(record, site), output=lambda site, y: None)
+    runtime_of(model).observe(observer, training=False)
     model(inputs(model))
     runtime_of(model).observe(None)
-    return seen.found
+    return found
 
 
 def multiplied(model: Any) -> dict[str, torch.Tensor]:

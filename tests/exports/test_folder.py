@@ -31,17 +31,12 @@ def test_the_bytes_are_those_of_our_own_packer(tmp_path):
     assert torch.equal(found[f"{name}.weight_scale"], packed.scales)
 
 
-#: Models of 4 blocks of width 256, each with the elements of the matrices of one block.
+SIZES = {"hidden_size": 256, "num_hidden_layers": 4}
+#: Models of 4 blocks of width 256, each with how many times 256² elements the matrices of one block have.
 WIDE = {
-    "vit": (lambda: vit(embed_dim=256, depth=4), 12 * 256 * 256),
-    "llama": (
-        lambda: llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4),
-        4 * 256 * 256 + 3 * 256 * 512,
-    ),
-    "qwen3-moe": (
-        lambda: mixture("Qwen3-MoE", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=4),
-        4 * 256 * 256 + 4 * 3 * 256 * 256,
-    ),
+    "vit": (lambda: vit(embed_dim=256, depth=4), 12),
+    "llama": (lambda: llama(**SIZES, intermediate_size=512), 4 + 3 * 2),
+    "qwen3-moe": (lambda: mixture("Qwen3-MoE", **SIZES, moe_intermediate_size=256, head_dim=64), 4 + 4 * 3),
 }
 #: Shipped policies, with the blocks of four that they quantize and the bits of an element.
 UNDER = {"tetrajet": (4, 4 + 8 / 32), "nvfp4-te": (2, 4 + 8 / 16)}
@@ -56,7 +51,7 @@ def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
     model = trained(make(), under, 1)
     fp4graph.export(model, tmp_path / "out", activations=False, sibling_scales="own")
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    quantized = blocks * of_block
+    quantized = blocks * of_block * 256**2
     expected = quantized * bits / 8 + (sum(p.numel() for p in model.parameters()) - quantized) * 4
     assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
 

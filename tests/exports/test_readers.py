@@ -72,21 +72,14 @@ CASES = [
 ]
 
 
-class Trained:
-    """A trained model, and what its eval forward multiplies with."""
-
-    def __init__(self, case: Case) -> None:
-        self.model = trained(case.make(), case.under, 1)
-        self.weights = {name: w.numpy() for name, w in multiplied(self.model).items()}
-        self.inputs = recorded(self.model, Operand.FPROP_INPUT)
-
-
 class Exported:
-    """An export of a trained model."""
+    """An export of a trained model, and what its eval forward multiplies with."""
 
-    def __init__(self, case: Case, folder: Path, source: Trained) -> None:
-        self.folder, self.layout, self.weights, self.inputs = folder, case.layout, source.weights, source.inputs
-        fp4graph.export(source.model, folder, format=case.layout, **case.options)
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.folder, self.layout, model = folder, case.layout, trained(case.make(), case.under, 1)
+        self.weights = {name: w.numpy() for name, w in multiplied(model).items()}
+        self.inputs = recorded(model, Operand.FPROP_INPUT)
+        fp4graph.export(model, folder, format=case.layout, **case.options)
 
     def weight(self, layer: Any) -> np.ndarray:
         """Return the weight of a server's layer, of our eval forward."""
@@ -104,20 +97,16 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return the export of a case; cases of one model and policy share the model."""
-    source = cache(lambda index: Trained(CASES[index]))
+    """Return the export of the first case of this name and, if it is given, layout."""
 
     @cache
     def export(index):
-        case = CASES[index]
-        alike = next(i for i, each in enumerate(CASES) if (each.make, each.under) == (case.make, case.under))
-        return Exported(case, tmp_path_factory.mktemp("made") / "out", source(alike))
+        return Exported(CASES[index], tmp_path_factory.mktemp("made") / "out")
 
-    return lambda case: export(CASES.index(case))
+    def first(name: str, layout: str | None = None) -> Exported:
+        return export(next(i for i, c in enumerate(CASES) if c.name == name and layout in (None, c.layout)))
 
-
-def case_of(name: str) -> Any:
-    return next(case for case in CASES if case.name == name)
+    return first
 
 
 def cell(export: Exported, server: str) -> str:
@@ -167,9 +156,9 @@ def test_the_page_has_the_rows_and_versions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=[f"{case.name}, {case.layout}" for case in CASES])
-def test_the_table_of_the_page(case, made):
-    assert {server: cell(made(case), server) for server in SERVERS} == table()[case.name, case.layout]
+@pytest.mark.parametrize(("name", "layout"), [(case.name, case.layout) for case in CASES])
+def test_the_table_of_the_page(name, layout, made):
+    assert {server: cell(made(name, layout), server) for server in SERVERS} == table()[name, layout]
 
 
 @pytest.mark.slow
@@ -184,7 +173,7 @@ def test_the_table_of_the_page(case, made):
 )
 def test_without_sharing_only_one_sibling_is_right(name, server, key, made):
     """The others are off by the quotient of the tensor scales: the largest stored number serves for all."""
-    export = made(case_of(name))
+    export = made(name)
     stored = load_file(export.folder / "model.safetensors")
     layer = read(export.folder, server)["model.layers.0.self_attn.qkv_proj"]
     largest = max(stored[f"{module}.{key}"].item() for module in layer.modules)
@@ -240,11 +229,9 @@ def checkpoint(layout: str, scales: Any, names: Any = ("q_proj",), inputs: Any =
         names: of the modules.
         scales: one for each module.
     """
-    rng, tensors = np.random.default_rng(0), {}
-    last, scale, constant = {
-        CT: ("weight_packed", "weight_global_scale", "input_global_scale"),
-        MODELOPT: ("weight", "weight_scale_2", "input_scale"),
-    }[layout]
+    rng, tensors, last, scale, constant = np.random.default_rng(0), {}, "weight", "weight_scale_2", "input_scale"
+    if layout == CT:
+        last, scale, constant = "weight_packed", "weight_global_scale", "input_global_scale"
     for i, name in enumerate(names):
         tensors[f"{name}.{last}"] = rng.integers(0, 256, (4, 16), np.uint8)
         tensors[f"{name}.weight_scale"] = rng.integers(1, 126, (4, 2 if kind == "nvfp4" else 1), np.uint8)
@@ -328,12 +315,6 @@ def test_torch_tensors_in_memory():
     np.testing.assert_array_equal(layer.dequantized(), other.dequantized())
 
 
-def edited(layout: str, change: Callable[[Any, Any], Any], **more: Any) -> Any:
-    tensors, config = checkpoint(layout, [1, 1, 1], LINEAR, **more)
-    change(tensors, config["quantization_config"])
-    return tensors, config
-
-
 #: Checkpoints that no server loads, and why.
 REFUSED = {
     "method": (MODELOPT, lambda t, c: c.update(quant_method="awq"), "quant_method 'awq'"),
@@ -360,11 +341,8 @@ def test_checkpoints_that_are_refused(wrong):
     change(tensors, config["quantization_config"])
     with pytest.raises(ServerError, match=message):
         fuse(tensors, config)
-
-
-def test_a_server_that_is_unknown():
     with pytest.raises(Error, match="unknown server 'vlm'; did you mean 'vllm'"):
-        fuse({}, {}, "vlm")
+        fuse(tensors, config, "vlm")
 
 
 def test_a_layer_without_siblings_keeps_its_name():
@@ -375,9 +353,9 @@ def test_a_layer_without_siblings_keeps_its_name():
 @pytest.mark.slow
 def test_the_older_file_of_modelopt(made, tmp_path):
     """``hf_quant_config.json`` alone says the same."""
-    export = made(case_of("Qwen3, `nvfp4-w4a16`"))
-    copy = shutil.copytree(export.folder, tmp_path / "copy")
+    folder = made("Qwen3, `nvfp4-w4a16`").folder
+    copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
-    assert read(copy).keys() == read(export.folder).keys()
+    assert read(copy).keys() == read(folder).keys()

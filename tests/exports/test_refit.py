@@ -19,6 +19,7 @@ from fp4graph.graph.siblings import SIBLINGS
 from tests.exports.models import MXFP4, NVFP4, TOKENS, by_rule, llama, mixture, multiplied, policy, trained
 
 W4A16 = "nvfp4-w4a16"
+WEIGHTS_ALONE = by_rule(MXFP4, operands={"fprop.input": "keep"})
 
 
 def decoded(matrix: PackedMatrix) -> np.ndarray:
@@ -55,11 +56,10 @@ def test_each_expert_has_a_name():
     weights = multiplied(model)
     packed = {matrix.name: decoded(matrix) for matrix in fp4graph.packed_weights(model)}
     stack = "model.layers.0.mlp.experts"
-    for expert, (both, down) in enumerate(
-        zip(weights[f"{stack}.gate_up_proj"], weights[f"{stack}.down_proj"], strict=True)
-    ):
-        gate, up = both.numpy().reshape(2, -1, both.shape[-1])
-        for name, expected in {"gate_proj": gate, "up_proj": up, "down_proj": down.numpy()}.items():
+    gates_and_ups, downs = (weights[f"{stack}.{name}_proj"].numpy() for name in ("gate_up", "down"))
+    for expert, (both, down) in enumerate(zip(gates_and_ups, downs, strict=True)):
+        gate, up = both.reshape(2, -1, both.shape[-1])
+        for name, expected in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
             np.testing.assert_array_equal(packed[f"{stack}.{expert}.{name}"], expected)
 
 
@@ -119,21 +119,16 @@ def test_experts_of_gpt_oss_stay_together():
 
 
 def test_weights_without_a_product_are_named_and_adapters_refused():
-    class Towers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.text, self.vision = nn.Linear(32, 32), nn.Linear(32, 32)
-
+    class Text(nn.Sequential):
         def forward(self, x):
-            return self.text(x)
+            return self[0](x)
 
-    model = fp4graph.apply(Towers(), by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
-    model(torch.ones(1, 32))
-    with pytest.warns(fp4graph.PolicyWarning, match=r"1 weights that .* were not multiplied .*: vision\.weight\. Call"):
-        assert names(model) == ["text"]
+    towers = Text(OrderedDict(text=nn.Linear(32, 32), vision=nn.Linear(32, 32)))
     adapted = nn.Sequential(OrderedDict(layer=nn.Sequential(OrderedDict(base_layer=nn.Linear(32, 32)))))
-    fp4graph.apply(adapted, by_rule(MXFP4, operands={"fprop.input": "keep"}), backend="eager").eval()
-    adapted(torch.ones(1, 32))
+    for model in (towers, adapted):
+        fp4graph.apply(model, WEIGHTS_ALONE, backend="eager").eval()(torch.ones(1, 32))
+    with pytest.warns(fp4graph.PolicyWarning, match=r"1 weights that .* were not multiplied .*: vision\.weight\. Call"):
+        assert names(towers) == ["text"]
     with pytest.raises(ExportError, match="Merge them first"):
         names(adapted)
 
@@ -145,6 +140,5 @@ def test_bad_input():
         names(llama())
     with pytest.raises(fp4graph.Error, match="has not been called since"):
         names(fp4graph.apply(llama(), W4A16))
-    tied = trained(llama(tie_word_embeddings=True), by_rule(MXFP4, operands={"fprop.input": "keep"}))
     with pytest.raises(ExportError, match="is the same parameter and needs it in high precision"):
-        names(tied)
+        names(trained(llama(tie_word_embeddings=True), WEIGHTS_ALONE))

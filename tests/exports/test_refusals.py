@@ -44,8 +44,7 @@ def under(quantize, *techniques, features: int = 64, **rule):
 
 def not_finite():
     model = under(MXFP4)
-    with torch.no_grad():
-        model.inner.weight[3, 5] = torch.nan
+    model.inner.weight.data[3, 5] = torch.nan
     return model
 
 
@@ -60,7 +59,12 @@ def experts(quantize, **rule):
     return trained(mixture("GPT-OSS"), policy(quantize, **rule), 0)
 
 
+def conv1d(*data, **rule):
+    return trained(gpt2(), policy(*data, **rule), 0)
+
+
 ACTIVATIONS = partial(under, MXFP4, operands={"fprop.input": {"element": "e4m3"}})
+OF_WEIGHTS = {"operands": ["fprop.weight"]}
 #: Nets whose inner layer is quantized in a way that its format cannot say, with what is said.
 INEXPRESSIBLE = {
     "element": (partial(under, MXFP4 | {"element": "int4"}), "int4, block 32.*neither MXFP4"),
@@ -73,18 +77,15 @@ INEXPRESSIBLE = {
         "hadamard transforms both operands.*scope",
     ),
     "rows": (
-        partial(under, NVFP4, {"tensor_scaling": {"granularity": "row", "operands": ["fprop.weight"]}}),
+        partial(under, NVFP4, {"tensor_scaling": {"granularity": "row"} | OF_WEIGHTS}),
         "one for the matrix.*granularity: tensor",
     ),
     "tensor scale": (
-        partial(under, MXFP4, {"tensor_scaling": {"operands": ["fprop.weight"]}}),
+        partial(under, MXFP4, {"tensor_scaling": OF_WEIGHTS}),
         "tensor scale, which MXFP4 does not have.*operands of tensor_scaling",
     ),
     "padding": (partial(under, MXFP4, features=40), "40 columns are not a multiple of the block of 32"),
-    "split": (
-        partial(under, MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}),
-        "outlier_clamp splits.*without it",
-    ),
+    "split": (partial(under, MXFP4, {"outlier_clamp": OF_WEIGHTS}), "outlier_clamp splits.*without it"),
     "activations": (ACTIVATIONS, "activations.*--weights-only"),
 }
 
@@ -119,15 +120,10 @@ WEIGHTS = {
     ),
     "weight norm": (partial(computed, parametrizations.weight_norm), {}, COMPUTED),
     "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
-    "conv1d": (lambda: trained(gpt2(), policy(match={"block": True}), 0), {}, CONV1D),
-    # [64, 64] fits either way round.
-    "square conv1d": (lambda: trained(gpt2(), policy(match={"module": "*.attn.c_proj"}), 0), {}, CONV1D),
-    "conv1d in modelopt": (lambda: trained(gpt2(), policy(NVFP4), 0), IN_MODELOPT, CONV1D),
-    "attention in gpt-oss": (
-        partial(experts, MXFP4),
-        IN_GPT_OSS,
-        r"self_attn.*holds only the experts of GPT-OSS.*op: grouped",
-    ),
+    "conv1d": (partial(conv1d, match={"block": True}), {}, CONV1D),
+    "square conv1d": (partial(conv1d, match={"module": "*.attn.c_proj"}), {}, CONV1D),  # fits either way round
+    "conv1d in modelopt": (partial(conv1d, NVFP4), IN_MODELOPT, CONV1D),
+    "attention in gpt-oss": (partial(experts, MXFP4), IN_GPT_OSS, r"self_attn.*only the experts of GPT-OSS.*grouped"),
     "experts of gpt-oss elsewhere": (
         partial(experts, MXFP4, **GROUPED),
         {},
@@ -148,8 +144,8 @@ CALLS = {
     "nothing quantized": (lambda: called(Net(), "bf16", X), {}, "'bf16' quantizes no weight in fprop"),
     "no batches": (partial(under, NVFP4, "tensor_scaling"), {"calibration": []}, "calibration= is empty"),
 }
-SLOW = {"conv1d": pytest.mark.slow, "square conv1d": pytest.mark.slow, "conv1d in modelopt": pytest.mark.long}
-SLOW |= dict.fromkeys(("attention in gpt-oss", "experts of gpt-oss elsewhere", "NVFP4 in gpt-oss"), pytest.mark.long)
+LONG = ("conv1d in modelopt", "attention in gpt-oss", "experts of gpt-oss elsewhere", "NVFP4 in gpt-oss")
+SLOW = dict.fromkeys(("conv1d", "square conv1d"), pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 
 
 @pytest.mark.parametrize("wrong", [pytest.param(name, marks=SLOW.get(name, ())) for name in (*WEIGHTS, *CALLS)])

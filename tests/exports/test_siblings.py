@@ -91,9 +91,8 @@ def test_a_shared_scale_is_read_as_float64_says(tmp_path, capsys):
     record = record_in(tmp_path / "modelopt")
     assert {name: one["error"] for name, one in record["own"].items()} == pytest.approx(errors, rel=1e-4)
     assert record["error"] == pytest.approx(np.sqrt(squares[0] / squares[1]), rel=1e-4)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(f"attn: one tensor scale, relative error {record['error']:.2e} (q_proj ")
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"attn: one tensor scale, relative error {record['error']:.2e} (q_proj ")
     divisors = load_file(tmp_path / "compressed-tensors/model.safetensors")
     assert len({divisors[f"attn.{name}.weight_global_scale"].item() for name in SIBLINGS}) == 1
     untouched, again = (modelopt_parts(folder, "attn.o_proj") for folder in (tmp_path / "own", tmp_path / "modelopt"))
@@ -124,21 +123,19 @@ def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path
 
 def test_constants_of_activations_are_shared(tmp_path):
     """The largest magnitude of the input, over κ; q_proj's is half of the others'."""
-    scaling = {"tensor_scaling": {"operands": ["fprop.input"]}}
-    halved = {"tensor_scaling": {"operands": ["fprop.input"], "target": 224}}
-    rules = [
+    scaling = {"operands": ["fprop.input"]}
+    halved, whole = ({"tensor_scaling": scaling | target} for target in ({"target": 224}, {}))
+    model = applied(
         {"match": {"module": "attn.q_proj"}, "quantize": NVFP4, "techniques": [halved]},
-        {"match": {"op": "linear"}, "quantize": NVFP4, "techniques": [scaling]},
-    ]
-    model = applied(*rules)
+        {"match": {"op": "linear"}, "quantize": NVFP4, "techniques": [whole]},
+    )
     with pytest.raises(ExportError, match=r"attn: γ of the activations of q_proj .*, 2 times apart\. Give"):
         fp4graph.export(model, tmp_path / "out", calibration=[X])
     fp4graph.export(model, tmp_path / "out", calibration=[X], sibling_scales="share", format="modelopt")
     found = load_file(tmp_path / "out/model.safetensors")
     expected = X.abs().max().item() / (6 * 224)
     assert [found[f"attn.{name}.input_scale"].item() for name in SIBLINGS] == pytest.approx([expected] * 3, rel=1e-6)
-    record = record_in(tmp_path / "out")
-    assert record["error"] == 0
+    assert record_in(tmp_path / "out")["error"] == 0
     fp4graph.export(model, tmp_path / "weights", activations=False)  # weights alone have no scales here
 
 

@@ -42,9 +42,8 @@ def keeping_the_first(data: Any) -> Any:
 
 
 def of_two_kinds() -> Any:
-    mlp = {"name": "mlp", "match": {"module": "*.mlp.*"}, "quantize": MXFP4, "operands": {"fprop.input": "keep"}}
-    data = policy(NVFP4)
-    return data | {"rules": [mlp, *data["rules"]]}
+    (rule,) = policy(NVFP4)["rules"]
+    return policy(NVFP4) | {"rules": [{**rule, "name": "mlp", "match": {"module": "*.mlp.*"}, "quantize": MXFP4}, rule]}
 
 
 @dataclass(frozen=True)
@@ -204,25 +203,20 @@ def with_activations(reader, under):
     return logits(fp4graph.apply(reader, keeping(under, "fprop.weight", "dgrad.weight"), backend="eager"))
 
 
-@cases("mxfp4 llama", "mxfp4 moe", steps=(2, 50))
-def test_mxfp4_has_the_logits_of_our_eval_forward(name, steps, made):
-    export = made(name, steps)
-    assert torch.equal(with_activations(by_transformers(name, export.folder), "tetrajet"), export.logits)
-
-
-@cases("nvfp4 llama", "nvfp4 moe", steps=(2, 50))
-def test_nvfp4_has_the_logits_of_our_eval_forward_but_for_bf16(name, steps, made):
-    """Activations are rounded to FP4 after every layer, which amplifies an ulp: no more than three times what any other
-    change of the weights by 2^-9 comes to."""
-    export = made(name, steps)
-    changed, generator = MODELS[CASES[name].kind](), torch.Generator().manual_seed(1)
-    changed.load_state_dict(export.state)
-    for key, weight in export.weights.items():
-        signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-        changed.get_parameter(key).data.copy_(weight * (1 + signs * 2**-9))
-    bound = 3 * (with_activations(changed.eval(), "nvfp4-te") - export.logits).abs().max().item()
-    y = with_activations(by_transformers(name, plain_folder(export.folder)), "nvfp4-te")
-    torch.testing.assert_close(y, export.logits, rtol=0, atol=bound)
+@cases("mxfp4 llama", "mxfp4 moe", "nvfp4 llama", "nvfp4 moe", steps=(2, 50))
+def test_the_logits_are_those_of_our_eval_forward(name, steps, made):
+    """Of NVFP4 but for bf16. Activations are rounded to FP4 after every layer, which amplifies an ulp: no more than
+    three times what any other change of the weights by 2^-9 comes to."""
+    case, export, bound = CASES[name], made(name, steps), 0.0
+    if case.gamma:
+        changed, generator = MODELS[case.kind](), torch.Generator().manual_seed(1)
+        changed.load_state_dict(export.state)
+        for key, weight in export.weights.items():
+            signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+            changed.get_parameter(key).data.copy_(weight * (1 + signs * 2**-9))
+        bound = 3 * (with_activations(changed.eval(), case.under) - export.logits).abs().max().item()
+    reader = by_transformers(name, plain_folder(export.folder) if case.gamma else export.folder)
+    torch.testing.assert_close(with_activations(reader, case.under), export.logits, rtol=0, atol=bound)
 
 
 @cases("weights alone", "weights alone, γ", "gpt-oss", "conv1d")
@@ -289,27 +283,23 @@ def test_the_configuration_of_modelopt(name, steps, made):
 
 
 @pytest.mark.long
-def test_shards_and_configurations_of_the_other_layouts(made):
-    folder = made("weights alone").folder
+def test_shards_and_configurations_of_the_other_layouts(made, tmp_path):
+    folder, kinds, gpt = (made(name).folder for name in ("weights alone", "two kinds", "gpt-oss"))
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     config = configuration(folder)
     assert config["config_groups"]["group_0"]["input_activations"] is None
     assert config["ignore"] == ["lm_head"]
-    config = configuration(made("two kinds").folder)
+    config = configuration(kinds)
     assert config["format"] == "mixed-precision"
     formats = {group["format"] for group in config["config_groups"].values()}
     assert formats == {"mxfp4-pack-quantized", "nvfp4-pack-quantized"}
-    config = configuration(made("gpt-oss").folder)
+    config = configuration(gpt)
     assert config["quant_method"] == "mxfp4"
     assert "model.layers.0.mlp.experts" in config["modules_to_not_convert"]
     assert "model.layers.1.mlp.experts" not in config["modules_to_not_convert"]
-
-
-@pytest.mark.long
-def test_a_model_that_was_read_is_saved_as_a_plain_one(made, tmp_path):
-    export = made("weights alone")
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(export.folder))
-    fp4graph.load_quantized(model, export.folder).save_pretrained(tmp_path / "plain")
+    # A model that was read is saved as a plain one.
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    fp4graph.load_quantized(model, folder).save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
 
 
@@ -324,10 +314,9 @@ def test_one_projection_in_bf16_leaves_the_other_experts_exact(made, tmp_path):
     kept[f"{name}.weight"] = torch.randn(lines, 2 * half, dtype=torch.bfloat16)
     save_file(kept, folder / "model.safetensors")
     mixed = loaded("modelopt moe", folder).state_dict()
-    ((key, where),) = {
-        key: mixed[key] != whole[key] for key in whole if not torch.equal(mixed[key], whole[key])
-    }.items()
+    (key,) = (key for key in whole if not torch.equal(mixed[key], whole[key]))
     assert key == "model.layers.0.mlp.experts.gate_up_proj"
+    where = mixed[key] != whole[key]
     assert not where[1:].any()
     assert not where[0, where.shape[1] // 2 :].any()
 
