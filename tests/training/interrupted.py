@@ -57,20 +57,16 @@ def train(name: str, backend: str, saved: dict[str, Any] | None, steps: range) -
         losses.append(loss.item())
         if step + 1 == HALF:
             half = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
-    return {**{name: part.state_dict() for name, part in parts.items()}, "losses": losses[-HALF:]}, half
-
-
-def main(backend: str, part: str, folder: Path) -> None:
-    for name in RECIPES:
-        if part == "whole":
-            end, half = train(name, backend, None, range(2 * HALF))
-            torch.save(half, folder / f"{name}.checkpoint")
-            torch.save(end, folder / f"{name}.end")
-        else:
-            saved = torch.load(folder / f"{name}.checkpoint", weights_only=True)
-            end, _ = train(name, backend, saved, range(HALF, 2 * HALF))
-            torch.save(end, folder / f"{name}.resumed")
+    return {"losses": losses[-HALF:]} | {name: part.state_dict() for name, part in parts.items()}, half
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    backend, part, folder = sys.argv[1:]
+    for name in RECIPES:
+        file = Path(folder, f"{name}.checkpoint")
+        if part == "whole":
+            end, half = train(name, backend, None, range(2 * HALF))
+            torch.save(half, file)
+        else:
+            end, _ = train(name, backend, torch.load(file, weights_only=True), range(HALF, 2 * HALF))
+        torch.save(end, file.with_suffix(".end" if part == "whole" else ".resumed"))

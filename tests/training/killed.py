@@ -42,10 +42,8 @@ def train(path: Path, report: int) -> None:
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     scaler = torch.amp.GradScaler("cpu", growth_interval=7)
-    losses: list[float] = []
-    if path.exists():
-        progress = checkpoint.load(path, model, optimizer, scaler=scaler, scheduler=scheduler)
-        losses = progress["losses"]
+    parts: dict[str, Any] = {"scaler": scaler, "scheduler": scheduler}
+    losses: list[float] = checkpoint.load(path, model, optimizer, **parts)["losses"] if path.exists() else []
     for _ in range(len(losses), STEPS):
         os.write(report, b".")
         # All three generators decide what is trained on.
@@ -57,7 +55,7 @@ def train(path: Path, report: int) -> None:
         scaler.update()
         scheduler.step()
         losses.append(loss.item())
-        checkpoint.save(path, model, optimizer, scaler=scaler, scheduler=scheduler, progress={"losses": losses})
+        checkpoint.save(path, model, optimizer, **parts, progress={"losses": losses})
 
 
 @dataclass
@@ -125,14 +123,12 @@ def finish(path: Path) -> None:
     while os.read(reader, 4096):
         pass
     os.close(reader)
-    _, status = os.waitpid(pid, 0)
-    if status != 0:
+    if status := os.waitpid(pid, 0)[1]:
         raise SystemExit(f"the training ended with status {status}")
 
 
 def kill_one(path: Path, chance: random.Random, while_saving: bool) -> dict[str, object]:
     """A life that ends at a random moment."""
-    temporary = path.with_name(path.name + ".tmp")
     if while_saving:
         pid, reader = live(path, (chance.randint(3, 6), chance.choice([1, 2, 3, 5, 8, 13, 1000])))
         while os.read(reader, 1) == b".":
@@ -144,22 +140,17 @@ def kill_one(path: Path, chance: random.Random, while_saving: bool) -> dict[str,
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(reader)
-    summary = checkpoint.read_summary(path)
     return {
         "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-        "left_half_a_file": temporary.exists(),
-        "steps": len(summary.progress["losses"]),
+        "left_half_a_file": path.with_name(path.name + ".tmp").exists(),
+        "steps": len(checkpoint.read_summary(path).progress["losses"]),
     }
-
-
-def main(folder: Path, kills: int) -> None:
-    finish(folder / "whole.pt")
-    chance = random.Random(20)
-    deaths = [kill_one(folder / "killed.pt", chance, while_saving=bool(index % 2)) for index in range(kills)]
-    finish(folder / "killed.pt")
-    print(json.dumps(deaths))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    folder, kills, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(20)
+    finish(folder / "whole.pt")
+    deaths = [kill_one(folder / "killed.pt", chance, while_saving=bool(index % 2)) for index in range(kills)]
+    finish(folder / "killed.pt")
+    print(json.dumps(deaths))

@@ -52,12 +52,11 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path, sharded: bool) -> None:
-    rank = distributed.get_rank()
+    rank, file = distributed.get_rank(), folder / ("sharded.pt" if sharded else "copied.pt")
     model, optimizer = make(sharded)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank + 1)
     train(model, optimizer, 3)
-    file = folder / ("sharded.pt" if sharded else "copied.pt")
     checkpoint.save(file, model, optimizer, progress={"step": 3})
     before = tensors(model)
     expected = train(model, optimizer, 3)

@@ -7,18 +7,16 @@ import gc
 import pytest
 import torch
 from timm.optim import Lookahead
-from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import Mlp
 from tests.helpers.steps import same, through_file
 
 
 def made(policy="tetrajet", seed=3, prepared=True):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-    fp4graph.apply(model, policy, backend="eager", seed=seed)
+    model = fp4graph.apply(Mlp(32, 32, 8), policy, backend="eager", seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, fp4graph.prepare_optimizer(model, optimizer) if prepared else optimizer
 
@@ -56,7 +54,7 @@ def test_plain_state_dicts_resume_to_the_last_bit(prepared):
 def test_the_state_loads_where_nobody_knows_us():
     model, optimizer = made()
     trained(model, optimizer, 1)
-    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    plain = Mlp(32, 32, 8)
     plain.load_state_dict(model.state_dict(), strict=True)
     its = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     its.load_state_dict(optimizer.state_dict())
@@ -95,8 +93,8 @@ def test_two_models_keep_their_own_counts(again):
         return models, optimizer
 
     models, optimizer = two()
-    trained(models[0], optimizer, 2)
-    trained(models[1], optimizer, 1)
+    for model, steps in zip(models, (2, 1), strict=True):
+        trained(model, optimizer, steps)
     saved = optimizer.state_dict()
     models[0](torch.randn(2, 32))
     if again != "the same":
@@ -109,8 +107,7 @@ def test_two_models_keep_their_own_counts(again):
 
 def test_wrappers_of_optimizers():
     (model, optimizer), (other, its) = made(prepared=False), made(prepared=False)
-    wrapper = fp4graph.prepare_optimizer(model, Lookahead(optimizer))
-    its = fp4graph.prepare_optimizer(other, Lookahead(its))
+    wrapper, its = fp4graph.prepare_optimizer(model, Lookahead(optimizer)), Lookahead(its)
     trained(model, wrapper, 2)
-    its.load_state_dict(wrapper.state_dict())
+    fp4graph.prepare_optimizer(other, its).load_state_dict(wrapper.state_dict())
     assert count(other) == 2

@@ -34,12 +34,13 @@ def policy(*techniques: Any, **more: Any) -> dict[str, Any]:
 
 def by_name(**rules: dict[str, Any] | None) -> dict[str, Any]:
     """A policy with a rule for each child; None keeps it in high precision."""
-    written = [
-        {"name": name, "match": {"module": name}, "quantize": TIES_UP, **rule}
-        for name, rule in rules.items()
-        if rule is not None
-    ]
-    return {"version": 1, "name": "p", "rules": written, "default": "keep"}
+    each = ({"name": name, "match": {"module": name}} | rule for name, rule in rules.items() if rule is not None)
+    return {"version": 1, "name": "p", "rules": [{"quantize": TIES_UP} | rule for rule in each], "default": "keep"}
+
+
+def of(*techniques: Any) -> dict[str, Any]:
+    """What a rule says of its techniques."""
+    return {"techniques": list(techniques)}
 
 
 class Two(nn.Module):
@@ -74,7 +75,7 @@ def started(model: nn.Module) -> list[Tensor]:
 descent = partial(references.sgd, lr=0.5)
 
 
-def of(stream: Stream, index: int) -> tuple[Any, int]:
+def of_one(stream: Stream, index: int) -> tuple[Any, int]:
     """The gradients of one parameter, as the references take them, and their number."""
     grads = [grads[index].double().numpy() for grads in stream]
     return lambda w, state: grads[state["step"] - 1], len(grads)
@@ -82,14 +83,14 @@ def of(stream: Stream, index: int) -> tuple[Any, int]:
 
 def assert_averaged(part: nn.Module, start: Tensor, stream: Stream, index: int) -> None:
     """Q-EMA's average beside gradient descent."""
-    training = references.train_qema(start.double().numpy(), *of(stream, index), descent, beta=BETA)
+    training = references.train_qema(start.double().numpy(), *of_one(stream, index), descent, beta=BETA)
     expected = torch.from_numpy(training.averages[-1])
     torch.testing.assert_close(part._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 def assert_dampened(weight: Tensor, start: Tensor, stream: Stream, index: int, strength: float = 0.1) -> None:
     """Gradient descent with the gradient of the dampening term, or with ``strength=0`` plain."""
-    weights = references.train_dampen(start.double().numpy(), *of(stream, index), descent, strength=strength)
+    weights = references.train_dampen(start.double().numpy(), *of_one(stream, index), descent, strength=strength)
     torch.testing.assert_close(weight.detach(), torch.from_numpy(weights[-1]).float())
 
 
@@ -131,8 +132,8 @@ def test_what_two_models_remember_resumes() -> None:
     def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Two()
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-        prepare(model.first, optimizer, FREEZE)
-        prepare(model.second, optimizer, RAMPING)
+        for part, technique in ((model.first, FREEZE), (model.second, RAMPING)):
+            prepare(part, optimizer, technique)
         return model, optimizer
 
     assert_resumes(prepared, gradients(30), 13)
@@ -200,33 +201,27 @@ def test_a_parameter_that_the_optimizer_is_given_later_is_acted_on() -> None:
 
 
 SHARED = r"first\.weight .*and second\.weight .*are one parameter.*"
-DAMPENED = {"techniques": [DAMPEN]}
 REFUSED: dict[str, tuple[dict[str, Any], bool, str]] = {
     "two sets of options": (
-        by_name(
-            first={"techniques": [RAMPING]}, second={"techniques": [{"q_ramping": RAMPING["q_ramping"] | {"n_max": 3}}]}
-        ),
+        by_name(first=of(RAMPING), second=of({"q_ramping": RAMPING["q_ramping"] | {"n_max": 3}})),
         False,
         r"q_ramping acts on the whole optimizer.*n_max=4.*n_max=3",
     ),
     "other options": (
-        by_name(first=DAMPENED, second={"techniques": [{"dampen": {"strength": 0.3}}]}),
+        by_name(first=of(DAMPEN), second=of({"dampen": {"strength": 0.3}})),
         True,
         SHARED + "dampen with other options",
     ),
-    "other techniques": (
-        by_name(first={"techniques": [Q_EMA]}, second={"techniques": [RAMPING]}),
-        True,
-        SHARED + "q_ema",
-    ),
-    "one technique": (by_name(first={"techniques": [FREEZE]}, second={}), True, SHARED + "freeze"),
+    "other techniques": (by_name(first=of(Q_EMA), second=of(RAMPING)), True, SHARED + "q_ema"),
+    "one technique": (by_name(first=of(FREEZE), second={}), True, SHARED + "freeze"),
     "other blocks": (
-        by_name(first=DAMPENED, second={**DAMPENED, "quantize": {**TIES_UP, "block": 16}}),
+        by_name(first=of(DAMPEN), second={**of(DAMPEN), "quantize": {**TIES_UP, "block": 16}}),
         True,
         SHARED + "another quantizer",
     ),
     "a later phase": (
-        by_name(first={}, second={}) | {"phases": [{"at": 1000, "rules": by_name(first=DAMPENED, second={})["rules"]}]},
+        by_name(first={}, second={})
+        | {"phases": [{"at": 1000, "rules": by_name(first=of(DAMPEN), second={})["rules"]}]},
         True,
         SHARED + "dampen",
     ),
@@ -258,7 +253,7 @@ def test_a_later_phase_is_looked_at_when_the_optimizer_is_prepared(make: Any, me
 @pytest.mark.parametrize("second", [None, {"operands": {"fprop.weight": "keep"}, "techniques": []}], ids=str)
 def test_a_use_in_high_precision_has_no_say(second: Any) -> None:
     """As an output layer that is tied to the embedding."""
-    model = applied(Two(tied=True), by_name(first=DAMPENED, second=second))
+    model = applied(Two(tied=True), by_name(first=of(DAMPEN), second=second))
     start, optimizer = started(model), fp4graph.prepare_optimizer(model, sgd(model))
     stream = gradients(1, 1)
     push(optimizer, model.parameters(), stream)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp4graph
 from tests.helpers.models import vit
-from tests.helpers.steps import same
+from tests.helpers.steps import descend, same
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("operation_by_operation")]
 
@@ -93,9 +93,7 @@ def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(images):
     optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.1))
     expected = applied.head.weight.detach().clone()
     for _ in range(3):
-        applied(images).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(lambda: applied(images).square().mean(), optimizer, 1)
         ema.update(applied)
         expected = 0.5 * expected + 0.5 * applied.head.weight.detach()
     torch.testing.assert_close(ema.module.head.weight, expected)
