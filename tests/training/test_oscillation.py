@@ -9,6 +9,7 @@ from torch import nn
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
 from tests.helpers.policies import TIES_UP, one_rule
+from tests.helpers.steps import descend
 from tests.helpers.training import applied, prepared
 
 pytestmark = pytest.mark.slow
@@ -24,32 +25,26 @@ def oscillating_share(technique: object) -> float:
     jumps. R_w = Σ abs(ΔQ(w)) / Σ abs(Δw), 0/0 = 0.
     """
     torch.manual_seed(0)
-    data = one_rule(
-        *([technique] if technique else []), quantize=TIES_UP, operands={"fprop.input": "keep", "backward": "keep"}
-    )
-    model = nn.Linear(64, 32, bias=False)
-    target = torch.randn(32, 64) / 8
-    model = applied(model, data)
+    model, target = nn.Linear(64, 32, bias=False), torch.randn(32, 64) / 8
+    kept = {"fprop.input": "keep", "backward": "keep"}
+    model = applied(model, one_rule(*([technique] if technique else []), quantize=TIES_UP, operands=kept))
     optimizer = prepared(model, lr=1e-4, weight_decay=0.0)
     with torch.no_grad():
         model.weight.copy_(target)  # at the optimum, as late in training
-    runtime = runtime_of(model)
+    runtime, generator = runtime_of(model), torch.Generator().manual_seed(1)
     (weight,) = runtime.weights
-    generator = torch.Generator().manual_seed(1)
-    moved, moved_q = torch.zeros(32, 64), torch.zeros(32, 64)
-    last = last_q = None
-    for step in range(WARM_UP + WINDOW):
+
+    def loss() -> torch.Tensor:
         x = torch.randn(64, 64, generator=generator)
-        (model(x) - x @ target.T).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step >= WARM_UP - 1:
-            now = model.weight.detach().clone()
-            now_q = quantize(weight, now, runtime.step)
-            if last is not None:
-                moved += (now - last).abs()
-                moved_q += (now_q - last_q).abs()
-            last, last_q = now, now_q
+        return (model(x) - x @ target.T).square().mean()
+
+    descend(loss, optimizer, WARM_UP - 1)
+    latent, quantized = [], []
+    for _ in range(1 + WINDOW):
+        descend(loss, optimizer, 1)
+        latent.append(model.weight.detach().clone())
+        quantized.append(quantize(weight, latent[-1], runtime.step))
+    moved, moved_q = (torch.stack(values).diff(dim=0).abs().sum(0) for values in (latent, quantized))
     ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
     return (ratio > 16).float().mean().item()
 
