@@ -1,5 +1,6 @@
 """A loop on Accelerate under a policy, one line added."""
 
+import itertools
 import json
 
 import pytest
@@ -40,13 +41,12 @@ def loop(llama, counting):
 
         def train(steps):
             losses = []
-            for _, batch in zip(range(steps), data, strict=False):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
+            for batch in itertools.islice(data, steps):
+                losses.append(model(**batch).loss)
+                accelerator.backward(losses[-1])
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(loss.item())
-            return losses
+            return [loss.item() for loss in losses]
 
         return accelerator, model, train
 
@@ -87,8 +87,7 @@ def test_a_state_of_another_policy_is_refused(loop, tmp_path):
 def test_it_comes_before_prepare(llama):
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    prepared, wrapped = accelerator.prepare(model, optimizer)
+    prepared, wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for arguments in ((prepared, wrapped), (llama(), wrapped)):
         with pytest.raises(fp4graph.Error, match=r"before accelerator\.prepare\(\)"):
             apply_with_accelerate(accelerator, *arguments, "tetrajet")

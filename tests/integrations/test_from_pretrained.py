@@ -11,6 +11,7 @@ import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.models import llama
+from tests.helpers.steps import differences
 
 transformers = pytest.importorskip("transformers", reason="install fp4graph[hf]")
 from fp4graph.integrations import FP4GraphConfig  # noqa: E402
@@ -42,10 +43,7 @@ def step(model):
 def test_it_is_the_model_that_apply_makes(folder, dtype):
     model = loaded(folder, "tetrajet", dtype=dtype)
     expected = fp4graph.apply(loaded(folder, dtype=dtype), "tetrajet", **EAGER)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
-    step(model), step(expected)
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert not differences(*(dict(step(each).named_parameters()) for each in (model, expected)))
 
 
 @pytest.mark.usefixtures("operation_by_operation")
@@ -59,8 +57,7 @@ def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
     assert runtime.policy.fingerprint == fp4graph.load_policy("tetrajet-qema").fingerprint
     state = model.state_dict()
     assert any("q_ema" in key for key in state)
-    assert state.keys() == again.state_dict().keys()
-    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+    assert not differences(dict(state), dict(again.state_dict()))
     plain = fp4graph.remove(copy.deepcopy(again)).eval()
     with torch.no_grad():
         assert torch.equal(plain(IDS).logits, fp4graph.remove(model).eval()(IDS).logits)
@@ -68,10 +65,7 @@ def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
 
 @pytest.mark.usefixtures("operation_by_operation")
 def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path):
-    config = FP4GraphConfig("tetrajet", **EAGER)
-    model, removed = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config) for _ in range(2)
-    )
+    model, removed = (loaded(folder, "tetrajet") for _ in range(2))
     fp4graph.remove(removed).save_pretrained(folder)
     assert runtime_of(loaded(folder)) is None
     zeros = {key: torch.zeros_like(value) for key, value in model.float().state_dict().items()}

@@ -5,19 +5,14 @@ import torch
 import transformers
 
 import fp4graph
-from tests.helpers import models
 from tests.helpers.steps import descend, differences
 from tests.helpers.training import prepared
 
 TOKENS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
 
 
-def llama():
-    return models.llama(hidden_size=32, intermediate_size=64, num_key_value_heads=2, vocab_size=64)
-
-
 @pytest.fixture
-def trained(tmp_path):
+def trained(llama, tmp_path):
     model = fp4graph.apply(llama(), "tetrajet-qema", backend="eager")
     descend(lambda: model(input_ids=TOKENS, labels=TOKENS).loss, prepared(model, torch.optim.SGD, lr=1.0), 3)
     model.save_pretrained(tmp_path)
@@ -84,6 +79,6 @@ def test_what_another_policy_does_not_keep_is_said(trained, tmp_path):
         fp4graph.apply(loaded(tmp_path), "tetrajet", backend="eager")
 
 
-def test_a_plain_folder_holds_nothing(tmp_path):
+def test_a_plain_folder_holds_nothing(llama, tmp_path):
     llama().save_pretrained(tmp_path)
     fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")  # without a warning
