@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule
 from tests.helpers.training import applied, prepared
 
 diffusers = pytest.importorskip("diffusers", reason="needs fp4graph[test]")
@@ -28,12 +29,8 @@ def dit():
     )  # fmt: skip
 
 
-ATTENTION = {  # the U-Net's linears are in no repeated block, so a policy of ours names them
-    "version": 1,
-    "name": "linears",
-    "extends": "tetrajet",
-    "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}],
-}
+#: The U-Net's linears are in no repeated block, so a policy of ours names them.
+ATTENTION = one_rule(quantize={"element": "e2m1", "block": 32}, extends="tetrajet")
 
 
 @pytest.mark.parametrize(("make", "policy"), [(unet, ATTENTION), (dit, "tetrajet")], ids=["unet", "dit"])

@@ -72,23 +72,15 @@ def test_fit_and_resume(applied, policy, tmp_path, products, said):
     plain = fitted(Classifier(), tmp_path / "plain")
     assert whole.losses != plain.losses
     assert whole.losses == pytest.approx(plain.losses, rel=0.2)
+    by_hand = fp4graph.apply(models.vit(), policy, backend="eager")
+    outputs = (cross_entropy(by_hand(images), labels) for images, labels in BATCHES)
+    same = 4 if applied == "net" else 1  # names are part of the noise
+    assert descend(outputs.__next__, prepared(by_hand), 4)[:same] == whole.losses[:same]
 
     resumed = fitted(Classifier(applied, policy), tmp_path / "again", resume=tmp_path / "epoch=0.ckpt")
     assert resumed.losses == whole.losses[4:]
     state = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["state_dict"]
     Classifier().load_state_dict(state if policy == "tetrajet" else fp4graph.strip(state), strict=True)
-
-
-@pytest.mark.parametrize("applied", ["module", "net"])
-@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-def test_both_train_the_same_net(applied, tmp_path):
-    by_hand = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
-    outputs = (cross_entropy(by_hand(images), labels) for images, labels in BATCHES)
-    losses = descend(outputs.__next__, prepared(by_hand), 4)
-    module = fitted(Classifier(applied), tmp_path, epochs=1)
-    if applied == "net":  # names are part of the noise
-        assert module.losses == losses
-    assert module.losses[0] == losses[0]
 
 
 @pytest.mark.parametrize("applied", ["module", "net"])
