@@ -19,21 +19,20 @@ def batch(step):
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train(path, policy, steps, *, resume=False, order="apply, compile"):
+def train(path, steps, *, resume=False, order="apply, compile"):
     """train.py: the two lines are those with ``fp4graph``."""
     checkpoint = torch.load(path, weights_only=False) if resume else None
     model = gpt()
     if checkpoint:
-        state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
-        model.load_state_dict(state if policy == "tetrajet" else fp4graph.strip(state))
+        model.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()})
     if order == "apply, compile":
-        fp4graph.apply(model, policy, backend="eager")
+        fp4graph.apply(model, "tetrajet", backend="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     raw_model = model
     if order != "plain":
         model = torch.compile(model, backend="eager")
     if order == "compile, apply":
-        fp4graph.apply(model, policy, backend="eager")
+        fp4graph.apply(model, "tetrajet", backend="eager")
     if order != "plain":
         fp4graph.prepare_optimizer(model, optimizer)
     if checkpoint:
@@ -58,12 +57,12 @@ def sample(model):
 
 @pytest.mark.parametrize("order", ["apply, compile", pytest.param("compile, apply", marks=pytest.mark.exhaustive)])
 def test_train_resume_sample(order, tmp_path, products, said):
-    model, losses = train(tmp_path / "whole.pt", "tetrajet", 6, order=order)
+    model, losses = train(tmp_path / "whole.pt", 6, order=order)
     assert losses[-1] < losses[0]
     assert set(products.values()) == {6}
     assert len(products) == 2 * 4
-    train(tmp_path / "ckpt.pt", "tetrajet", 3, order=order)
-    _, rest = train(tmp_path / "ckpt.pt", "tetrajet", 6, resume=True, order=order)
+    train(tmp_path / "ckpt.pt", 3, order=order)
+    _, rest = train(tmp_path / "ckpt.pt", 6, resume=True, order=order)
     assert rest == losses[3:]
     assert not said()
 
@@ -81,15 +80,7 @@ def test_train_resume_sample(order, tmp_path, products, said):
 
 def test_orders_are_the_same_and_the_policy_is_felt(tmp_path):
     orders = ("apply, compile", "compile, apply", "plain")
-    one, other, plain = (train(tmp_path / "ckpt.pt", "tetrajet", 4, order=order)[1] for order in orders)
+    one, other, plain = (train(tmp_path / "ckpt.pt", 4, order=order)[1] for order in orders)
     assert one == other
     assert one != plain
     assert one == pytest.approx(plain, rel=0.1)
-
-
-def test_state_of_techniques_is_stripped(tmp_path):
-    train(tmp_path / "ckpt.pt", "tetrajet-qema", 2)
-    state = torch.load(tmp_path / "ckpt.pt", weights_only=False)["model"]
-    with pytest.raises(RuntimeError, match="_fp4graph"):
-        gpt().load_state_dict(state)
-    gpt().load_state_dict(fp4graph.strip(state))

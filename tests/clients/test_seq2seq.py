@@ -50,8 +50,7 @@ def test_train_and_generate(kind, products, said, moved):
     assert set(products.values()) == {2}
     sites = set(products)
     encoder = {site for site in sites if "encoder" in site.split(".")}
-    assert len(encoder) == 2 * 6
-    assert len(sites) == 2 * 6 + 2 * 10
+    assert (len(encoder), len(sites)) == (2 * 6, 2 * 6 + 2 * 10)
     assert sites <= {name.removesuffix(".weight") for name in changed()}
 
     model.eval()
