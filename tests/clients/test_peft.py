@@ -8,7 +8,7 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
 from tests.helpers.policies import one_rule, quantizer
-from tests.helpers.steps import descend
+from tests.helpers.steps import descend, differences
 
 peft = pytest.importorskip("peft", reason="needs fp4graph[clients]")
 
@@ -49,9 +49,7 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
     assert len(products) == 14  # the base layers; adapters stay in high precision
     assert set(products.values()) == {2}
 
-    prompt = TOKENS[:, :6]
-    generate = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "min_new_tokens": 8}
-    tokens = model.eval().generate(input_ids=prompt, **generate)
+    tokens = generated(model, 8)
     assert set(products.values()) == {2 + 8}
     # PeftModel.generate calls the model inside, not itself.
     assert len(said()) == (1 if applied == "the PeftModel" else 0)
@@ -66,12 +64,17 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
     joined = peft.PeftModel.from_pretrained(quantized(policy), tmp_path).eval()
     assert torch.equal(logits(again), logits(model))
     assert torch.equal(logits(joined), logits(model))
-    assert torch.equal(again.generate(input_ids=prompt, **generate), tokens)
+    assert torch.equal(generated(again, 8), tokens)
 
 
 def logits(model):
     with torch.no_grad():
         return model(input_ids=TOKENS).logits
+
+
+def generated(model, length):
+    prompt, lengths = TOKENS[:, :6], {"max_new_tokens": length, "min_new_tokens": length}
+    return model.eval().generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **lengths)
 
 
 def same(one, other):
@@ -100,25 +103,24 @@ def test_adapters_that_join_an_applied_model_are_as_if_they_had_been_there(polic
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
     """As if the policy had been applied again whenever they do."""
-    models, found = [], []
-    for again in (False, True):
+
+    def joined_and_left(reapply):
         base = quantized(policy)
-        reapply = (lambda base=base: fp4graph.apply(base, policy, backend="eager")) if again else (lambda: None)
         losses = trained(base, base)
         model = adapted(base)
-        reapply()
+        reapply(base)
         losses += trained(model, base)
         assert runtime_of(base).count == 4
-        merged = model.merge_and_unload()
-        assert merged is base
-        reapply()
-        base.requires_grad_(True)
-        losses += trained(base, base)
+        assert model.merge_and_unload() is base
+        reapply(base)
+        losses += trained(base.requires_grad_(True), base)
         assert not any("lora_" in name or "base_layer" in name for name in base.state_dict())
-        models.append(base)
-        found.append(losses)
-    assert found[0] == found[1]
-    assert same(*models)
+        return base, losses
+
+    base, losses = joined_and_left(lambda base: None)
+    other, expected = joined_and_left(lambda base: fp4graph.apply(base, policy, backend="eager"))
+    assert losses == expected
+    assert same(base, other)
 
 
 def test_the_optimizer_of_merged_adapters_may_live_on():
@@ -200,7 +202,7 @@ def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again()
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
-    models, found = [], []
+    found = []
     for packs in (False, True):
         model = adapted(tiny.qwen3())
         base = model.get_base_model()
@@ -213,18 +215,12 @@ def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
             assert "model.layers.0.mlp.up_proj.weight" not in dict(base.named_parameters())
         model.train()
         losses = trained(model, base)
-        prompt = TOKENS[:, :6]
-        generate = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "min_new_tokens": 4}
-        tokens = model.eval().generate(input_ids=prompt, **generate)
+        tokens = generated(model, 4)
         model.save_pretrained(tmp_path / str(packs))
-        models.append(model)
-        found.append((losses, tokens.tolist(), load_file(tmp_path / str(packs) / "adapter_model.safetensors")))
-    plain, packed = found
-    assert plain[:2] == packed[:2]
-    assert plain[2].keys() == packed[2].keys()
-    assert all(torch.equal(value, packed[2][key]) for key, value in plain[2].items())
-    merged = fp4graph.unpack_frozen(models[1].get_base_model()) and models[1].merge_and_unload()
-    assert torch.isfinite(logits(merged)).all()
+        found.append((losses, tokens, load_file(tmp_path / str(packs) / "adapter_model.safetensors")))
+    assert not differences(*found)
+    fp4graph.unpack_frozen(base)
+    assert torch.isfinite(logits(model.merge_and_unload())).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
