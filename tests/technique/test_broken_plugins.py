@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.ops import contract
 from fp4graph.technique import (
+    TENSOR_STAGES,
     BlockScale,
     Operand,
     Operands,
@@ -50,16 +52,12 @@ def broken(**members: Any) -> fp4graph.policy.Policy:
     return policy("broken", technique("broken", **members), healthy())
 
 
-def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eager") -> Tensor:
-    """One step: forward, backward, optimizer."""
+def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eager") -> float:
+    """Return the loss of one step: forward, backward, optimizer."""
     model = applied(model, chosen, backend=backend)
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
     (loss,) = descend(lambda: model(x).square().mean(), prepared(model, torch.optim.SGD, lr=0.1), 1)
-    return torch.tensor(loss)
-
-
-def first_axis_twice(x: Tensor) -> Tensor:
-    return torch.cat([x, x])
+    return loss
 
 
 def raises(*args: Any) -> Any:
@@ -67,124 +65,77 @@ def raises(*args: Any) -> Any:
 
 
 BUG = "ZeroDivisionError: a stranger's bug"
-
-
-def gradients(**members: Any) -> dict[str, Any]:
-    """A technique that differentiates everything rightly, but for these methods."""
-    return {
-        "normalizes": True,
-        "group_scale": lambda self, z, group, c: group("tensor"),
-        "statistic_gradient": lambda self, values, z, c: values.sign(),
-        "scale_surrogate": lambda self, ideal, c: torch.ones_like(ideal),
-        "group_gradient": lambda self, values, g, groups, c: values.sign(),
-    } | members
-
-
-def observing(returned: Callable[..., Any]) -> dict[str, Any]:
-    entry = StateEntry("mean", Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
-    return {"state": (entry,), "observe": returned}
+#: What further members it takes for a stage to be reached: gradients are those of a technique that normalizes.
+NORMALIZING: dict[str, Any] = {
+    "normalizes": True,
+    "group_scale": lambda self, z, group, c: group("tensor"),
+    "statistic_gradient": lambda self, values, z, c: values.sign(),
+    "scale_surrogate": lambda self, ideal, c: torch.ones_like(ideal),
+    "group_gradient": lambda self, values, g, groups, c: values.sign(),
+}
+OBSERVED = StateEntry("mean", Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
+NEEDED: dict[str, dict[str, Any]] = {
+    "observe": {"state": (OBSERVED,)},
+    "inverse": {"element_surrogate": lambda self, u, c: u},
+    **dict.fromkeys(("group_statistic", "statistic_gradient", "scale_surrogate", "group_gradient"), NORMALIZING),
+}
 
 
 def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
-    entry = StateEntry("mean", Operand.FPROP_WEIGHT, init)
-    return {"state": (entry,), "after_step": lambda self, update: None}
+    return {"state": (StateEntry("mean", Operand.FPROP_WEIGHT, init),), "after_step": lambda self, update: None}
 
 
-#: stage -> (members, what the message says)
-WRONG = {
-    "block_statistic": (
-        {"block_statistic": lambda self, v, z, c: v},
-        "returned shape (5, 2, 32) where (5, 2, 1) is due",
-    ),
-    "block_statistic, a number": (
-        {"block_statistic": lambda self, v, z, c: 3},
-        "returned int where a tensor is due",
-    ),
-    "block_statistic, float64": ({"block_statistic": lambda self, v, z, c: z.double()}, "torch.float32 on cpu is due"),
-    "block_statistic, whole numbers": (
-        {"block_statistic": lambda self, v, z, c: z.int()},
-        "where floating point is due",
-    ),
-    "group_statistic": (
-        gradients(group_statistic=lambda self, v, g, groups, c: v),
-        "returned shape (5, 2, 32) where (1, 1, 1) is due",
-    ),
-    "group_scale": (
-        {"group_scale": lambda self, z, group, c: z.new_ones(7)},
-        "returned shape (7,), which does not broadcast to (5, 2, 1)",
-    ),
-    "group_scale, per element": (
-        {"group_scale": lambda self, z, group, c: z.new_ones(5, 2, 32)},
-        "does not broadcast to (5, 2, 1)",
-    ),
-    "group_scale, its statistic": (
-        {"group_scale": lambda self, z, group, c: (z.new_ones(()), z[0])},
-        "returned shape (2, 1) where (5, 2, 1) is due",
-    ),
-    "group_scale, three things": (
-        {"group_scale": lambda self, z, group, c: (z, z, z)},
-        "must return γ, (γ, statistic of x/γ) or None",
-    ),
-    "group_scale, other groups than declared": (
+#: A stage, what is wrong there, the method, words of the message.
+WRONG = [
+    ("block_statistic", "", lambda self, v, z, c: v, "returned shape (5, 2, 32) where (5, 2, 1) is due"),
+    ("block_statistic", "a number", lambda self, v, z, c: 3, "returned int where a tensor is due"),
+    ("block_statistic", "float64", lambda self, v, z, c: z.double(), "torch.float32 on cpu is due"),
+    ("block_statistic", "whole numbers", lambda self, v, z, c: z.int(), "where floating point is due"),
+    ("group_statistic", "", lambda self, v, g, groups, c: v, "returned shape (5, 2, 32) where (1, 1, 1) is due"),
+    ("group_scale", "", lambda self, z, group, c: z.new_ones(7), "shape (7,), which does not broadcast to (5, 2, 1)"),
+    ("group_scale", "each", lambda self, z, group, c: z.new_ones(5, 2, 32), "does not broadcast to (5, 2, 1)"),
+    ("group_scale", "its statistic", lambda self, z, group, c: (z.new_ones(()), z[0]), "shape (2, 1) where (5, 2, 1)"),
+    ("group_scale", "3 things", lambda self, z, group, c: (z, z, z), "must return γ, (γ, statistic of x/γ) or None"),
+    ("scale", "", lambda self, v, z, c: torch.cat([z, z]), "shape (10, 2, 1) where (5, 2, 1) is due"),
+    ("round", "", lambda self, r, s, c: r.sum(-1), "returned shape (5, 2) where (5, 2, 32) is due"),
+    ("rescale", "", lambda self, q, c: q.elements, "shape (5, 2, 32) where (5, 2, 1) is due"),
+    ("split", "", lambda self, x, c: (torch.cat([x, x]), None), "shape (10, 48) where (5, 48) is due"),
+    ("split", "the residual", lambda self, x, c: (x, x[:1]), "shape (1, 48) where (5, 48) is due"),
+    ("split", "one tensor", lambda self, x, c: x, "must return (part to quantize, residual or None), or None"),
+    ("around", "", lambda self, q, x, c: q(x)[:, :8], "returned shape (5, 8) where (5, 48) is due"),
+    ("around", "what it quantizes", lambda self, q, x, c: q(x[:, :8]), "returned shape (5, 8) where (5, 48) is due"),
+    ("after", "", lambda self, x, c: x.mT, "returned shape (48, 5) where (5, 48) is due"),
+    ("after", "float64", lambda self, x, c: x.double(), "returned torch.float64"),
+    ("observe", "", lambda self, q, c: {"mean": q.elements}, "where () is due"),
+    ("observe", "another name", lambda self, q, c: {"men": q.z.sum()}, "['men'] where values of ['mean']"),
+    ("observe", "no mapping", lambda self, q, c: q.z.sum(), "returned Tensor where values of ['mean']"),
+    ("pair_context", "", lambda self, a, b, c: 3, "must return a tuple of tensors, or None"),
+    ("transform", "", lambda self, x, side, shared: x.mT, "shape (48, 5) where (5, ...) is due"),
+    ("transform", "lengths", lambda self, x, side, shared: x[:, : 8 if side == "left" else 48], "axes of 8 and 48"),
+    ("inverse", "", lambda self, x, side, shared: torch.cat([x, x]), "shape (10, 64) where (5, ...) is due"),
+    ("inverse", "too short", lambda self, x, side, shared: x[:, :8], "a last axis of 8 where 64 is due"),
+    ("element_surrogate", "", lambda self, u, c: u.sum(), "returned shape () where"),
+    ("statistic_gradient", "", lambda self, v, z, c: z, "returned shape"),
+    ("scale_surrogate", "", lambda self, s, c: s[0], "returned shape"),
+    ("group_gradient", "", lambda self, v, g, groups, c: g, "returned shape (1, 1, 1) where"),
+]
+#: Of several members: what is wrong, the members, the stage, words of the message.
+WRONG_TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
+    (
+        "other groups than declared",
         {"group_granularity": "row", "group_scale": lambda self, z, group, c: group("tensor")},
-        "asked for groups of 'tensor'; its group_granularity is 'row'",
+        "group_scale", "asked for groups of 'tensor'; its group_granularity is 'row'",
     ),
-    "group_scale, more numbers than declared": (
+    (
+        "more numbers than declared",
         {"group_granularity": "tensor", "group_scale": lambda self, z, group, c: z},
-        "returned (5, 2, 1); its group_granularity is 'tensor'",
+        "group_scale", "returned (5, 2, 1); its group_granularity is 'tensor'",
     ),
-    "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
-    "round": ({"round": lambda self, r, s, c: r.sum(-1)}, "returned shape (5, 2) where (5, 2, 32) is due"),
-    "rescale": ({"rescale": lambda self, q, c: q.elements}, "shape (5, 2, 32) where (5, 2, 1) is due"),
-    "split": ({"split": lambda self, x, c: (first_axis_twice(x), None)}, "shape (10, 48) where (5, 48) is due"),
-    "split, the residual": ({"split": lambda self, x, c: (x, x[:1])}, "shape (1, 48) where (5, 48) is due"),
-    "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None), or None"),
-    "around": ({"around": lambda self, q, x, c: q(x)[:, :8]}, "returned shape (5, 8) where (5, 48) is due"),
-    "around, what it quantizes": (
-        {"around": lambda self, q, x, c: q(x[:, :8])},
-        "returned shape (5, 8) where (5, 48) is due",
-    ),
-    "after": ({"after": lambda self, x, c: x.mT}, "returned shape (48, 5) where (5, 48) is due"),
-    "after, float64": ({"after": lambda self, x, c: x.double()}, "returned torch.float64"),
-    "observe": (observing(lambda self, q, c: {"mean": q.elements}), "where () is due"),
-    "observe, another name": (observing(lambda self, q, c: {"men": q.z.sum()}), "['men'] where values of ['mean']"),
-    "observe, no mapping": (observing(lambda self, q, c: q.z.sum()), "returned Tensor where values of ['mean']"),
-    "pair_context": ({"pair_context": lambda self, a, b, c: 3}, "must return a tuple of tensors, or None"),
-    "transform": ({"transform": lambda self, x, side, shared: x.mT}, "shape (48, 5) where (5, ...) is due"),
-    "transform, two lengths": (
-        {"transform": lambda self, x, side, shared: x[:, :8] if side == "left" else x},
-        "contraction axes of 8 and 48",
-    ),
-    "inverse": (
-        {"inverse": lambda self, x, side, shared: first_axis_twice(x), "element_surrogate": lambda self, u, c: u},
-        "shape (10, 64) where (5, ...) is due",
-    ),
-    "inverse, too short": (
-        {"inverse": lambda self, x, side, shared: x[:, :8], "element_surrogate": lambda self, u, c: u},
-        "a last axis of 8 where 64 is due",
-    ),
-    "element_surrogate": ({"element_surrogate": lambda self, u, c: u.sum()}, "returned shape () where"),
-    "statistic_gradient": (gradients(statistic_gradient=lambda self, v, z, c: z), "returned shape"),
-    "scale_surrogate": (gradients(scale_surrogate=lambda self, s, c: s[0]), "returned shape"),
-    "group_gradient": (gradients(group_gradient=lambda self, v, g, groups, c: g), "returned shape (1, 1, 1) where"),
-    "state 'mean'": (starting(lambda w: w[0]), "starts with shape (48,) where a tensor of shape (64, 48) is due"),
-    "state 'mean', nothing": (starting(lambda w: None), "starts with NoneType"),
-}
-#: Stages in which an exception is raised, with what it takes to get there.
-RAISING: dict[str, dict[str, Any]] = {
-    **{stage: {} for stage in ("block_statistic", "scale", "round", "rescale", "split", "around", "after")},
-    "group_scale": {},
-    "group_statistic": gradients(),
-    "observe": observing(raises),
-    **{stage: {} for stage in ("pair_context", "transform")},
-    "inverse": {"element_surrogate": lambda self, u, c: u},
-    "element_surrogate": {},
-    **{stage: gradients() for stage in ("statistic_gradient", "scale_surrogate", "group_gradient")},
-    "before_step": {},
-    "after_step": {},
-}
+    ("a row", starting(lambda w: w[0]), "state 'mean'", "starts with shape (48,) where a tensor of shape (64, 48) is"),
+    ("nothing", starting(lambda w: None), "state 'mean'", "starts with NoneType"),
+]  # fmt: skip
 #: Stages at which the error comes when torch.compile traces.
-TRACED = [stage for stage in RAISING if not stage.endswith("_step")]
+TRACED = (*PairTransform.stages, *TENSOR_STAGES)
 
 
 def healthy() -> type[Technique]:
@@ -198,19 +149,18 @@ def model() -> Iterator[nn.Module]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield model
     model.load_state_dict(before)
-    assert torch.equal(train(model, policy("healthy", healthy())), healthy_loss())
+    assert train(model, policy("healthy", healthy())) == healthy_loss()
 
 
 @cache
-def healthy_loss() -> Tensor:
+def healthy_loss() -> float:
     """Return the loss of a fresh model."""
     return train(Mlp(48, 64, 32), policy("healthy", healthy()))
 
 
 def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -> None:
     assert error.plugin == "broken-plugin"
-    sites = [site] if site else ["first", "second", "first.weight"]
-    assert error.site in sites
+    assert error.site in ([site] if site else ["first", "second", "first.weight"])
     assert str(error).startswith(f"plugin 'broken-plugin', at {error.site}: technique 'broken', {stage}")
 
 
@@ -219,7 +169,7 @@ def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -
 @pytest.mark.parametrize("stage", TRACED)
 def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn.Module) -> None:
     with pytest.raises(fp4graph.PluginError, match=f"{BUG}$") as caught:
-        train(model, broken(**RAISING[stage] | {stage: raises}), backend="aot_eager")
+        train(model, broken(**NEEDED.get(stage, {}) | {stage: raises}), backend="aot_eager")
     check(caught.value, stage)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(fp4graph.PluginError, match="a stranger's bug"):  # and not in high precision
@@ -254,18 +204,14 @@ def test_a_stage_that_reads_values_fails_under_eager_as_compiled(case: str, mode
 
 @pytest.mark.slow
 def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
-    def gathers(self: Any, values: Tensor, z: Tensor, context: Any) -> Tensor:
-        return z[torch.arange(z.shape[0])] * torch.where(z > 0, 1.0, 0.5)
-
-    assert train(model, policy("fine", technique("fine", scale=gathers))).isfinite()
+    fine = technique("fine", scale=lambda self, v, z, c: z[torch.arange(z.shape[0])] * torch.where(z > 0, 1.0, 0.5))
+    assert math.isfinite(train(model, policy("fine", fine)))
 
 
 @pytest.mark.parametrize("stage", ["group_statistic", "group_gradient"])
 def test_what_acts_on_statistics_of_groups_alone_needs_a_technique_that_normalizes(stage: str) -> None:
     lone = technique("lone", **{stage: lambda self, values, g, groups, context: None})
-    with pytest.warns(
-        PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no technique"
-    ):
+    with pytest.warns(PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no"):
         policy("lone", lone)
     policy(["divides", "lone"], technique("divides", normalizes=True, group_scale=lambda *_: None), lone)
     policy("plans", technique("plans", plan=lambda self, site, specs: specs, group_statistic=lambda *_: None))
@@ -388,12 +334,14 @@ INERT = pytest.mark.filterwarnings("ignore:technique .broken. has no effect here
 #: The members of a broken technique, the stage and the site that the error names, and what it says.
 BROKEN = [
     *(
-        pytest.param(members, case.partition(",")[0], None, message, id=case)
-        for case, (members, message) in WRONG.items()
+        pytest.param(NEEDED.get(stage, {}) | {stage: method}, stage, None, message, id=f"{stage} {case}")
+        for stage, case, method, message in (
+            *WRONG, *((stage, "raises", raises, BUG) for stage in (*TRACED, "before_step", "after_step"))
+        )
     ),
     *(
-        pytest.param(members | {stage: raises}, stage, None, BUG, id=f"{stage} raises")
-        for stage, members in RAISING.items()
+        pytest.param(members, stage, None, message, id=f"{stage} {case}")
+        for case, members, stage, message in WRONG_TOGETHER
     ),
     *(
         pytest.param(late("plan", lambda plan=plan: plan), "planning: TypeError", "first", message, id=f"plan, {case}")
@@ -404,7 +352,7 @@ BROKEN = [
         pytest.param(late("parts", make), "planning", "first", message, id=f"parts, {case}", marks=INERT)
         for case, (make, message) in WRONG_PARTS.items()
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("operation_by_operation")
@@ -434,9 +382,7 @@ def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> 
 
 @pytest.mark.slow
 def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
-    with pytest.warns(
-        PolicyWarning, match=r"plugin 'broken-plugin': technique 'broken', implied_by: ZeroDivisionError"
-    ):
+    with pytest.warns(PolicyWarning, match="plugin 'broken-plugin': technique 'broken', implied_by: ZeroDivisionError"):
         chosen = policy("healthy", technique("broken", implied_by=classmethod(raises)), healthy())
     train(model, chosen)
 
@@ -473,11 +419,9 @@ def test_a_class_of_an_earlier_version_keeps_the_plugin_out(former: str) -> None
         __annotations__[former] = ClassVar
         locals()[former] = FORMER[former]
 
-    registry = Registry([("old-plugin", Offers(Old)), ("healthy-plugin", Offers(healthy()))], entry_point_group=None)
-    error = f"plugin 'old-plugin': Old has {former} itself, as in an earlier version; move it to a part that parts()"
-    assert str(registry.failures["old-plugin"]).startswith(error)
-    assert str(registry.failures["old-plugin"]).endswith("see docs/techniques.md")
-    assert list(registry.techniques) == ["healthy"]
+    (error,) = map(str, Registry([("old", Offers(Old))], entry_point_group=None).failures.values())
+    assert error.startswith(f"plugin 'old': Old has {former} itself, as in an earlier version; move it to a part that")
+    assert error.endswith("see docs/techniques.md")
 
 
 class Doubling(Wrapper):
@@ -489,43 +433,34 @@ class Doubling(Wrapper):
         return x * 2
 
 
-#: A kind of part, with its members, and why no such class can be made.
-WRONG_CLASSES: dict[str, tuple[type[Part], dict[str, Any], str]] = {
-    "no mixes": (
-        Rounding,
-        {"round": lambda self, r, s, c: r},
-        "has a method round and must declare what it mixes",
-    ),
-    "mixes of its base": (Doubling, {"split": lambda self, x, c: None}, "Made has a method split and must declare"),
-    "mixes, misspelt": (Rounding, {"mixes": "blocks", "round": lambda self, r, s, c: r}, "none, block, expert, tensor"),
-    "mixes nothing, and changes the statistic of a block": (
-        BlockScale,
+#: What is wrong, a kind of part, the members of its class, and why no such class can be made.
+WRONG_CLASSES: list[tuple[str, type[Part], dict[str, Any], str]] = [
+    ("no mixes", Rounding, {"round": lambda self, r, s, c: r}, "has a method round and must declare what it mixes"),
+    ("its base's", Doubling, {"split": lambda self, x, c: None}, "Made has a method split and must declare"),
+    ("misspelt", Rounding, {"mixes": "blocks", "round": lambda self, r, s, c: r}, "none, block, expert, tensor"),
+    (
+        "mixes nothing", BlockScale,
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
         "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
     ),
-    "a method of another kind": (
-        BlockScale,
-        {"mixes": "block", "round": lambda self, r, s, c: r},
+    (
+        "a method of another kind", BlockScale, {"mixes": "block", "round": lambda self, r, s, c: r},
         "Made has a method round, which a BlockScale is never asked for: Rounding",
     ),
-    "no inverse": (
-        PairTransform,
-        {"mixes": "none", "transform": lambda self, x, side, shared: x},
+    (
+        "no inverse", PairTransform, {"mixes": "none", "transform": lambda self, x, side, shared: x},
         "Made has no method inverse, which a PairTransform needs",
     ),
-    "a property": (
-        Rounding,
-        {"draws": property(lambda self: True)},
-        "draws is a field; pass its value when",
-    ),
-    "a method": (Rounding, {"state": lambda self: ()}, "state is a field; pass its value when the part is made"),
-}
+    ("a property", Rounding, {"draws": property(lambda self: True)}, "draws is a field; pass its value when"),
+    ("a method", Rounding, {"state": lambda self: ()}, "state is a field; pass its value when the part is made"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_CLASSES)
-def test_a_part_that_cannot_be_is_refused_when_its_class_is_made(case: str) -> None:
+@pytest.mark.parametrize(("case", "kind", "members", "message"), WRONG_CLASSES)
+def test_a_part_that_cannot_be_is_refused_when_its_class_is_made(
+    case: str, kind: type[Part], members: dict[str, Any], message: str
+) -> None:
     """So that its plugin fails when it is loaded, and not at the first mixture of experts."""
-    kind, members, message = WRONG_CLASSES[case]
     with pytest.raises(TypeError, match=re.escape(message)):
         type("Made", (kind,), {"__module__": __name__, **members})
 
@@ -537,14 +472,6 @@ def test_fields_of_a_part_get_defaults_with_and_without_an_annotation() -> None:
 
     assert Drawing(options=None) == Drawing(options=None, draws=True, counts=True)
     assert Drawing(options=None, draws=False) != Drawing(options=None)
-
-
-def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:
-    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead], "option": "Nowhere"}
-    broken = technique("broken", __annotations__=annotations)
-    registry = Registry([("broken-plugin", Offers(broken)), ("healthy-plugin", Offers(healthy()))])
-    assert "Nowhere" in str(registry.failures["broken-plugin"])
-    assert {"healthy"} <= registry.techniques.keys()
 
 
 # ------------------------------------------------------------------ the checks themselves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,12 +33,23 @@ from tests.helpers.techniques import FPROP, Offers, technique
 WEIGHT = frozenset({Operand.FPROP_WEIGHT})
 
 
+def made(*parts: Callable[..., Part]) -> type[Technique]:
+    """A technique of these parts, everywhere; each is called with the technique as its options."""
+    return technique("made", parts=lambda self, site: tuple(part(options=self) for part in parts))
+
+
+def policy(cls: type[Technique], **more: Any) -> fp4graph.policy.Policy:
+    registry = Registry([("made", Offers(cls))], entry_point_group=None)
+    return fp4graph.load_policy(one_rule("made", quantize=quantizer(16), **more), registry)
+
+
 def applied(cls: type[Technique]) -> nn.Module:
     """A layer of 64 inputs and 32 outputs under a technique."""
-    registry = Registry([("made", Offers(cls))], entry_point_group=None)
-    policy = fp4graph.load_policy(one_rule(cls.name, quantize=quantizer(16)), registry)
     torch.manual_seed(0)
-    return fp4graph.apply(nn.Sequential(nn.Linear(64, 32)), policy, backend="eager")
+    return fp4graph.apply(nn.Sequential(nn.Linear(64, 32)), policy(cls), backend="eager")
+
+
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Larger:
@@ -54,23 +67,14 @@ class Further(Mixed):
     """Inherits all that it does."""
 
 
-class Rounds(Rounding):
-    """Rounds elements to whole numbers."""
-
-    mixes = "none"
-
-    def round(self, ratio: Tensor, scale: Tensor, context: Any) -> Tensor:
-        return ratio.round()
+def of(kind: type[Part], **members: Any) -> Any:
+    """A class of that kind with these members, which mixes nothing."""
+    return type(f"Own{kind.__name__}", (kind,), {"__module__": __name__, "mixes": "none", **members})
 
 
-class Noisy(Wrapper):
-    """Adds noise in training."""
-
-    mixes = "none"
-    draws = True
-
-    def after(self, x: Tensor, context: Any) -> Tensor:
-        return x + context.gaussian(1)
+Rounds = of(Rounding, round=lambda self, ratio, scale, context: ratio.round())
+Noisy = of(Wrapper, draws=True, after=lambda self, x, context: x + context.gaussian(1))
+Reads = of(Rounding, round=lambda self, ratio, scale, context: ratio.round() + context.state["e"])
 
 
 class Counts(Part):
@@ -83,24 +87,18 @@ class Counts(Part):
         return {self.entry: context.state[self.entry] + 1}
 
 
-def zero(weight: Tensor) -> Tensor:
-    return weight.new_zeros(())
-
-
-def counted(name: str) -> StateEntry:
-    return StateEntry(name, Operand.FPROP_WEIGHT, zero, writer="graph", weight_like=False)
-
-
 LIKE_WEIGHT = StateEntry("e", Operand.FPROP_WEIGHT, torch.zeros_like)
+ENTRIES = tuple(
+    StateEntry(name, Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
+    for name in ("a", "b")
+)
 
 
 @pytest.mark.parametrize("part", [Mixed, Further])
 def test_inherited_methods_act(part: type[Part]) -> None:
     assert part.acted == {"block_statistic"}
-    x = torch.randn(8, 64)
-    larger = technique("larger", parts=lambda self, site: (part(options=self, operands=FPROP),))
-    hook = technique("hook", parts=lambda self, site: (OptimizerHook(options=self, operands=FPROP),))
-    assert not torch.equal(applied(larger)(x), applied(hook)(x))
+    larger, hook = (made(partial(kind, operands=FPROP)) for kind in (part, OptimizerHook))
+    assert not torch.equal(applied(larger)(X), applied(hook)(X))
 
 
 def test_a_class_of_two_kinds_is_refused() -> None:
@@ -110,67 +108,46 @@ def test_a_class_of_two_kinds_is_refused() -> None:
 
 @pytest.mark.parametrize("collection", [set, list, tuple])
 def test_operands_may_be_any_collection_of_operands(collection: Any) -> None:
-    made = technique("made", parts=lambda self, site: (Mixed(options=self, operands=collection(WEIGHT)),))
-    (part,) = parts_of(made())
+    mixed = made(partial(Mixed, operands=collection(WEIGHT)))
+    (part,) = parts_of(mixed())
     assert part.operands == WEIGHT
-    assert applied(made)(torch.randn(4, 64)).isfinite().all()
+    assert applied(mixed)(X).isfinite().all()
 
 
 def test_state_that_a_part_lists_is_there_in_evaluation_when_the_part_is_not() -> None:
-    class Reads(Rounding):
-        mixes = "none"
-
-        def round(self, ratio: Tensor, scale: Tensor, context: Any) -> Tensor:
-            return ratio.round() + context.state["e"]
-
-    def parts(self: Technique, site: Any) -> tuple[Part, ...]:
-        return Noisy(options=self, operands=WEIGHT, state=(LIKE_WEIGHT,)), Reads(options=self, operands=WEIGHT)
-
-    model, x = applied(technique("made", parts=parts)), torch.randn(4, 64)
-    noisy = model(x)
-    assert torch.equal(model.eval()(x), model(x))
-    assert not torch.equal(model(x), noisy)
+    listing = partial(Noisy, operands=WEIGHT, state=(LIKE_WEIGHT,))
+    model = applied(made(listing, partial(Reads, operands=WEIGHT)))
+    noisy = model(X)
+    assert torch.equal(model.eval()(X), model(X))
+    assert not torch.equal(model(X), noisy)
 
 
 def test_state_has_the_layout_of_what_a_method_is_given() -> None:
     seen: dict[str, tuple[Any, Any]] = {}
 
-    class Around(Wrapper):
-        mixes = "none"
+    def seeing(stage: str) -> Callable[..., None]:
+        def method(self: Part, x: Tensor, *rest: Any) -> None:
+            seen[stage] = tuple(x.shape), tuple(rest[-1].state["e"].shape)
 
-        def split(self, x: Tensor, context: Any) -> None:
-            seen["split"] = tuple(x.shape), tuple(context.state["e"].shape)
+        return method
 
-    class Inside(Rounding):
-        mixes = "none"
-
-        def round(self, ratio: Tensor, scale: Tensor, context: Any) -> None:
-            seen["round"] = tuple(ratio.shape), tuple(context.state["e"].shape)
-
-    def parts(self: Technique, site: Any) -> tuple[Part, ...]:
-        return Around(options=self, operands=WEIGHT, state=(LIKE_WEIGHT,)), Inside(options=self, operands=WEIGHT)
-
-    applied(technique("made", parts=parts))(torch.randn(4, 64))
+    around = partial(of(Wrapper, split=seeing("split")), operands=WEIGHT, state=(LIKE_WEIGHT,))
+    applied(made(around, partial(of(Rounding, round=seeing("round")), operands=WEIGHT)))(X)
     assert seen == {"split": ((32, 64), (32, 64)), "round": ((32, 4, 16), (32, 4, 16))}
 
 
 def test_each_part_may_observe_an_entry_of_its_own() -> None:
-    entries = (counted("a"), counted("b"))
-
-    def parts(self: Technique, site: Any) -> tuple[Part, ...]:
-        return tuple(Counts(options=self, operands=WEIGHT, entry=each.name, state=(each,)) for each in entries)
-
-    model = applied(technique("made", parts=parts))
+    counts = [partial(Counts, operands=WEIGHT, entry=each.name, state=(each,)) for each in ENTRIES]
+    model = applied(made(*counts))
     for _ in range(2):
-        model(torch.randn(4, 64)).sum().backward()
+        model(X).sum().backward()
     assert [value.item() for name, value in model.state_dict().items() if name.endswith(("_a", "_b"))] == [2, 2]
 
 
 def test_an_entry_that_is_not_observed_is_an_error() -> None:
-    both = (counted("a"), counted("b"))
-    made = technique("made", parts=lambda self, site: (Counts(options=self, operands=WEIGHT, entry="a", state=both),))
+    counts = made(partial(Counts, operands=WEIGHT, entry="a", state=ENTRIES))
     with pytest.raises(fp4graph.PluginError, match=r"observe: returned no values of \['b'\], which are due"):
-        applied(made)(torch.randn(4, 64)).sum().backward()
+        applied(counts)(X).sum().backward()
 
 
 def test_a_technique_may_refuse_experts_and_acts_elsewhere() -> None:
@@ -179,24 +156,19 @@ def test_a_technique_may_refuse_experts_and_acts_elsewhere() -> None:
             raise ValueError("not for experts")
         return Mixed(options=self, operands=WEIGHT), OptimizerHook(options=self)
 
-    made = technique("made", parts=parts)
-    assert len(hooks_of(made())) == 1
-    assert applied(made)(torch.randn(4, 64)).isfinite().all()
-    registry = Registry([("made", Offers(made))], entry_point_group=None)
-    rule = fp4graph.load_policy(one_rule("made", quantize=quantizer(16)), registry).rules[0]
+    refuses = technique("made", parts=parts)
+    assert len(hooks_of(refuses())) == 1
+    assert applied(refuses)(X).isfinite().all()
     with pytest.raises(CaptureError, match="technique made: not for experts"):
-        plan_site(SiteView("m", "grouped", 64, 32, 64 * 32), rule)
+        plan_site(SiteView("m", "grouped", 64, 32, 64 * 32), policy(refuses).rules[0])
 
 
 @pytest.mark.parametrize("element", ["fprop.input", "fprop.weight"])
 def test_several_elements_are_refused_only_where_elements_are_rounded(element: str) -> None:
-    def parts(self: Technique, site: Any) -> tuple[Part, ...]:
-        return Rounds(options=self, operands=WEIGHT), Mixed(options=self, operands={Operand.FPROP_INPUT})
-
-    registry = Registry([("made", Offers(technique("made", parts=parts)))], entry_point_group=None)
-    data = one_rule("made", quantize=quantizer(16), operands={element: {"element": ["e2m1", "int4"]}})
+    cls = made(partial(Rounds, operands=WEIGHT), partial(Mixed, operands={Operand.FPROP_INPUT}))
+    several = {"operands": {element: {"element": ["e2m1", "int4"]}}}
     if element == "fprop.input":
-        assert fp4graph.load_policy(data, registry).quantizes
+        assert policy(cls, **several).quantizes
     else:
         with pytest.raises(fp4graph.PolicyError, match=r"the blocks of fprop\.weight choose between"):
-            fp4graph.load_policy(data, registry)
+            policy(cls, **several)
