@@ -50,15 +50,10 @@ SLIPS = {
     "no blocks": (one_rule(match={"last_blocks": 0}), "$.rules"),
     "a later version": (one_rule() | {"version": 2}, "$.version"),
     "a rule that does nothing": (one_rule() | {"rules": [{"match": {}}]}, "$.rules"),
-    "a rule that keeps and quantizes": (
-        one_rule() | {"rules": [{"match": {}, "keep": "x", "quantize": {}}]},
-        "$.rules",
-    ),
+    "a rule that does both": (one_rule() | {"rules": [{"match": {}, "keep": "x", "quantize": {}}]}, "$.rules"),
     "a phase after the end": (one_rule(phases=[{"at": 1.5, "operands": {"forward": "keep"}}]), "$.phases[0].at"),
     "a technique without its required option": (one_rule(techniques=["out_control"]), "$.techniques[0]"),
 }
-
-
 LEGAL = {
     "a pair": one_rule(quantize={"block": [16, 16]}),
     "no options": one_rule(techniques=[{"hadamard": None}]),

@@ -43,37 +43,30 @@ def child(parent: Path, text: str) -> Path:
     return written(parent.with_name("child.yaml"), CHILD + text)
 
 
+def places(policy: Policy) -> list[tuple[str, str | None, int | None]]:
+    return [(rule.name, rule.file, rule.line) for rule in policy.rules]
+
+
 def names(policy: Policy) -> list[str]:
     return [rule.name for rule in policy.rules]
 
 
-def test_every_reference_to_a_file_gives_the_same_policy(
-    parent: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_to_a_file(parent: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped name wins over a file of that name."""
     monkeypatch.chdir(parent.parent)
     policy = load_policy(parent, registry)
     assert load_policy(policy, registry) is policy
-    assert policy.file == str(parent)
-    assert (policy.rules[0].file, policy.rules[0].line) == (str(parent), 7)
+    assert (policy.file, places(policy)) == (str(parent), [("one", str(parent), 7)])
     for ref in ("parent.yaml", "./parent.yaml", str(parent)):
         assert load_policy(ref, registry) == policy
-
-
-def test_a_shipped_name_wins_over_a_file_of_that_name(
-    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "mxfp4", "version: 1\nname: mine\ndefault: keep\n")
-    assert load_policy("mxfp4", registry).name == "mxfp4"
-    assert load_policy("./mxfp4", registry).name == "mine"
+    written(parent.with_name("mxfp4"), "version: 1\nname: mine\ndefault: keep\n")
+    assert [load_policy(ref, registry).name for ref in ("mxfp4", "./mxfp4")] == ["mxfp4", "mine"]
 
 
 def test_a_name_is_the_files_stem_where_none_is_given(tmp_path: Path, registry: Registry) -> None:
     assert load_policy(written(tmp_path / "mine.yaml", "version: 1\ndefault: keep\n"), registry).name == "mine"
     unnamed = load_policy({"version": 1, "default": "keep"}, registry)
-    assert unnamed.name == "unnamed"
-    assert not unnamed.quantizes
-    assert unnamed.complexity == 0
+    assert (unnamed.name, unnamed.quantizes, unnamed.complexity) == ("unnamed", False, 0)
 
 
 def test_plugins_ship_policies(tmp_path: Path) -> None:
@@ -84,10 +77,8 @@ def test_plugins_ship_policies(tmp_path: Path) -> None:
         def fp4graph_policies(self) -> list[Path]:
             return [path]
 
-    registry = Registry(plugins=[("recipes", Recipes())], entry_point_group=None)
-    policy = load_policy("house-recipe", registry)
-    assert policy.name == "house-recipe"
-    assert policy.rules == load_policy("mxfp4", registry).rules
+    policy = load_policy("house-recipe", Registry(plugins=[("recipes", Recipes())], entry_point_group=None))
+    assert (policy.name, policy.rules) == ("house-recipe", load_policy("mxfp4").rules)
 
 
 def test_an_alias_is_the_policy_that_it_names() -> None:
@@ -108,13 +99,13 @@ def test_what_a_child_says_replaces_what_it_inherits(parent: Path, registry: Reg
     assert (names(policy), policy.description, policy.default.quantizes) == (["two"], "mine", False)
     assert policy.expect.quantized is None
     assert policy.expect.kept is not None
+    assert load_policy(child(parent, f"rules: [{KEEP}]\n"), registry).quantizes  # by the default that it inherits
 
 
 def test_rules_before_go_ahead_of_inherited_ones(parent: Path, registry: Registry) -> None:
     path = child(parent, f"rules:\n  before:\n    - {KEEP}\n")
     policy, original = load_policy(path, registry), load_policy(parent, registry)
-    places = [(rule.name, rule.file, rule.line) for rule in policy.rules]
-    assert places == [("mine", str(path), 5), ("one", str(parent), 7)]
+    assert places(policy) == [("mine", str(path), 5), ("one", str(parent), 7)]
     assert policy.rules[1] == original.rules[0]
     assert policy.fingerprint != original.fingerprint
     again = load_policy(yaml.safe_load(policy.to_yaml()), registry)
@@ -130,8 +121,7 @@ def test_rules_before_at_several_levels_and_in_a_phase(parent: Path, registry: R
         "  - {at: 9, rules: [{name: alone, match: {}, keep: the end}], default: keep}\n",
     )
     policy = load_policy(grandchild, registry)
-    assert names(policy) == ["first", "mine", "one"]
-    assert [rule.file for rule in policy.rules] == [str(grandchild), str(path), str(parent)]
+    assert places(policy) == [("first", str(grandchild), 3), ("mine", str(path), 3), ("one", str(parent), 7)]
     assert [names(phase.policy) for phase in policy.phases] == [["late", "first", "mine", "one"], ["alone"]]
     assert load_policy(yaml.safe_load(policy.to_yaml()), registry) == policy
     assert f"\nname: {policy.name}\n" in policy._repr_html_()
@@ -148,37 +138,33 @@ def test_techniques_are_appended_and_namesakes_replaced_in_their_place(parent: P
 
 def test_data_extends_a_shipped_policy(registry: Registry) -> None:
     policy = load_policy({"version": 1, "name": "x", "extends": "mxfp4", "default": {"block": 16}}, registry)
-    assert policy.rules == load_policy("mxfp4", registry).rules
-    assert policy.default.quantizes
+    assert (policy.rules, policy.default.quantizes) == (load_policy("mxfp4", registry).rules, True)
 
 
 #: A child of the parent above, a text of the parent to be replaced by another, and the error.
 NONE = ("", "")
 CIRCLE = "version: 1\n\nextends: ./child.yaml\n"
-MISTAKES = {
-    "the parent's": ("", ("beta: 0.5", "beta: 1.5"), r"parent.yaml:9: .*beta must be below 1"),
-    "of a rule that is replaced": ("rules: []\n", ("name: one", "nam: one"), r"parent.yaml:7: .*did you mean 'name'"),
-    "in rules before": (
+MISTAKES = [
+    ("", ("beta: 0.5", "beta: 1.5"), r"parent.yaml:9: .*beta must be below 1"),
+    ("rules: []\n", ("name: one", "nam: one"), r"parent.yaml:7: .*did you mean 'name'"),
+    (
         "rules:\n  before:\n    - match: {}\n      kep: mine\n", NONE,
         r"child.yaml:6: unknown key 'kep' in rules.before\[0\]",
     ),
-    "an inherited name": (
+    (
         "rules:\n  before:\n    - {name: one, match: {op: linear}, keep: mine}\n", NONE,
         r"child.yaml:5: two rules are called 'one', the other in .*parent.yaml:7; ",
     ),
-    "a conflict across files": (
-        "techniques:\n  - ramp: {steps: 1}\n", NONE, r"child.yaml:4: .*'ramp' and 'average' cannot share a site"
-    ),
-    "a circle": ("", (PARENT, CIRCLE), r"parent.yaml:3: .*circle: child\.yaml → parent\.yaml → child\.yaml; extend"),
-    "itself": (
-        "", (PARENT, "version: 1\nextends: parent.yaml\n"), r"parent.yaml:2: .*circle: child\.yaml → parent\.yaml → p"
-    ),
-}  # fmt: skip
+    ("techniques:\n  - ramp: {steps: 1}\n", NONE, r"child.yaml:4: .*'ramp' and 'average' cannot share a site"),
+    ("", (PARENT, CIRCLE), r"parent.yaml:3: .*circle: child\.yaml → parent\.yaml → child\.yaml; extend"),
+    ("", (PARENT, CIRCLE.replace("child", "parent")), r"parent.yaml:3: .*circle: child\.yaml → parent\.yaml → p"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_blamed_on_its_file(case: str, parent: Path, registry: Registry) -> None:
-    text, change, message = MISTAKES[case]
+@pytest.mark.parametrize(("text", "change", "message"), MISTAKES)
+def test_a_mistake_is_blamed_on_its_file(
+    text: str, change: tuple[str, str], message: str, parent: Path, registry: Registry
+) -> None:
     written(parent, PARENT.replace(*change))
     with pytest.raises(PolicyError, match=f"^{parent.parent}/{message}"):
         load_policy(child(parent, text), registry)
@@ -194,7 +180,6 @@ def test_an_inherited_expectation_names_the_policy_that_inherits_it(parent: Path
 REPLACED = r"p.yaml:3: no rule quantizes, .* replace those of 'tetrajet'; .*before: "
 INHERITED = r"p.yaml:1: expected .*no rule .*inherited from .*tetrajet.yaml:28"
 EVERYTHING = r"p.yaml:3: a rule without a match keeps every site.*default: keep"
-
 
 SAID = "default: keep\nexpect: {kept: {min: 0}}"
 
@@ -219,10 +204,6 @@ def test_a_baseline_has_to_say_so(text: str, message: str | None, tmp_path: Path
     else:
         with pytest.raises(PolicyError, match=message):
             load_policy(path)
-
-
-def test_rules_that_keep_beside_an_inherited_default_that_quantizes(parent: Path, registry: Registry) -> None:
-    assert load_policy(child(parent, f"rules: [{KEEP}]\n"), registry).quantizes
 
 
 def test_techniques_of_a_policy_that_quantizes_nothing(registry: Registry) -> None:

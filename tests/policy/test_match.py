@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ SITE = SiteView(
 )
 
 
+def policy(registry: Registry, *rules: dict[str, Any], **rest: Any) -> Policy:
+    return load_policy({"version": 1, "rules": list(rules), **rest}, registry)
+
+
 def match(registry: Registry, **predicates: Any) -> Match:
-    rule = {"match": predicates, "quantize": {}}
-    return load_policy({"version": 1, "rules": [rule]}, registry).rules[0].match
+    return policy(registry, {"match": predicates, "quantize": {}}).rules[0].match
 
 
 def matches(predicates: Match, site: SiteView) -> bool:
@@ -100,21 +104,22 @@ def test_places_look_at_modules_only(registry: Registry) -> None:
     assert [change for change in elsewhere if predicates.holds_at(replace(SITE, **change))] == []  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("predicates", "words"),
-    [
-        ({"module": ["a", "b"], "in_features": {"min": 1}}, "module a or b, in_features at least 1"),
-        ({"in_features": 3}, "in_features 3"),
-        ({"in_features": {"min": 1, "max": 5}}, "in_features at least 1 and at most 5"),
-        ({"out_features": {"multiple_of": 32}}, "out_features a multiple of 32"),
-    ],
-)
-def test_in_words(predicates: dict[str, Any], words: str, registry: Registry) -> None:
-    assert str(match(registry, **predicates)) == words
+def test_in_words(registry: Registry) -> None:
+    for words, predicates in {
+        "module a or b, in_features at least 1": {"module": ["a", "b"], "in_features": {"min": 1}},
+        "in_features 3": {"in_features": 3},
+        "in_features at least 1 and at most 5": {"in_features": {"min": 1, "max": 5}},
+        "out_features a multiple of 32": {"out_features": {"multiple_of": 32}},
+    }.items():
+        assert str(match(registry, **predicates)) == words
 
 
-def policy(registry: Registry, *rules: dict[str, Any], **rest: Any) -> Policy:
-    return load_policy({"version": 1, "rules": list(rules), **rest}, registry)
+def chosen(found: Policy, **change: Any) -> str:
+    """Return the name of the rule for :data:`SITE` with a ``change``."""
+    return found.decide(replace(SITE, **change)).rule.name
+
+
+FIRST = BlockPosition("blocks.*", 0, 12)
 
 
 def test_first_match_wins(registry: Registry) -> None:
@@ -124,11 +129,10 @@ def test_first_match_wins(registry: Registry) -> None:
         {"name": "qkv", "match": {"module": "*.qkv"}, "quantize": {"block": 16}},
         {"name": "rest", "match": {"block": True}, "quantize": {}},
     )
-    first = replace(SITE, module="blocks.0.attn.qkv", block=BlockPosition("blocks.*", 0, 12))
-    assert found.decide(first).rule.name == "edge"
-    assert not found.decide(first).rule.quantizes
-    assert found.decide(SITE).rule.name == "qkv"
-    assert found.decide(replace(SITE, module="blocks.3.mlp.fc1")).rule.name == "rest"
+    assert chosen(found, module="blocks.0.attn.qkv", block=FIRST) == "edge"
+    assert not found.decide(replace(SITE, block=FIRST)).rule.quantizes
+    assert chosen(found) == "qkv"
+    assert chosen(found, module="blocks.3.mlp.fc1") == "rest"
 
 
 def test_unmatched_sites_get_the_default_which_keeps_fused_attention(registry: Registry) -> None:
@@ -142,10 +146,9 @@ def test_unmatched_sites_get_the_default_which_keeps_fused_attention(registry: R
 def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry) -> None:
     keeping = {"name": "first", "match": {"first_blocks": 1}, "keep": "sensitive"}
     found = policy(registry, keeping, {"name": "attention", "match": {"op": "sdpa"}, "quantize": {}})
-    early = replace(SITE, block=BlockPosition("blocks.*", 0, 12))
     for op in ("linear", "matmul", "sdpa", "_grouped_mm"):
-        assert found.decide(replace(early, op=op)).rule.name == "first"
-    assert found.decide(replace(SITE, op="sdpa")).rule.name == "attention"
+        assert chosen(found, op=op, block=FIRST) == "first"
+    assert chosen(found, op="sdpa") == "attention"
     assert found.decide(replace(SITE, op="_grouped_mm")).index == -1
 
 
@@ -182,30 +185,25 @@ def test_modules_that_exist_or_need_not(module: Any, registry: Registry) -> None
     check_modules(policy(registry, rule), NAMES)
 
 
-def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:
+@pytest.mark.parametrize(
+    ("glob", "names", "message"),
+    [
+        ("blocks.*.atn.qkv", NAMES, r"'blocks\.\*\.atn\.qkv'; the nearest are blocks\.\d\.attn\.qkv.*required: false"),
+        ("zzz", NAMES, r"the model has patch_embed, blocks.0.attn.qkv, .*, head\. Correct"),
+        ("zzz", [""], r"no modules but the root, whose name is ''\. Correct"),
+        ("zzz", ["", *(f"a{i}" for i in range(6))], r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"),
+    ],
+)
+def test_modules_that_do_not_exist(
+    glob: str, names: list[str], message: str, tmp_path: Path, registry: Registry
+) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(
-        "version: 1\nrules:\n  - {match: {}, quantize: {}}\n  - name: qkv\n    match: {module: blocks.*.atn.qkv}\n"
-        "    quantize: {}\n"
+        "version: 1\nrules:\n  - {match: {}, quantize: {}}\n"
+        f"  - name: qkv\n    match: {{module: {glob}}}\n    quantize: {{}}\n"
     )
-    message = r"p.yaml:4: .*rule 'qkv'.*'blocks\.\*\.atn\.qkv'; the nearest are blocks\.\d\.attn\.qkv.*required: false"
-    with pytest.raises(PolicyError, match=message):
-        check_modules(load_policy(path, registry), NAMES)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (NAMES, r"the model has patch_embed, blocks.0.attn.qkv, .*, head\. Correct"),
-        ([""], r"no modules but the root, whose name is ''\. Correct"),
-        (["", *(f"a{i}" for i in range(6))], r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"),
-    ],
-    ids=["several", "the root", "many"],
-)
-def test_a_glob_like_nothing_lists_modules(names: list[str], message: str, registry: Registry) -> None:
-    nowhere = policy(registry, {"match": {"module": "zzz"}, "quantize": {}})
-    with pytest.raises(PolicyError, match=message):
-        check_modules(nowhere, names)
+    with pytest.raises(PolicyError, match=rf"p.yaml:4: .*rule 'qkv'.*{message}"):
+        check_modules(load_policy(path, registry), names)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def test_a_glob_like_nothing_lists_modules(names: list[str], message: str, regis
     ],
 )
 def test_expectations(
-    expect: dict[str, Any], quantized: int, total: int, message: str, registry: Registry, tmp_path: Any
+    expect: dict[str, Any], quantized: int, total: int, message: str, registry: Registry, tmp_path: Path
 ) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(f"version: 1\ndefault: {{}}\nexpect:\n  {str(expect)[1:-1]}\n")
@@ -229,8 +227,7 @@ def test_expectations(
 
 
 def test_expectations_met(registry: Registry) -> None:
-    rule = {"match": {}, "quantize": {}}
-    expect = policy(registry, rule, expect={"quantized": {"min": 1, "max": 3}, "kept": 2}).expect
+    expect = policy(registry, default={}, expect={"quantized": {"min": 1, "max": 3}, "kept": 2}).expect
     expect.check(1, 3)
     expect.check(3, 5)
-    policy(registry, rule).expect.check(0, 0)
+    policy(registry, default={}).expect.check(0, 0)

@@ -21,54 +21,52 @@ def policy(*techniques: Any, scale: Any = E4M3, match: Any = None, operands: Any
     return one_rule(*techniques, quantize=quantizer(16) | {"scale": scale}, match=match, operands=operands)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (policy({"smooth_max": {"kind": "absmax", "beta": 3.0}}), "beta belongs to kind: softmax or hybrid"),
-        (
-            policy("tensor_scaling", {"tensor_scaling_gradient": {"kind": "ste", "relative": True}}),
-            "relative belongs to kind: softmax or hybrid, and kind is ste",
-        ),
-        (policy({"step_gradient": {"kind": "spline", "k": 3.0}}), "k belongs to kind: dge, and kind is spline"),
-        (policy({"step_gradient": {"kind": "dge", "knots": [[0, 0], [6, 6]]}}), "knots belongs to kind: spline"),
-        (policy({"step_gradient": {"kind": "dge", "lower": 5.0}}), "lower 5 is above upper 3"),
-        (policy({"step_gradient": {"knots": [[1, 1], [6, 6]]}}), r"knots begin at \(0, 0\)"),
-        (
-            policy({"step_gradient": {"knots": [[0, 0], [3, 3]]}}),
-            r"knots end at 3, and fprop\.input has values up to 6",
-        ),
-        (policy({"step_gradient": {"kind": "sigmoid", "temperature": float("inf")}}), "finite"),
-        (policy({"scale_gradient": {"k": 3.0}}, {"smooth_max": {}}), "k belongs to kind: dge"),
-        (policy({"tensor_scaling": {"target": 1e6}}), r"target 1e\+06 is above the largest scale of .*, 448"),
-        (policy({"tensor_scaling": {"headroom": 0.5}}, scale=CEIL), "range to spare"),
-        (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has none"),
-        (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has none"),
-        (policy({"hadamard": {"scope": ["fprop"], "kind": "random_backward", "block": 16}}), "scope has neither"),
-        (
-            policy({"stochastic_rounding": {"operands": ["forward"], "range_guard": 1.0625}}, "smooth_max"),
-            "range_guard on an operand of fprop and smooth_max",
-        ),
-        (
-            policy(
-                {"outlier_fallback": {"operands": ["fprop.input", "dgrad.weight"]}}, operands={"dgrad.weight": "keep"}
-            ),
-            r"no rule quantizes operand 'dgrad\.weight'",
-        ),
-    ],
-)
+REFUSED = [
+    (policy({"smooth_max": {"kind": "absmax", "beta": 3.0}}), "beta belongs to kind: softmax or hybrid"),
+    (
+        policy("tensor_scaling", {"tensor_scaling_gradient": {"kind": "ste", "relative": True}}),
+        "relative belongs to kind: softmax or hybrid, and kind is ste",
+    ),
+    (policy({"step_gradient": {"kind": "spline", "k": 3.0}}), "k belongs to kind: dge, and kind is spline"),
+    (policy({"step_gradient": {"kind": "dge", "knots": [[0, 0], [6, 6]]}}), "knots belongs to kind: spline"),
+    (policy({"step_gradient": {"kind": "dge", "lower": 5.0}}), "lower 5 is above upper 3"),
+    (policy({"step_gradient": {"knots": [[1, 1], [6, 6]]}}), r"knots begin at \(0, 0\)"),
+    (policy({"step_gradient": {"knots": [[0, 0], [3, 3]]}}), r"knots end at 3, and fprop\.input has values up to 6"),
+    (policy({"step_gradient": {"kind": "sigmoid", "temperature": float("inf")}}), "finite"),
+    (policy({"scale_gradient": {"k": 3.0}}, {"smooth_max": {}}), "k belongs to kind: dge"),
+    (policy({"tensor_scaling": {"target": 1e6}}), r"target 1e\+06 is above the largest scale of .*, 448"),
+    (policy({"tensor_scaling": {"headroom": 0.5}}, scale=CEIL), "range to spare"),
+    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has none"),
+    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has none"),
+    (policy({"hadamard": {"scope": ["fprop"], "kind": "random_backward", "block": 16}}), "scope has neither"),
+    (
+        policy({"stochastic_rounding": {"operands": ["forward"], "range_guard": 1.0625}}, "smooth_max"),
+        "range_guard on an operand of fprop and smooth_max",
+    ),
+    (
+        policy({"outlier_fallback": {"operands": ["fprop.input", "dgrad.weight"]}}, operands={"dgrad.weight": "keep"}),
+        r"no rule quantizes operand 'dgrad\.weight'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED)
 def test_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         load_policy(data)
 
 
+FP32 = {"format": "fp32"}
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (policy("stochastic_scale_rounding", scale={"format": "fp32"}), "not rounded"),
+        (policy("stochastic_scale_rounding", scale=FP32), "not rounded"),
         (policy({"scale_gradient": {"range": "low"}}, "smooth_max", scale=CEIL), "formats with subnormals"),
-        (policy("scale_gradient", "smooth_max", scale={"format": "fp32"}), "not rounded"),
+        (policy("scale_gradient", "smooth_max", scale=FP32), "not rounded"),
         (policy({"step_gradient": {"kind": "clip"}}, scale=CEIL), "clip nothing"),
-        (policy({"step_gradient": {"kind": "clip"}}, scale={"format": "fp32"}), "not rounded, and clip nothing"),
+        (policy({"step_gradient": {"kind": "clip"}}, scale=FP32), "not rounded, and clip nothing"),
     ],
 )
 def test_warned_of(data: dict[str, Any], reason: str) -> None:
