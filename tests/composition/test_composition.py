@@ -26,7 +26,8 @@ from fp4graph.technique.registry import default_registry
 from tests.helpers.catalogue import OPTIONS, TRAINING, policy_of
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.sites import program_of
-from tests.helpers.training import applied, prepared
+from tests.helpers.steps import descend
+from tests.helpers.training import applied, prepared, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("operation_by_operation")]
 
@@ -85,26 +86,30 @@ class SwiGlu(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def loaded(data: dict[str, Any]) -> Policy:
-    """The policy; an unfit combination is refused at load, in one sentence, and not looked at further."""
+def quietly(data: dict[str, Any]) -> Policy:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
-        try:
-            policy = load_policy(data)
-        except PolicyError as error:
-            event(f"refused: {error}")
-            assume(False)
-        assert load_policy(yaml.safe_load(policy.to_yaml())) == policy
+        return load_policy(data)
+
+
+def loaded(data: dict[str, Any]) -> Policy:
+    """The policy; an unfit combination is refused at load, in one sentence, and not looked at further."""
+    try:
+        policy = quietly(data)
+    except PolicyError as error:
+        event(f"refused: {error}")
+        assume(False)
+    assert quietly(yaml.safe_load(policy.to_yaml())) == policy
     event("ran with " + ", ".join(sorted(t.name for t in policy.rules[0].techniques)))
     return policy
 
 
 def test_the_catalogue_is_complete() -> None:
-    own = {name for name in default_registry().techniques if default_registry().origin(name) == name}
+    registry = default_registry()
+    own = {name for name in registry.techniques if registry.origin(name) == name}
     assert own == OPTIONS.keys() | TRAINING.keys()
     for name, options in OPTIONS.items():
-        fields = default_registry().techniques[name].model_fields
-        assert options.keys() <= fields.keys(), name
+        assert options.keys() <= registry.techniques[name].model_fields.keys(), name
 
 
 quick = settings(
@@ -121,16 +126,12 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
     policy = loaded(data)
     torch._dynamo.reset()
     model = applied(SwiGlu(), policy)
-    optimizer = prepared(model, lr=1e-3)
     x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
     before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(2):
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        assert loss.isfinite()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+    results = train(model, prepared(model, lr=1e-3), [(x,)] * 2, lambda x: model(x) - x)
+    of_steps = 2 * (1 + len(before))  # an output, and a gradient for each parameter
+    assert len(results) == of_steps + len(model.state_dict())
+    assert all(result.isfinite().all() for result in results[:of_steps])
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -174,9 +175,7 @@ def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() ->
     optimizer = prepared(model, lr=1e-3)
     x, held = torch.randn(24, 40), []
     for _ in range(3):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(lambda: model(x).square().mean(), optimizer, 1)
         held.append(model.up._fp4graph_tensor_scaling_gamma.item())
     assert held[0] == held[1] != held[2]
     assert not torch.equal(model.up._fp4graph_q_ema_weight, model.up.weight)
@@ -187,23 +186,19 @@ def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() ->
 )
 def test_every_pair_runs_or_is_refused(pair: tuple[str, str]) -> None:
     """Each two techniques at their first options: a finite product and finite gradients, or one clear refusal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)
-        try:
-            policy = load_policy(policy_of(*pair))
-        except PolicyError as error:
-            policy, refusal = None, str(error)
+    try:
+        policy = quietly(policy_of(*pair))
+    except PolicyError as error:
+        policy, refusal = None, str(error)
     if policy is None:
         assert any(name in refusal for name in pair)
         return
     program = program_of(policy, inputs=40, outputs=24, producer="swiglu")
-    x = torch.randn(20, 40).requires_grad_()
-    w = torch.randn(24, 40).requires_grad_()
+    x, w = torch.randn(20, 40).requires_grad_(), torch.randn(24, 40).requires_grad_()
     state = tuple(slot.entry.init(w.detach()) for slot in program.state)
     key, step = noise.make_key("site", "down"), noise.make_step(0, 0, 0)
     y = site_function(program, "linear", 1.0, 1.0)(x, w, None, key, step, 0, *state)
     y.square().sum().backward()
-    assert y.isfinite().all()
-    for grad in (x.grad, w.grad):
-        assert grad is not None
-        assert grad.isfinite().all()
+    for result in (y, x.grad, w.grad):
+        assert result is not None
+        assert result.isfinite().all()

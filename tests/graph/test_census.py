@@ -23,6 +23,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
 from tests.helpers import mixtures, models
+from tests.helpers.techniques import offering
 from tests.helpers.training import applied, stances, uncompiled
 
 pytestmark = pytest.mark.slow
@@ -302,13 +303,8 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
 
 def taught(monkeypatch, read):
     """Let a plugin read calls of ``fp4graph_tests::twice``."""
-
-    class Plugin:
-        @fp4graph.hookimpl
-        def fp4graph_products(self):
-            return [ProductOperation("fp4graph_tests::twice", read)]
-
-    found = Registry([("its plugin", Plugin())], entry_point_group=None)
+    plugin = offering(products=[ProductOperation("fp4graph_tests::twice", read)])
+    found = Registry([("its plugin", plugin)], entry_point_group=None)
     monkeypatch.setattr(operations, "default_registry", lambda: found)
 
 

@@ -105,21 +105,24 @@ FORMS = {
 }
 
 
+def in_form(name):
+    """Return a model that multiplies in one of the :data:`FORMS`."""
+    multiply, transposed = FORMS[name]
+    return Gathers(multiply, EXPERTS, *((HIDDEN, WIDTH) if transposed else (WIDTH, HIDDEN)))
+
+
 @stances
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)), ("W[ids] @ x", 1)]
 )
 def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
-    multiply, transposed = FORMS[name]
-    shape = (EXPERTS, HIDDEN, WIDTH) if transposed else (EXPERTS, WIDTH, HIDDEN)
-    model, x = Gathers(multiply, *shape), tokens(len(IDS), rows)
-    plain = model(x, IDS).detach()
-    stored = model.w.detach()
-    for policy in (one_rule(op="grouped"), one_rule("tensor_scaling", op="grouped", quantize=NVFP4)):
+    model, x = in_form(name), tokens(len(IDS), rows)
+    plain, transposed = model(x, IDS).detach(), FORMS[name][1]
+    for policy in (GROUPED, one_rule("tensor_scaling", op="grouped", quantize=NVFP4)):
         model.w.grad = None
         y, dx, dw = run(model, policy, x, stance=stance)
-        expected = looped(policy, x.detach(), stored if transposed else stored.mT, IDS)
-        assert_equal([y, dx, dw if transposed else dw.mT], list(expected))
+        w = model.w.detach()
+        assert_equal([y, dx, dw if transposed else dw.mT], looped(policy, x.detach(), w if transposed else w.mT, IDS))
         assert not dw[1].any()
         assert 0.02 < (y - plain).norm() / plain.norm() < 0.5
         fp4graph.remove(model)
@@ -130,7 +133,7 @@ def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
 def test_bf16(stance, autocast):
     """Autocast quantizes from bf16, as it does for a linear layer, also where the copies are cast in the model."""
     by_hand = Gathers(lambda x, w, ids: x.bfloat16() @ w[ids].to(torch.bfloat16))
-    model, x = Gathers(FORMS["x @ W[ids]"][0]) if autocast else by_hand, tokens()
+    model, x = in_form("x @ W[ids]") if autocast else by_hand, tokens()
     y, dx, dw = run(model, GROUPED, x, stance=stance, autocast=autocast)
     expected = looped(GROUPED, x.detach(), model.w.detach().mT, IDS, autocast=True)
     assert y.dtype is torch.bfloat16
@@ -150,7 +153,7 @@ def test_tokens_may_be_broadcast(stance):
 
 @stances
 def test_no_tokens_and_no_gradients(stance):
-    model, x = Gathers(FORMS["x @ W[ids]"][0]), tokens()
+    model, x = in_form("x @ W[ids]"), tokens()
     y, dx, dw = run(model, GROUPED, tokens(0), IDS[:0], stance=stance)
     assert (y.shape, dx.shape, dw.any()) == ((0, 1, HIDDEN), (0, 1, WIDTH), False)
     with torch.compiler.set_stance(stance), torch.no_grad():
@@ -163,17 +166,17 @@ def test_no_tokens_and_no_gradients(stance):
     ("name", "ids"), [("x @ W[ids]", [0, EXPERTS]), ("x @ W[ids]", [0, -EXPERTS - 1]), ("index_select", [0, -1])]
 )
 def test_indices_that_torch_refuses_are_refused(name, ids, stance):
-    model, x, ids = Gathers(FORMS[name][0]), tokens(2), torch.tensor(ids)
+    model, x, ids = in_form(name), tokens(2), torch.tensor(ids)
     with pytest.raises(IndexError):
         model(x, ids)
     with pytest.raises(IndexError):
-        run(model, one_rule(op="grouped"), x, ids, stance=stance)
+        run(model, GROUPED, x, ids, stance=stance)
 
 
 def test_one_graph_serves_any_number_of_tokens():
     results = []
     for dynamic in (True, False):
-        model = applied(Gathers(FORMS["W[ids] @ x"][0], EXPERTS, HIDDEN, WIDTH), GROUPED, dynamic=dynamic)
+        model = applied(in_form("W[ids] @ x"), GROUPED, dynamic=dynamic)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         results.append([model(tokens()[:count], IDS[:count]) for count in (12, 20, 40)])
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
@@ -185,8 +188,9 @@ def test_one_graph_serves_any_number_of_tokens():
 # Sites, the census, and what becomes of the graph.
 
 
-def rewritten(model, policy, *args):
-    """Return the nodes of the graph that ``policy`` makes of the model's."""
+def rewritten(model, policy):
+    """Return of the graph that ``policy`` makes of the model's what it calls, how many of these calls are grouped
+    products of sites, and how many nodes are a matrix for each token."""
     graphs = []
 
     def backend(gm, _):
@@ -195,35 +199,26 @@ def rewritten(model, policy, *args):
         graphs.append(gm)
         return gm
 
-    torch.compile(model, backend=backend, fullgraph=True)(*args)
+    torch.compile(model, backend=backend, fullgraph=True)(tokens(), IDS)
     (gm,) = graphs
-    return list(gm.graph.nodes)
-
-
-def targets(nodes):
-    return [node.target for node in nodes if node.op in ("call_function", "call_method")]
-
-
-def sites(nodes):
-    """Return how many grouped products the graph calls."""
-    names = [getattr(node.target, "__name__", "") for node in nodes]
-    assert all(name.startswith("fp4graph_site_grouped_") for name in names if name.startswith("fp4graph_site_"))
-    return sum(name.startswith("fp4graph_site_") for name in names)
-
-
-def copies(nodes):
-    """Return the nodes of a matrix for each token."""
-    values = ((node, node.meta.get("example_value")) for node in nodes)
-    shapes = ((len(IDS), WIDTH, HIDDEN), (len(IDS), HIDDEN, WIDTH))
-    return [node for node, value in values if isinstance(value, torch.Tensor) and tuple(value.shape) in shapes]
+    targets = [node.target for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+    sites = [
+        name for name in (getattr(target, "__name__", "") for target in targets) if name.startswith("fp4graph_site_")
+    ]
+    assert all(name.startswith("fp4graph_site_grouped_") for name in sites)
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    copies = [shape for shape in shapes if shape in ((len(IDS), WIDTH, HIDDEN), (len(IDS), HIDDEN, WIDTH))]
+    return targets, len(sites), len(copies)
 
 
 def test_no_matrix_is_copied():
-    model, x = Gathers(FORMS["x @ W[ids].mT"][0], EXPERTS, HIDDEN, WIDTH), tokens()
-    kept, written = (rewritten(model, policy, x, IDS) for policy in ("bf16", GROUPED))
-    assert (targets(kept)[0], targets(kept)[-1], len(targets(kept))) == (operator.getitem, torch.matmul, 3)
-    assert torch.matmul not in targets(written)
-    assert (len(copies(kept)), len(copies(written)), sites(written)) == (2, 0, 1)
+    targets, sites, copies = rewritten(in_form("x @ W[ids].mT"), "bf16")
+    assert (targets[0], targets[-1], len(targets)) == (operator.getitem, torch.matmul, 3)
+    assert (sites, copies) == (0, 2)
+    targets, sites, copies = rewritten(in_form("x @ W[ids].mT"), GROUPED)
+    assert torch.matmul not in targets
+    assert (sites, copies) == (1, 0)
 
 
 def test_copies_that_something_else_reads_stay():
@@ -231,18 +226,16 @@ def test_copies_that_something_else_reads_stay():
         copies = w[ids]
         return torch.bmm(x, copies) + torch.bmm(x + 1, copies) + copies.sum()
 
-    model, x = Gathers(multiply), tokens()
-    found = rewritten(model, GROUPED, x, IDS)
-    assert torch.bmm not in targets(found)
-    assert (len(copies(found)), sites(found)) == (1, 2)
+    targets, sites, copies = rewritten(Gathers(multiply), GROUPED)
+    assert torch.bmm not in targets
+    assert (sites, copies) == (2, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_is_eager():
     """Sums of a compiled product may come in another order, which is some ulps of fp32."""
-    model, other = (Gathers(FORMS["W[ids] @ x"][0], EXPERTS, HIDDEN, WIDTH) for _ in range(2))
-    x = tokens()
+    model, other, x = in_form("W[ids] @ x"), in_form("W[ids] @ x"), tokens()
     torch.testing.assert_close(run(model, GROUPED, x, backend="inductor"), run(other, GROUPED, x), rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="index out of bounds"):
         model(x, IDS + 1)
@@ -263,9 +256,8 @@ def test_is_listed_as_the_grouped_product(op):
 def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
     """Kept experts keep their reason, and a rule for experts whose input silu makes quantizes one product."""
     args, plain = experts.tokens(), experts.Mixture("gathered")
-    keep = {"name": "experts", "match": {"op": "grouped"}, "keep": "not these"}
     policy = one_rule(op=["linear", "grouped"], operands={"fprop": "keep"})
-    policy["rules"].insert(0, keep)
+    policy["rules"].insert(0, {"name": "experts", "match": {"op": "grouped"}, "keep": "not these"})
     model = applied(experts.Mixture("gathered"), policy)
     with torch.compiler.set_stance(stance):
         assert_equal([model(*args)], [plain(*args)])
@@ -286,11 +278,16 @@ def refused(model, policy=GROUPED, stance="default", x=None, *ids):
         model(tokens() if x is None else x, *(ids or (IDS,)))
 
 
-def indices_written(x, w, ids):
-    ids = ids.clone()
-    copies = w[ids.view(-1)]
-    ids.clamp_(max=1)
-    return x @ copies
+def writes_between(write, pick=lambda w, ids: w[ids]):
+    """Return a product before which ``write(x, w, ids, copies)`` writes into something."""
+
+    def multiply(x, w, ids):
+        ids = ids.clone()
+        copies = pick(w, ids)
+        write(x, w, ids, copies)
+        return x @ copies
+
+    return multiply
 
 
 REFUSED = {
@@ -312,11 +309,13 @@ REFUSED = {
     "dropout": lambda x, w, ids: x @ F.dropout(w[ids], 0.5),
     "type": lambda x, w, ids: x.half() @ w[ids].type(torch.float16),
     "double": lambda x, w, ids: x.double() @ w[ids].double(),
+    "indices written by another view": writes_between(
+        lambda x, w, ids, copies: ids.clamp_(max=1), lambda w, ids: w[ids.view(-1)]
+    ),
     "swapdims": lambda x, w, ids: (w[ids].swapdims(1, 2) @ x.mT).mT,
     "moveaxis": lambda x, w, ids: (w[ids].moveaxis(1, 2) @ x.mT).mT,
     "mH": lambda x, w, ids: (w[ids].mH @ x.mT).mT,
     "cpu": lambda x, w, ids: x @ w[ids].cpu(),
-    "indices written": indices_written,
 }
 
 
@@ -329,30 +328,13 @@ def test_other_ways_to_pick_are_refused(name, ops, stance):
     refused(Gathers(REFUSED[name]), one_rule(match={"op": ops}), stance)
 
 
-def writes_between(write):
-    """Return a product before which ``write(x, w, ids, copies)`` writes into something."""
-
-    def multiply(x, w, ids):
-        ids = ids.clone()
-        copies = w[ids]
-        write(x, w, ids, copies)
-        return x @ copies
-
-    return multiply
-
-
-@torch.no_grad()
-def weight_written(x, w, ids, copies):
-    w.mul_(0)
-
-
 @torch.library.custom_op("gathered_experts::zero", mutates_args=["x"])
 def zero(x: torch.Tensor) -> None:
     x.zero_()
 
 
 WRITES = {
-    "weight": weight_written,
+    "weight": lambda x, w, ids, copies: w.mul_(0),
     "weight.data": lambda x, w, ids, copies: w.data.zero_(),
     "ids.data": lambda x, w, ids, copies: ids.data.zero_(),
     "inplace by name": lambda x, w, ids, copies: F.relu(copies, inplace=True),

@@ -16,19 +16,20 @@ from tests.helpers.policies import MXFP4, one_rule
 from tests.helpers.training import applied, prepared
 
 
+def in_blocks(*blocks, linears=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")):
+    return [f"{block}.{linear}" for block in blocks for linear in linears]
+
+
 def swin():
     sizes = {"img_size": 56, "depths": (2, 1), "embed_dim": 32, "num_heads": (1, 2), "num_classes": 5}
     model = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
-    names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 1)) for b in range(d) for m in BLOCK]
+    names = in_blocks("layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0")
     return model, (torch.randn(2, 3, 56, 56),), names
-
-
-BLOCK = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 
 
 def deit():
     model = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
-    return model, (torch.randn(2, 3, 32, 32),), [f"blocks.{b}.{m}" for b in range(2) for m in BLOCK]
+    return model, (torch.randn(2, 3, 32, 32),), in_blocks("blocks.0", "blocks.1")
 
 
 def gpt2():
@@ -38,13 +39,13 @@ def gpt2():
         n_embd=64, n_layer=2, n_head=2, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
     )
     linears = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    names = [f"transformer.h.{i}.{m}" for i in range(2) for m in linears]
+    names = in_blocks("transformer.h.0", "transformer.h.1", linears=linears)
     return GPT2LMHeadModel(config), (torch.randint(97, (2, 16)),), names
 
 
 def llama():
-    linears = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    names = [f"model.layers.{i}.{m}" for i in range(2) for m in linears]
+    linears = [*(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    names = in_blocks("model.layers.0", "model.layers.1", linears=linears)
     return models.llama(), (torch.randint(97, (2, 16)),), names
 
 
@@ -70,16 +71,13 @@ def test_sites_are_those_a_person_counts(make, training):
     assert explanation.problem is None
 
     optimizer = prepared(applied(model, "tetrajet-qema"))
-    if training:
-        for _ in range(2):
+    with torch.set_grad_enabled(training):
+        for _ in range(2 if training else 1):
             out = model(*args)
-            loss = (out if isinstance(out, torch.Tensor) else out.logits).float().square().mean()
-            loss.backward()
-            assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-            optimizer.step()
-    else:
-        with torch.no_grad():
-            model(*args)
+            if training:
+                (out if isinstance(out, torch.Tensor) else out.logits).float().square().mean().backward()
+                assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+                optimizer.step()
     assert {site.module for site in runtime_of(model).sites if site.quantized} == set(names)
 
 
@@ -114,17 +112,13 @@ PRODUCERS = [
 
 @pytest.mark.parametrize(("producer", "function"), PRODUCERS)
 def test_a_producer_is_known_past_views_casts_picked_rows_and_dropout(producer, function):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
-
+    class Net(nn.Linear):
         def forward(self, x):
-            return self.linear(function(x))
+            return super().forward(function(x))
 
-    rules = [{"name": name, "match": {"op": "linear", "producer": name}, "keep": "it"} for name, _ in PRODUCERS]
-    rules = [*{rule["name"]: rule for rule in rules}.values(), *one_rule()["rules"]]
-    sites = fp4graph.explain(Net(), {**one_rule(), "rules": rules}, (torch.randn(1, 4, 32),)).sites
+    policy, names = one_rule(), dict.fromkeys(name for name, _ in PRODUCERS)
+    policy["rules"][:0] = [{"name": n, "match": {"op": "linear", "producer": n}, "keep": "it"} for n in names]
+    sites = fp4graph.explain(Net(32, 32), policy, (torch.randn(1, 4, 32),)).sites
     assert [s.rule for s in sites if s.op == "linear"] == [producer]
 
 

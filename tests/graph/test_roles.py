@@ -19,7 +19,6 @@ from tests.helpers.policies import one_rule
 from tests.helpers.training import applied, prepared, train, uncompiled
 
 EVERY_LINEAR = one_rule(quantize={"block": 32})
-QUANTIZED_ROUTER = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
 
 
 class Experts(nn.Module):
@@ -38,13 +37,12 @@ class Mixture(nn.Module):
 
     def __init__(self, name: str, choose) -> None:
         super().__init__()
-        self.chooses = choose
+        self.name, self.choose = name, choose
         self.add_module(name, nn.Linear(32, 4))
         self.parts = Experts()
-        self.router_name = name
 
     def forward(self, x):
-        return x + self.parts(x, self.chooses(getattr(self, self.router_name)(x)))
+        return x + self.parts(x, self.choose(getattr(self, self.name)(x)))
 
 
 def softmax_then_top_k(logits):  # Qwen3-MoE, Mixtral
@@ -97,12 +95,8 @@ def test_a_router_is_found_in_the_graph_and_kept(choose):
     assert all("chooses experts" in reason and "role: router" in reason for reason in found.values())
 
 
-class Routed(nn.Module):
+class Routed(Mixture):
     """A mixture of experts that returns what its router said, too."""
-
-    def __init__(self, choose) -> None:
-        super().__init__()
-        self.pick, self.parts, self.choose = nn.Linear(32, 4), Experts(), choose
 
     def forward(self, x):
         logits = self.pick(x)
@@ -111,7 +105,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("choose", CHOOSING)
 def test_a_weight_that_only_the_graph_shows_to_be_a_routers_is_trained_exact(choose):
-    model = applied(Routed(choose), EVERY_LINEAR | {"techniques": ["q_ema"]})
+    model = applied(Routed("pick", choose), EVERY_LINEAR | {"techniques": ["q_ema"]})
 
     def run(x):
         logits, y = model(x)
@@ -188,9 +182,13 @@ def test_experts_of_a_module_that_is_called_a_router_are_quantized():
     assert not kept(fp4graph.explain(nn.Sequential(MixtureRouter()), one_rule(op="grouped"), (X,)))
 
 
+def every_linear_but(rule):
+    return {**EVERY_LINEAR, "rules": [rule, *EVERY_LINEAR["rules"]]}
+
+
 def test_a_rule_that_names_the_role_quantizes_routers():
-    policy = {**EVERY_LINEAR, "rules": [QUANTIZED_ROUTER, *EVERY_LINEAR["rules"]]}
-    sites = fp4graph.explain(Model("pick"), policy, (X,)).sites
+    quantized = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
+    sites = fp4graph.explain(Model("pick"), every_linear_but(quantized), (X,)).sites
     assert {site.module for site in sites if site.rule == "routers"} == {"layers.0.pick", "layers.1.pick"}
     assert all(site.quantized for site in sites)
 
@@ -237,7 +235,7 @@ def test_an_unnamed_router_that_ran_uncompiled_is_refused_where_it_chooses():
     with pytest.raises(CaptureError, match=r"layers.0.pick.*by top-k"):
         applied(Model("pick"), EVERY_LINEAR).layers[0](X)
     keeps = {"name": "r", "match": {"module": "*.pick"}, "keep": "yes"}
-    applied(Model("pick"), {**EVERY_LINEAR, "rules": [keeps, *EVERY_LINEAR["rules"]]}).layers[0](X)
+    applied(Model("pick"), every_linear_but(keeps)).layers[0](X)
 
 
 class Language(nn.Module):
@@ -271,11 +269,11 @@ def test_the_head_of_a_model_of_one_block_is_kept(model):
 def test_every_shipped_policy_keeps_routers_and_heads(name):
     policy = fp4graph.load_policy(name)
     router, head = Names(Named(by_class=False)), Names(Showing(shows=True))
-    for names, module in ((router, "gate"), (head, "out")):
+    for names, module, rule in ((router, "gate", "routers"), (head, "out", "heads")):
         decision = policy.decide(names.view(module, "linear", (32, 64, 2048)))
         assert not decision.rule.quantizes
-        if decision.index < 0:  # no rule of its own keeps it, as those for first blocks do
-            assert decision.rule.name == ("heads" if module == "out" else "routers")
+        # Unless a rule of its own keeps it, as those for first blocks do.
+        assert decision.index >= 0 or decision.rule.name == rule
 
 
 def test_a_rule_without_a_role_quantizes_heads():

@@ -62,3 +62,9 @@ class Broken:
     @fp4graph.hookimpl
     def fp4graph_techniques(self) -> list[type[Technique]]:
         raise RuntimeError("out of order")
+
+
+def offering(**offered: Any) -> object:
+    """A plugin that offers these: lists of ``techniques``, ``formats``, ``policies`` and ``products``."""
+    hooks = {f"fp4graph_{kind}": fp4graph.hookimpl(lambda self, items=items: items) for kind, items in offered.items()}
+    return type("Plugin", (), hooks)()

@@ -9,8 +9,8 @@ import yaml
 
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.policy import Policy, load_policy
-from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
+from tests.helpers.techniques import offering
 
 PARENT = """
 version: 1
@@ -72,12 +72,8 @@ def test_a_name_is_the_files_stem_where_none_is_given(tmp_path: Path, registry: 
 def test_plugins_ship_policies(tmp_path: Path) -> None:
     path = written(tmp_path / "house-recipe.yaml", "version: 1\nextends: mxfp4\ndescription: ours\n")
 
-    class Recipes:
-        @hookimpl
-        def fp4graph_policies(self) -> list[Path]:
-            return [path]
-
-    policy = load_policy("house-recipe", Registry(plugins=[("recipes", Recipes())], entry_point_group=None))
+    registry = Registry([("recipes", offering(policies=[path]))], entry_point_group=None)
+    policy = load_policy("house-recipe", registry)
     assert (policy.name, policy.rules) == ("house-recipe", load_policy("mxfp4").rules)
 
 

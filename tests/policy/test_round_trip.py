@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fp4graph.errors import PolicyError
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.policy import Policy, load_policy
-from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, Operand
 from fp4graph.technique.registry import Registry
+from tests.helpers.techniques import offering
 
 
 def check_round_trip(policy: Policy, registry: Registry | None = None) -> None:
@@ -120,8 +120,6 @@ def test_shipped_policies(name: str) -> None:
 RULE = {"match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 16, "ties": "even"}}
 EXCEPTIONS = {"dgrad": "keep", "wgrad": {"rounding": "stochastic"}}
 LEAST = {"name": "rule 1", "match": {"op": "linear"}, "quantize": {"block": 16}, "operands": EXCEPTIONS}
-
-
 LARGEST = {"scale": {"format": "e4m3", "max": 240.0}}
 
 
@@ -200,13 +198,9 @@ def test_names_and_places_change_no_behaviour(tmp_path: Path, registry: Registry
 
 
 def test_a_format_that_changes_under_its_name_changes_the_fingerprint() -> None:
-    def registry(largest: float) -> Registry:
-        class Formats:
-            @hookimpl
-            def fp4graph_formats(self) -> list[ElementFormat]:
-                return [ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=largest)]
+    def fingerprint(largest: float) -> str:
+        odd = ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=largest)
+        registry = Registry([("formats", offering(formats=[odd]))], entry_point_group=None)
+        return load_policy({"version": 1, "default": {"element": "odd"}}, registry).fingerprint
 
-        return Registry(plugins=[("formats", Formats())], entry_point_group=None)
-
-    content = {"version": 1, "default": {"element": "odd"}}
-    assert load_policy(content, registry(6.0)).fingerprint != load_policy(content, registry(4.0)).fingerprint
+    assert fingerprint(6.0) != fingerprint(4.0)

@@ -22,7 +22,7 @@ from fp4graph.policy import load_policy
 from fp4graph.technique import Factors, Overhead, ProductOperation, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
-from tests.helpers.techniques import technique
+from tests.helpers.techniques import offering, technique
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,12 +30,6 @@ ROOT = Path(__file__).parents[2]
 def hooks(**named: Callable[..., Any]) -> object:
     """A plugin object with these hooks."""
     return type("Plugin", (), {f"fp4graph_{name}": hookimpl(hook) for name, hook in named.items()})()
-
-
-def offering(techniques: Any = (), **offered: Any) -> object:
-    """A plugin object that offers these techniques, ``formats``, ``policies`` and ``products``."""
-    offered["techniques"] = techniques
-    return hooks(**{kind: lambda self, kind=kind: offered[kind] for kind in offered})
 
 
 def registry_of(*plugins: tuple[str, object]) -> Registry:
@@ -61,18 +55,18 @@ BROKEN = {
     # Registering stops at the second, when the first is already pending.
     "two mistakes": (hooks(aardvark=lambda self: None, techniques=wrong_signature), "model"),
     "raises": (hooks(techniques=raises), "RuntimeError: out of order"),
-    "not a technique": (offering([int]), "<class 'int'> is not a subclass of fp4graph.Technique"),
-    "an instance": (offering([technique("t")()]), "is not a subclass of fp4graph.Technique"),
-    "no overhead": (offering([technique("t", overhead=None)]), "Made must declare overhead"),
-    "no name": (offering([technique("t", name=None)]), "Made must declare name"),
-    "no complexity": (offering([technique("t", complexity=None)]), "Made must declare complexity"),
-    "an option of no type": (offering([technique("t", __annotations__=OF_NO_TYPE)]), "Nowhere"),
-    "two of one name": (offering([technique("t"), technique("t")]), "technique 't' is already offered"),
-    "half right": (offering([technique("t"), int]), "is not a subclass"),
-    "not iterable": (offering(3), "TypeError"),
+    "not a technique": (offering(techniques=[int]), "<class 'int'> is not a subclass of fp4graph.Technique"),
+    "an instance": (offering(techniques=[technique("t")()]), "is not a subclass of fp4graph.Technique"),
+    "no overhead": (offering(techniques=[technique("t", overhead=None)]), "Made must declare overhead"),
+    "no name": (offering(techniques=[technique("t", name=None)]), "Made must declare name"),
+    "no complexity": (offering(techniques=[technique("t", complexity=None)]), "Made must declare complexity"),
+    "an option of no type": (offering(techniques=[technique("t", __annotations__=OF_NO_TYPE)]), "Nowhere"),
+    "two of one name": (offering(techniques=[technique("t"), technique("t")]), "technique 't' is already offered"),
+    "half right": (offering(techniques=[technique("t"), int]), "is not a subclass"),
+    "not iterable": (offering(techniques=3), "TypeError"),
     "not a format": (offering(formats=["e2m1"]), "'e2m1' is neither an ElementFormat nor a ScaleFormat"),
     "a taken format": (offering(formats=[E2M1]), "format 'e2m1' already exists"),
-    "format after technique": (offering([technique("t")], formats=[E2M1]), "format 'e2m1' already exists"),
+    "format after technique": (offering(techniques=[technique("t")], formats=[E2M1]), "format 'e2m1' already exists"),
     "a missing policy": (offering(policies=["/nowhere/p.yaml"]), "policy file '/nowhere/p.yaml' does not exist"),
     "not a product": (offering(products=[int]), "<class 'int'> is not a ProductOperation"),
     "no operator": (offering(products=[ProductOperation("mm", Factors)]), "'mm' is not of the form 'library::name'"),
@@ -84,7 +78,7 @@ BROKEN = {
 @pytest.mark.parametrize("first", [True, False])
 def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: bool) -> None:
     plugin, message = BROKEN[case]
-    healthy = ("healthy", offering([technique("fine")], formats=[ODD]))
+    healthy = ("healthy", offering(techniques=[technique("fine")], formats=[ODD]))
     plugins = [("broken", plugin), healthy] if first else [healthy, ("broken", plugin)]
     found = registry_of(*plugins)
     assert list(found.techniques) == ["fine"]
@@ -116,7 +110,7 @@ def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
 
 
 def weighing(complexity: Callable[..., Any]) -> Registry:
-    return registry_of(("odd", offering([technique("t", complexity=property(complexity))])))
+    return registry_of(("odd", offering(techniques=[technique("t", complexity=property(complexity))])))
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True, 10**400, 1.7e308])
@@ -136,7 +130,9 @@ def test_a_weight_is_any_real_number_and_its_failure_is_named() -> None:
 
 def test_offers_are_of_their_plugin_and_of_one_registry() -> None:
     scale = ScaleFormat("sparse", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0)
-    found = registry_of(("a", offering([technique("t")], formats=[ODD, scale])), ("b", offering([technique("u")])))
+    found = registry_of(
+        ("a", offering(techniques=[technique("t")], formats=[ODD, scale])), ("b", offering(techniques=[technique("u")]))
+    )
     assert not found.failures
     assert {name: found.origin(name) for name in found.techniques} == {"t": "a", "u": "b"}
     assert (found.elements["odd"], found.scales["sparse"]) == (ODD, scale)
@@ -147,7 +143,7 @@ def test_offers_are_of_their_plugin_and_of_one_registry() -> None:
 def test_the_first_of_two_plugins_has_a_name() -> None:
     offers = {"techniques": [technique("t")]}, {"products": [ProductOperation("library::mm", Factors)]}
     plugins = [(name, offering(**offered)) for name, offered in zip("abcd", offers * 2, strict=True)]
-    found = registry_of(*plugins, ("a", offering([technique("u")])))
+    found = registry_of(*plugins, ("a", offering(techniques=[technique("u")])))
     assert (found.origin("t"), found.products["library::mm"].plugin) == ("a", "b")
     assert list(found.techniques) == ["t"]
     assert "technique 't' is already offered by plugin 'a'" in str(found.failures["c"])
@@ -175,7 +171,7 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     importlib.invalidate_caches()
     points = [EntryPoint(name, f"{name}_fp4_plugin", GROUP) for name in ("bad", "syntax", "gone", "good")]
     # importlib.metadata returns those of importlib_metadata once mlflow, for one, has imported it.
-    theirs = SimpleNamespace(name="theirs", group="fp4graph", load=lambda: offering([technique("fine")]))
+    theirs = SimpleNamespace(name="theirs", group="fp4graph", load=lambda: offering(techniques=[technique("fine")]))
     monkeypatch.setattr(registry, "entry_points", lambda group: [*points, theirs] if group == GROUP else ())
     found = Registry()
     assert list(found.techniques) == ["mine", "fine"]
