@@ -31,65 +31,61 @@ BY_EIGHT = QuantSpec(block=8)
 TO_ONE = ScaleSpec(E4M3, "nearest_even", zero="to_one")
 
 
-@pytest.mark.parametrize(
-    ("quantize", "operands", "expected"),
-    [
-        ({}, {}, dict.fromkeys(Operand, QuantSpec())),
-        (
-            {"element": "e3m0", "block": [16, 16], "scale": EVERY_SCALE_FIELD, **STOCHASTIC},
-            {},
-            dict.fromkeys(
-                Operand, QuantSpec(E3M0, (16, 16), ScaleSpec(E4M3, "nearest_even", "encode", "to_one"), **STOCHASTIC)
-            ),
+#: A quantize block, exceptions by operand, and the specs of some operands.
+SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None]]] = [
+    ({}, {}, dict.fromkeys(Operand, QuantSpec())),
+    (
+        {"element": "e3m0", "block": [16, 16], "scale": EVERY_SCALE_FIELD, **STOCHASTIC}, {},
+        dict.fromkeys(
+            Operand, QuantSpec(E3M0, (16, 16), ScaleSpec(E4M3, "nearest_even", "encode", "to_one"), **STOCHASTIC)
         ),
-        *(({"block": block}, {}, {Q1: QuantSpec(block=block)}) for block in (1, 128, "row", "tensor")),
-        (
-            {},
-            {"dgrad.weight": FROM_FPROP, "wgrad.input": FROM_FPROP},
-            {**dict.fromkeys((Q1, Q2, Q3, Q5), QuantSpec()), **dict.fromkeys((Q4, Q6), QuantSpec(source="fprop"))},
-        ),
-        ({}, {"fprop.weight": "keep", "dgrad.weight": FROM_FPROP}, {Q2: None, Q4: QuantSpec(source="fprop")}),
-        ({}, {"dgrad.other": {"block": 8}}, {Q3: QuantSpec(), Q4: BY_EIGHT, Q5: QuantSpec()}),
-        # A single operand wins over groups, wherever it stands.
-        (
-            {},
-            {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}},
-            {Q4: QuantSpec(block=1, ties="up"), Q3: QuantSpec(block=2, ties="up")},
-        ),
-        ({}, {"backward": "keep"}, {Q1: QuantSpec(), Q2: QuantSpec(), **dict.fromkeys((Q3, Q4, Q5, Q6))}),
-        ({}, {"dgrad.weight": "keep", "backward": {"block": 8}}, {Q3: BY_EIGHT, Q4: None}),
-        # Groups act in the order written.
-        ({}, {"backward": {"block": 1}, "weights": {"block": 2}}, {Q4: QuantSpec(block=2)}),
-        ({}, {"weights": {"block": 2}, "backward": {"block": 1}}, {Q4: QuantSpec(block=1)}),
-        (
-            {},
-            {"weights": {"block": 8}, "backward": "keep", "dgrad.weight": {"ties": "up"}},
-            {Q4: QuantSpec(ties="up"), Q6: None},
-        ),
-        ({"block": 16}, {"backward": {}}, dict.fromkeys(Operand, QuantSpec(block=16))),
-        # Scales are merged, and bring their rounding and their maximum.
-        (
-            {"scale": NEAREST},
-            {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
-            {Q5: QuantSpec(scale=TO_ONE), Q6: QuantSpec(scale=replace(TO_ONE, rounding="toward_positive"))},
-        ),
-        *(
-            ({"scale": base}, {"weights": {"scale": exception}}, {Q2: QuantSpec(scale=scale)})
-            for base, exception, scale in (
-                ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
-                ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
-                ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec(E8M0, "floor")),
-                ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
-                ({}, {"convention": "encode"}, ScaleSpec(E8M0, "nearest_even", "encode")),
-                (UE5M3_61, {"format": "e8m0"}, ScaleSpec(E8M0)),
-                (UE5M3_61, {"max": 1024}, ScaleSpec(UE5M3.with_max(1024))),
-                (UE5M3_61, {}, ScaleSpec(UE5M3_61440)),
-                ({"format": "e4m3", "max": 448}, {}, ScaleSpec(E4M3)),
-            )
-        ),
-    ],
-    ids=str,
-)
+    ),
+    *(({"block": block}, {}, {Q1: QuantSpec(block=block)}) for block in (1, 128, "row", "tensor")),
+    (
+        {}, {"dgrad.weight": FROM_FPROP, "wgrad.input": FROM_FPROP},
+        {**dict.fromkeys(Operand, QuantSpec()), **dict.fromkeys((Q4, Q6), QuantSpec(source="fprop"))},
+    ),
+    ({}, {"fprop.weight": "keep", "dgrad.weight": FROM_FPROP}, {Q2: None, Q4: QuantSpec(source="fprop")}),
+    ({}, {"dgrad.other": {"block": 8}}, {Q3: QuantSpec(), Q4: BY_EIGHT, Q5: QuantSpec()}),
+    # A single operand wins over groups, wherever it stands.
+    (
+        {}, {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}},
+        {Q4: QuantSpec(block=1, ties="up"), Q3: QuantSpec(block=2, ties="up")},
+    ),
+    ({}, {"backward": "keep"}, {Q1: QuantSpec(), Q2: QuantSpec(), **dict.fromkeys((Q3, Q4, Q5, Q6))}),
+    ({}, {"dgrad.weight": "keep", "backward": {"block": 8}}, {Q3: BY_EIGHT, Q4: None}),
+    # Groups act in the order written.
+    ({}, {"backward": {"block": 1}, "weights": {"block": 2}}, {Q4: QuantSpec(block=2)}),
+    ({}, {"weights": {"block": 2}, "backward": {"block": 1}}, {Q4: QuantSpec(block=1)}),
+    (
+        {}, {"weights": {"block": 8}, "backward": "keep", "dgrad.weight": {"ties": "up"}},
+        {Q4: QuantSpec(ties="up"), Q6: None},
+    ),
+    ({"block": 16}, {"backward": {}}, dict.fromkeys(Operand, QuantSpec(block=16))),
+    # Scales are merged, and bring their rounding and their maximum.
+    (
+        {"scale": NEAREST},
+        {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
+        {Q5: QuantSpec(scale=TO_ONE), Q6: QuantSpec(scale=replace(TO_ONE, rounding="toward_positive"))},
+    ),
+    *(
+        ({"scale": base}, {"weights": {"scale": exception}}, {Q2: QuantSpec(scale=scale)})
+        for base, exception, scale in (
+            ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
+            ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
+            ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec(E8M0, "floor")),
+            ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
+            ({}, {"convention": "encode"}, ScaleSpec(E8M0, "nearest_even", "encode")),
+            (UE5M3_61, {"format": "e8m0"}, ScaleSpec(E8M0)),
+            (UE5M3_61, {"max": 1024}, ScaleSpec(UE5M3.with_max(1024))),
+            (UE5M3_61, {}, ScaleSpec(UE5M3_61440)),
+            ({"format": "e4m3", "max": 448}, {}, ScaleSpec(E4M3)),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("quantize", "operands", "expected"), SPECS, ids=str)
 def test_specs(
     quantize: dict[str, Any], operands: dict[str, Any], expected: dict[Operand, QuantSpec | None], registry: Registry
 ) -> None:
@@ -109,9 +105,7 @@ def test_addresses(address: str, registry: Registry) -> None:
 
 def test_formats_of_plugins(registry: Registry) -> None:
     spec = specs(registry, {}, {"element": "e1m2", "scale": {"format": "ue4m2"}})[Q1]
-    assert spec is not None
-    assert spec.element is registry.elements["e1m2"]
-    assert spec.scale.format is registry.scales["ue4m2"]
+    assert spec == QuantSpec(registry.elements["e1m2"], scale=ScaleSpec(registry.scales["ue4m2"], "nearest_even"))
 
 
 def policy_with(registry: Registry, shared: list[Any], own: list[Any]) -> Policy:
