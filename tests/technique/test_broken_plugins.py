@@ -260,11 +260,6 @@ def test_running_out_of_memory_is_nobodys_fault(model: nn.Module) -> None:
 # ------------------------------------------------------------------ planning
 
 
-def known(site: Any) -> bool:
-    """Whether a site is of a model; a policy is checked on one of which nothing is known when it is loaded."""
-    return site.module is not None
-
-
 GARBAGE = {
     "no mapping": (42, "must return a mapping of operands to specs; got 42"),
     "empty": ({}, "wrong or missing: dgrad.grad_output, dgrad.weight, fprop.input"),
@@ -310,11 +305,7 @@ class Turn(PairTransform):
     """Does nothing."""
 
     mixes = "none"
-
-    def transform(self, x: Tensor, side: Any, shared: Any) -> Tensor:
-        return x
-
-    inverse = transform
+    transform = inverse = lambda self, x, side, shared: x
 
 
 class Listing(Rounding):
@@ -324,10 +315,11 @@ class Listing(Rounding):
 
 
 def late(member: str, make: Callable[..., Any]) -> dict[str, Any]:
-    """``plan`` or ``parts`` that are as they should be when a policy is loaded, and ``make(...)`` at a site."""
+    """``plan`` or ``parts`` that are as they should be when a policy is loaded, and ``make(...)`` at a site of a model:
+    a policy is checked on a site of which nothing is known when it is loaded."""
     if member == "plan":
-        return {"plan": lambda self, site, specs: make() if known(site) else specs}
-    return {"parts": lambda self, site: make(self) if known(site) else ()}
+        return {"plan": lambda self, site, specs: specs if site.module is None else make()}
+    return {"parts": lambda self, site: () if site.module is None else make(self)}
 
 
 INERT = pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
@@ -370,13 +362,11 @@ def test_a_broken_member_is_named(
 
 @pytest.mark.slow
 def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> None:
-    def refuse(self: Technique, site: Any, specs: Any) -> Any:
-        if known(site):
-            raise ValueError("48 is no multiple of 32")
-        return specs
+    def refuse() -> Any:
+        raise ValueError("48 is no multiple of 32")
 
     with pytest.raises(fp4graph.CaptureError, match="technique broken: 48 is no multiple of 32") as caught:
-        train(model, broken(plan=refuse))
+        train(model, broken(**late("plan", refuse)))
     assert caught.value.site == "first"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
@@ -22,9 +20,8 @@ from fp4graph.policy import load_policy
 from fp4graph.technique import Factors, Overhead, ProductOperation, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
+from tests.helpers.processes import ROOT, python, run
 from tests.helpers.techniques import offering, technique
-
-ROOT = Path(__file__).parents[2]
 
 
 def hooks(**named: Callable[..., Any]) -> object:
@@ -194,12 +191,10 @@ def test_first_party_techniques_come_through_the_same_door() -> None:
 @pytest.mark.process
 def test_importing_loads_no_plugin_and_no_torch_device() -> None:
     code = (
-        "import sys, fp4graph, fp4graph.technique.registry\n"
-        "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins')]\n"
-        "torch = sys.modules.get('torch')\n"
-        "assert torch is None or not torch.cuda.is_initialized()\n"
+        "import sys, torch, fp4graph, fp4graph.technique.registry; assert not torch.cuda.is_initialized(); "
+        "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins')]"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(python("-c", code))
 
 
 def test_every_hook_has_a_sentence() -> None:
