@@ -113,7 +113,7 @@ def programs() -> list[tuple[str, MatmulProgram]]:
     others = [one_rule(*techniques, quantize=format) | {"name": name} for name, (format, techniques) in OTHERS.items()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
-        policies = [fp4graph.load_policy(policy) for policy in (*POLICIES, *others)]
+        policies = [*map(fp4graph.load_policy, POLICIES), *map(fp4graph.load_policy, others)]
     found = []
     for policy in policies:
         for rule in (*policy.rules, policy.default):
