@@ -138,8 +138,8 @@ def _by_error(weight: Tensor) -> Tensor:
     gamma = group_scale(z.amax((-2, -1), keepdim=True), 6 * 448.0)
     values, z = blocking.split(weight.to(torch.float32) / gamma), blocking.split(z / gamma)[..., :1].contiguous()
     scale, least = torch.ones_like(z), torch.full_like(z, torch.inf, dtype=torch.float64)
-    for code in torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).tolist():
-        trial = torch.full_like(z, code)
+    for value in _NVFP4.scale.format.values()[1:]:
+        trial = torch.full_like(z, value)
         error = measures.block_errors(values, trial, z, _NVFP4, "mse", blocking)
         scale, least = torch.where(error < least, trial, scale), torch.minimum(error, least)
     return blocking.join(scale.expand_as(values).contiguous()) * (6 * gamma)

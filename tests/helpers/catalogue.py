@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "step_gradient": {"kind": ["spline", "dge", "sigmoid", "clip", "ste"], "operands": [["forward"], ["fprop.weight"]]},
     "scale_gradient": {"kind": ["spline", "dge", "ste"], "range": ["all", "low"]},
     "q_ema": {"beta": [0.998, 0.9]},
-    "learned_scale": {"init": ["amax", "mse"], "lr_factor": [10.0]},
+    "learned_scale": {"init": ["mse", "amax"], "lr_factor": [10.0]},
     "dampen": {"strength": [1e-2], "total_steps": [None, 10]},
     "freeze": {"momentum": [0.5], "threshold": [0.1]},
     "smooth_swiglu": {"power_of_two": [False, True]},

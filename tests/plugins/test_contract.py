@@ -46,6 +46,15 @@ def test_operands_that_do_not_exist_are_refused(name: str, operands: list[str]) 
         loaded(name, {"operands": operands}, quantize=NVFP4)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_technique_is_explained(name: str) -> None:
+    """``explain`` makes the first state of weights without their values."""
+    policy = policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4)
+    explanation = fp4graph.explain(Mlp(64, 48, 64), policy, (torch.randn(32, 64),))
+    assert [site.quantized for site in explanation.sites] == [True, True], explanation.problem
+
+
 FREEZE = {"momentum": 0.125, "threshold": 0.3}
 
 
