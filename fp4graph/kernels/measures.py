@@ -21,7 +21,7 @@ from fp4graph.kernels.abi import Entry
 from fp4graph.kernels.devices import CPU, by_runs
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import quantize, scaling
-from fp4graph.numerics.blocking import Blocking, Groups, block_length
+from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.exact import block_error, most_elements, total, units_of
 from fp4graph.numerics.noise import Noise
@@ -58,7 +58,7 @@ def block_errors(
         values: fp32, in the blocked layout.
         z: the largest magnitude of each block; errors are in units of the power of two above it.
         measure: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
-        quotient: ``values`` again; None where they are no quotient by one number.
+        quotient: ``values`` again, to be read in their place; None where they are no quotient by one number.
     """
     unit, nearest = _unit(z), replace(spec, rounding="nearest")
     if _serves(nearest, values.device):
@@ -109,9 +109,14 @@ def group_moments(
         largest: a power of two above every u² and u·q.
         length: the elements of a group, neighbours in a line; a multiple of the block's.
         quotient: as in :func:`block_errors`.
+
+    Raises:
+        ValueError: blocks are not of a number of elements along a line, or ``length`` is no multiple of it.
     """
+    if not isinstance(spec.block, int) or length % spec.block:
+        raise ValueError(f"groups of {length} elements do not consist of whole blocks of {spec.block}")
     if _serves(spec, values.device):
-        together = length // block_length(spec.block)
+        together = length // spec.block
         about = _axes(blocking), by_runs(spec).to_text(), together, largest, units_of(length)
         squares, products = torch.ops.fp4graph.group_moments(*_divided(values, quotient), scale, *about)
         return squares, products
@@ -133,7 +138,7 @@ def quantize_elements(
 ) -> Tensor:
     """Return ``values``, fp32 in the blocked layout, quantized under ``scale`` and dequantized; ``quotient`` as in
     :func:`block_errors`."""
-    operand, divisor = _divided(values, quotient)
+    operand, divisor = _divided(values, quotient) if spec.others else (values, None)
     chosen = _chosen(operand, divisor, scale, spec, noise)
     if chosen is not None:
         return chosen
@@ -144,7 +149,8 @@ def quantize_elements(
 def _chosen(
     values: Tensor, divisor: Tensor | None, scale: Tensor | None, spec: QuantSpec, noise: Noise
 ) -> Tensor | None:
-    """Return blocks that have chosen between two elements, dequantized; None where no operator knows them."""
+    """Return blocks that have chosen between two elements, dequantized, or without ``scale`` their elements; None where
+    no operator knows them."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
     in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)

@@ -39,7 +39,8 @@ class Context:
         normalized: the granularity of the statistic g by which a technique that ``normalizes`` divides this operand,
             as in U = X/g; None where no technique does.
         quotient: the values of a stage ``scale`` as an operand and the γ that divides it, for the functions of
-            :mod:`fp4graph.kernels.measures`; None where several γ divide, or one that is not of the whole tensor.
+            :mod:`fp4graph.kernels.measures`, which read it in place of the values; None where several γ divide, or one
+            that is not of the whole tensor.
     """
 
     blocking: Blocking

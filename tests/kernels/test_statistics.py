@@ -121,9 +121,9 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
     # Half of the blocks have nearly equal scales, whose errors fp32 cannot tell apart.
     factors = torch.where(torch.arange(scale.numel()).reshape(scale.shape) % 2 == 0, 1.5, 1 + 2**-22)
-    for others in (scale, scale * factors, scale / factors):
+    for others, unit in itertools.product((scale, scale * factors, scale / factors), (z, z * 0.3)):
         found, expected = by_both(
-            lambda others=others: measures.errs_less(values, (scale, others), z, spec, measure, blocking)
+            lambda others=others, unit=unit: measures.errs_less(values, (scale, others), unit, spec, measure, blocking)
         )
         assert torch.equal(found, expected)
         assert others is not scale or not found.any()
@@ -137,6 +137,9 @@ def test_moments_of_blocks(transposed):
     found, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 64))
     for sums, due in zip(found, expected, strict=True):
         assert_same_bits(sums, due)
+    for block, length in ((16, 8), (16, 40), ((16, 16), 64)):
+        with pytest.raises(ValueError, match=f"groups of {length} elements do not consist of whole blocks"):
+            measures.group_moments(values, scale, replace(spec, block=block), blocking, 128.0, length)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])

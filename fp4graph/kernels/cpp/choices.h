@@ -36,6 +36,14 @@ struct RoughErrors {
         return (unit > pow2(-30)) & (unit < pow2(30)) &
                (std::fabs(a - b) > relative * (a + b) + absolute * above);
     }
+    // Whether every summand of this error is below 2 · unit, at which the exact sums limit them. A statistic that a
+    // technique chose may lie far below the largest magnitude.
+    static bool unlimited(float error, float unit) {
+        return M == AMAX || error < (M == MSE ? 3.9f * unit * unit : 1.9f * unit);
+    }
+    bool tell_limited(const float (&errors)[2], float unit) const {
+        return tell(errors[0], errors[1], unit) && unlimited(errors[0], unit) && unlimited(errors[1], unit);
+    }
 };
 
 // The longest lines of blocks that are held in tiles, and the largest such blocks of several lines.
@@ -209,7 +217,7 @@ void errs_less(const T* values, const float* divisor, const float* scale, const 
             errors[c] = Rough::join(errors[c], Rough::template of<PIECE>(x, q, n));
         });
         result[k] = errors[1] < errors[0];
-        if (rough.tell(errors[0], errors[1], unit[k])) continue;
+        if (rough.tell_limited(errors, unit[k])) continue;
         Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
         each([&](const float* x, const float* q, i64 n, int c) { exact[c].template add<PIECE>(x, q, n); });
         result[k] = exact[1].total() < exact[0].total();
@@ -248,7 +256,7 @@ void errs_less_across(const T* values, const float* divisor, const float* scale,
         for (i64 i = 0; i < n; ++i) {
             const i64 k = (row + i) * grid.middle + m;
             result[k] = errors[1][i] < errors[0][i];
-            if (rough.tell(errors[0][i], errors[1][i], unit[k])) continue;
+            if (rough.tell_limited({errors[0][i], errors[1][i]}, unit[k])) continue;
             Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
             for (i64 j = 0; j < grid.length; ++j) {
                 float value, q;
