@@ -118,8 +118,14 @@ WRONG_TENSORS = {
         lambda t: t.update({SCALE: t[SCALE][:, :2].contiguous()}),
         r"'inner\.weight_packed' has shape \[64, 32\], which does not fit scales \[64, 2\]",
     ),
-    "codes": (lambda t: t.update({PACKED: t[PACKED].int()}), r"weight_packed' has dtype I32; two .* byte must be U8"),
-    "scales": (lambda t: t.update({SCALE: t[SCALE].float()}), r"weight_scale' has dtype F32; block scales must be U8"),
+    "codes": (
+        lambda t: t.update({PACKED: t[PACKED].int()}),
+        r"'inner\.weight_packed' has dtype I32; two elements per byte must be U8",
+    ),
+    "scales": (
+        lambda t: t.update({SCALE: t[SCALE].float()}),
+        r"'inner\.weight_scale' has dtype F32; block scales must be U8",
+    ),
     "kind": (
         lambda t: t.update({SCALE: t[SCALE].view(torch.uint8)}),
         r"'inner\.weight_scale' is a scale of mxfp4-pack-quantized, which config\.json does not name",
@@ -128,7 +134,10 @@ WRONG_TENSORS = {
         lambda t: t.update({"head.weight": t["embed.weight"] + 1}),
         r"'head\.weight' has other values than 'embed\.weight'.*tie_word_embeddings=False",
     ),
-    "NaN": (lambda t: t[SCALE].view(torch.uint8).fill_(0x7F), r"inner\.weight_packed' times its scales has NaN or Inf"),
+    "NaN": (
+        lambda t: t[SCALE].view(torch.uint8).fill_(0x7F),
+        r"'inner\.weight_packed' times its scales has NaN or Inf",
+    ),
 }
 
 

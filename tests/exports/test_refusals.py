@@ -123,7 +123,11 @@ WEIGHTS = {
     "conv1d": (partial(conv1d, match={"block": True}), {}, CONV1D),
     "square conv1d": (partial(conv1d, match={"module": "*.attn.c_proj"}), {}, CONV1D),  # fits either way round
     "conv1d in modelopt": (partial(conv1d, NVFP4), IN_MODELOPT, CONV1D),
-    "attention in gpt-oss": (partial(experts, MXFP4), IN_GPT_OSS, r"self_attn.*only the experts of GPT-OSS.*grouped"),
+    "attention in gpt-oss": (
+        partial(experts, MXFP4),
+        IN_GPT_OSS,
+        r"self_attn.*holds only the experts of GPT-OSS.*op: grouped",
+    ),
     "experts of gpt-oss elsewhere": (
         partial(experts, MXFP4, **GROUPED),
         {},

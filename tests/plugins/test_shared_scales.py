@@ -177,7 +177,12 @@ OTHER_TARGET = [{"tensor_scaling": {"share": "siblings", "target": 300}}]
     [
         ("k_proj", {"keep": "tried"}, {}, "shares its tensor scale with k_proj"),
         ("k_proj", {"quantize": {**NVFP4, "block": 32}}, {}, "let one rule"),
-        ("q_proj", {"quantize": NVFP4, "techniques": OTHER_TARGET}, {}, "one rule with one tensor_scaling decide both"),
+        (
+            "q_proj",
+            {"quantize": NVFP4, "techniques": OTHER_TARGET},
+            {},
+            "let one rule with one tensor_scaling decide both",
+        ),
         (None, {}, {"granularity": "row"}, "use granularity: tensor"),
         (None, {}, {"operands": ["fprop.input"]}, "does not list"),
     ],

@@ -92,7 +92,12 @@ WRONG = [
     ("block_statistic", "float64", lambda self, v, z, c: z.double(), "torch.float32 on cpu is due"),
     ("block_statistic", "whole numbers", lambda self, v, z, c: z.int(), "where floating point is due"),
     ("group_statistic", "", lambda self, v, g, groups, c: v, "returned shape (5, 2, 32) where (1, 1, 1) is due"),
-    ("group_scale", "", lambda self, z, group, c: z.new_ones(7), "shape (7,), which does not broadcast to (5, 2, 1)"),
+    (
+        "group_scale",
+        "",
+        lambda self, z, group, c: z.new_ones(7),
+        "returned shape (7,), which does not broadcast to (5, 2, 1)",
+    ),
     ("group_scale", "each", lambda self, z, group, c: z.new_ones(5, 2, 32), "does not broadcast to (5, 2, 1)"),
     ("group_scale", "its statistic", lambda self, z, group, c: (z.new_ones(()), z[0]), "shape (2, 1) where (5, 2, 1)"),
     ("group_scale", "3 things", lambda self, z, group, c: (z, z, z), "must return γ, (γ, statistic of x/γ) or None"),
@@ -211,7 +216,8 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
 @pytest.mark.parametrize("stage", ["group_statistic", "group_gradient"])
 def test_what_acts_on_statistics_of_groups_alone_needs_a_technique_that_normalizes(stage: str) -> None:
     lone = technique("lone", **{stage: lambda self, values, g, groups, context: None})
-    with pytest.warns(PolicyWarning, match="'lone' has no effect here: it acts on statistics of groups, and no"):
+    message = "'lone' has no effect here: it acts on statistics of groups, and no technique"
+    with pytest.warns(PolicyWarning, match=message):
         policy("lone", lone)
     policy(["divides", "lone"], technique("divides", normalizes=True, group_scale=lambda *_: None), lone)
     policy("plans", technique("plans", plan=lambda self, site, specs: specs, group_statistic=lambda *_: None))

@@ -321,7 +321,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     **{f"cut at {share}": (lambda file, share=share: cut(file, share), TRUNCATED) for share in (0.0, 0.01, 0.5, 0.99)},
     "none": (lambda file: None, r"there is no checkpoint .*run\.pt$"),
     "temporary": (lambda file: file.with_name("run.pt.tmp").touch(), r"the \.tmp file beside it"),
-    "state dict": (lambda file: torch.save(plain()[0].state_dict(), file), r"not written .*model\.load_state_dict"),
+    "state dict": (
+        lambda file: torch.save(plain()[0].state_dict(), file),
+        r"not written by .*model\.load_state_dict",
+    ),
     "pickle": (lambda file: torch.save(plain()[0], file), r"run\.pt cannot be read"),  # would run code
     "text": (lambda file: file.write_text("not a checkpoint at all"), r"run\.pt cannot be read"),
     "later": (lambda file: torch.save({"format": checkpoint.FORMAT, "version": 99}, file), "version 99"),
@@ -398,7 +401,8 @@ def test_phases_go_on_where_they_were(file: Path) -> None:
     again = make(policy, total_forwards=8)
     checkpoint.load(file, *again)
     assert train(*again, 3) == expected
-    with pytest.raises(checkpoint.Mismatch, match="training of 8 forwards, this one has 9: phases would begin"):
+    message = "training of 8 forwards, this one has 9: phases would begin at other steps"
+    with pytest.raises(checkpoint.Mismatch, match=message):
         checkpoint.load(file, *make(policy, total_forwards=9))
 
 
