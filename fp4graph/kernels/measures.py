@@ -22,7 +22,7 @@ from fp4graph.kernels.devices import CPU, by_runs
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import quantize, scaling
 from fp4graph.numerics.blocking import Blocking, Groups
-from fp4graph.numerics.declare import operator
+from fp4graph.numerics.declare import Structure, operator
 from fp4graph.numerics.exact import block_error, most_elements, total, units_of
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import power_of_two, round_nearest
@@ -129,7 +129,7 @@ def group_moments(
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return :func:`fp4graph.numerics.quantize.round_elements`."""
-    chosen = _chosen(u, None, None, spec, noise)
+    chosen = _chosen(_Divided(u, None), None, spec, noise)
     return quantize.round_elements(u, spec, noise) if chosen is None else chosen
 
 
@@ -138,32 +138,29 @@ def quantize_elements(
 ) -> Tensor:
     """Return ``values``, fp32 in the blocked layout, quantized under ``scale`` and dequantized; ``quotient`` as in
     :func:`block_errors`."""
-    operand, divisor = _divided(values, quotient) if spec.others else (values, None)
-    chosen = _chosen(operand, divisor, scale, spec, noise)
+    chosen = _chosen(_divided(values, quotient if spec.others else None), scale, spec, noise)
     if chosen is not None:
         return chosen
     elements = quantize.round_elements(scaling.ratio(values, scale, spec), spec, noise)
     return scaling.dequantize(elements, scale, spec)
 
 
-def _chosen(
-    values: Tensor, divisor: Tensor | None, scale: Tensor | None, spec: QuantSpec, noise: Noise
-) -> Tensor | None:
+def _chosen(x: _Divided, scale: Tensor | None, spec: QuantSpec, noise: Noise) -> Tensor | None:
     """Return blocks that have chosen between two elements, dequantized, or without ``scale`` their elements; None where
     no operator knows them."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
     in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
-    known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or values.dim() > 1)
+    known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or x.values.dim() > 1)
     drawn = noise.key is not None  # without a key the tensor code raises
-    if not known or not all(_serves(single, values.device, draws=drawn) for single in singles):
+    if not known or not all(_serves(single, x.values.device, draws=drawn) for single in singles):
         return None
     texts = [by_runs(single).to_text() for single in singles]
     # Blocks that are whole lines are numbered as parts of one long line.
     matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
     about = spec.selector, units_of(most_elements(spec.block)), matrix
     key = noise.key if draws else None
-    result: Tensor = torch.ops.fp4graph.choose(values, divisor, scale, key, _axes(blocking), *texts, *about)
+    result: Tensor = torch.ops.fp4graph.choose(*x, scale, key, _axes(blocking), *texts, *about)
     return result
 
 
@@ -171,11 +168,20 @@ def _unit(z: Tensor) -> Tensor:
     return power_of_two(z).clamp(min=_SMALLEST_NORMAL)
 
 
-def _divided(values: Tensor, quotient: Quotient | None) -> tuple[Tensor, Tensor | None]:
-    """Return what an operator reads, and what it divides it by."""
+class _Divided(NamedTuple):
+    """What an operator reads, and what it divides that by: fp32, of one element, or None."""
+
+    values: Tensor
+    divisor: Tensor | None
+
+
+_DIVIDED = Structure(("Tensor values", "Tensor? divisor"), _Divided)
+
+
+def _divided(values: Tensor, quotient: Quotient | None) -> _Divided:
     if quotient is None or (operand := quotient.operand()).dtype not in CPU.dtypes:
-        return values, None
-    return operand, quotient.divisor
+        return _Divided(values, None)
+    return _Divided(operand, quotient.divisor)
 
 
 def _serves(spec: QuantSpec, device: torch.device, *, draws: bool = False) -> bool:
@@ -201,13 +207,13 @@ class _Grid(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("outer", "lines", "middle", "length")), ("steps", ctypes.c_int64 * 4),
-        ("rows", ctypes.c_int64), ("columns", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "together")),
     ]  # fmt: skip
 
 
 _LONGEST = 64  # of cpp/choices.h
 _AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
-_TAIL = (ctypes.POINTER(_Grid), ctypes.c_int64, _DOUBLE, _DOUBLE, ctypes.c_int)
+_TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 
 
 def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file: str = "measures.h") -> Entry:
@@ -216,10 +222,10 @@ def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file:
     apart = f"grid.steps[3] != 1 ? {name}_across<{{S}}, {formats}> : "
     known = f"{apart}grid.length == Q::BLOCK ? {name}<{{S}}, {formats}, Q::BLOCK> : {name}<{{S}}, {formats}, LANES>"
     names = [tensor.rpartition(" ")[2] for tensor in tensors.split(", ")]
-    given = ", ".join(["values, divisor", *names, "grid, together", *["number"] * number, "units, threads"])
+    given = ", ".join(["values, divisor", *names, "grid", *["number"] * number, "units, threads"])
     code = (
-        f"void run(const {{S}}* values, const float* divisor, {tensors}, const BlockGrid& grid, i64 together, "
-        f"double number, double units, int threads) {{{{ ({known})({given}); }}}}"
+        f"void run(const {{S}}* values, const float* divisor, {tensors}, const BlockGrid& grid, double number, "
+        f"double units, int threads) {{{{ ({known})({given}); }}}}"
     )
     return Entry(code, (*[_AT] * (2 + len(names)), *_TAIL), file)
 
@@ -238,7 +244,7 @@ for _measure in get_args(Selector):
 def _run(
     entry: Entry,
     axes: int,
-    values: Tensor,
+    x: _Divided,
     others: tuple[Tensor | None, ...],
     number: float,
     units: float,
@@ -247,16 +253,16 @@ def _run(
     matrix: Sequence[int] = (),
     **formats: str,
 ) -> None:
-    """Run an entry on ``values``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
+    """Run an entry on ``x``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
 
     The other tensors are contiguous; None is a null pointer. ``together`` neighbouring blocks of a line have one
     result. ``matrix`` is ``[R, C]`` of the tensor without padding, which numbers elements for their random bits.
     """
-    values = _gridded(values, axes)
+    values = _gridded(x.values, axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
-    grid = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps), *((1, 1, *matrix)[-2:]))
+    grid = _Grid(*values.shape, (ctypes.c_int64 * 4)(*steps), *((1, 1, *matrix)[-2:]), together)
     run = abi.function(entry, torch.float32, values.dtype, **formats)
-    run(*map(abi.at, (values, *others)), grid, together, number, units, torch.get_num_threads())
+    run(*map(abi.at, (values, x.divisor, *others)), grid, number, units, torch.get_num_threads())
 
 
 def _gridded(values: Tensor, axes: int) -> Tensor:
@@ -276,68 +282,43 @@ def _gridded(values: Tensor, axes: int) -> Tensor:
     return grid if grid.stride(3) == 1 or across else grid.contiguous()
 
 
-def _errors(
-    values: Tensor,
-    divisor: Tensor | None,
-    scale: Tensor,
-    unit: Tensor,
-    axes: int,
-    spec: str,
-    measure: str,
-    units: float,
-) -> Tensor:
-    error = _fake_errors(values, divisor, scale)
-    _run(_ERRORS[measure], axes, values, (divisor, scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
+def _errors(x: _Divided, scale: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float) -> Tensor:
+    error = _fake_errors(x, scale)
+    _run(_ERRORS[measure], axes, x, (scale.contiguous(), unit.contiguous(), error), 0, units, Q=spec)
     return error
 
 
-def _fake_errors(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> Tensor:
+def _fake_errors(x: _Divided, scale: Tensor, *about: object) -> Tensor:
     return torch.empty_like(scale, dtype=torch.float64, memory_format=torch.contiguous_format)
 
 
 def _errs_less(
-    values: Tensor,
-    divisor: Tensor | None,
-    scale: Tensor,
-    other: Tensor,
-    unit: Tensor,
-    axes: int,
-    spec: str,
-    measure: str,
-    units: float,
+    x: _Divided, scale: Tensor, other: Tensor, unit: Tensor, axes: int, spec: str, measure: str, units: float
 ) -> Tensor:
-    less = _fake_errs_less(values, divisor, scale)
-    others = divisor, scale.contiguous(), other.contiguous(), unit.contiguous(), less
-    _run(_LESS[measure], axes, values, others, 0, units, Q=spec)
+    less = _fake_errs_less(x, scale)
+    others = scale.contiguous(), other.contiguous(), unit.contiguous(), less
+    _run(_LESS[measure], axes, x, others, 0, units, Q=spec)
     return less
 
 
-def _fake_errs_less(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> Tensor:
+def _fake_errs_less(x: _Divided, scale: Tensor, *about: object) -> Tensor:
     return torch.empty_like(scale, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
 def _moments(
-    values: Tensor,
-    divisor: Tensor | None,
-    scale: Tensor,
-    axes: int,
-    spec: str,
-    together: int,
-    largest: float,
-    units: float,
+    x: _Divided, scale: Tensor, axes: int, spec: str, together: int, largest: float, units: float
 ) -> tuple[Tensor, Tensor]:
-    sums = _fake_moments(values, divisor, scale)
-    _run(_MOMENTS, axes, values, (divisor, scale.contiguous(), *sums), largest, units, together=together, Q=spec)
+    sums = _fake_moments(x, scale)
+    _run(_MOMENTS, axes, x, (scale.contiguous(), *sums), largest, units, together=together, Q=spec)
     return sums
 
 
-def _fake_moments(values: Tensor, divisor: Tensor | None, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
-    return _fake_errors(values, divisor, scale), _fake_errors(values, divisor, scale)
+def _fake_moments(x: _Divided, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
+    return _fake_errors(x, scale), _fake_errors(x, scale)
 
 
 def _choose(
-    values: Tensor,
-    divisor: Tensor | None,
+    x: _Divided,
     scale: Tensor | None,
     key: Tensor | None,
     axes: int,
@@ -347,7 +328,7 @@ def _choose(
     units: float,
     matrix: Sequence[int],
 ) -> Tensor:
-    result = _fake_choose(values)
+    result, values = _fake_choose(x), x.values
     if values.is_contiguous():
         values = values.flatten().view(values.shape)  # axes of size 1 may have other strides
     grid = _gridded(values, axes)
@@ -355,39 +336,41 @@ def _choose(
     viewed = grid.data_ptr() == values.data_ptr() and values.stride() == result.stride()
     held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
     if not (values.is_contiguous() or (in_order and viewed and held)):
-        about = key, axes, first, second, measure, units, matrix
-        return result.copy_(_choose(values.contiguous(), divisor, scale, *about))
-    others = (divisor, *(None if each is None else each.contiguous() for each in (scale, key)), result)
-    entry = _CHOICES[measure]
-    _run(entry, axes, values, others, quantize.EQUAL, units, matrix=matrix, P=first, Q=second)
+        about = scale, key, axes, first, second, measure, units, matrix
+        return result.copy_(_choose(_Divided(values.contiguous(), x.divisor), *about))
+    others = (*(None if each is None else each.contiguous() for each in (scale, key)), result)
+    x = _Divided(values, x.divisor)
+    _run(_CHOICES[measure], axes, x, others, quantize.EQUAL, units, matrix=matrix, P=first, Q=second)
     return result
 
 
-def _fake_choose(values: Tensor, *about: object) -> Tensor:
-    return torch.empty_like(values, dtype=torch.float32)
+def _fake_choose(x: _Divided, *about: object) -> Tensor:
+    return torch.empty_like(x.values, dtype=torch.float32)
 
 
-operator(
-    "block_errors(Tensor values, Tensor? divisor, Tensor scale, Tensor unit, int axes, str spec, str measure, "
-    "float units) -> Tensor",
-    _fake_errors,
-    CPU=_errors,
-)
-operator(
-    "errs_less(Tensor values, Tensor? divisor, Tensor scale, Tensor other, Tensor unit, int axes, str spec, "
-    "str measure, float units) -> Tensor",
-    _fake_errs_less,
-    CPU=_errs_less,
-)
-operator(
-    "group_moments(Tensor values, Tensor? divisor, Tensor scale, int axes, str spec, int together, float largest, "
-    "float units) -> (Tensor, Tensor)",
-    _fake_moments,
-    CPU=_moments,
-)
-operator(
-    "choose(Tensor values, Tensor? divisor, Tensor? scale, Tensor? key, int axes, str first, str second, str measure, "
-    "float units, SymInt[] matrix) -> Tensor",
-    _fake_choose,
-    CPU=_choose,
-)
+_TEXT = "str measure, float units"
+for _schema, _fake, _cpu in (
+    (
+        f"block_errors(Divided x, Tensor scale, Tensor unit, int axes, str spec, {_TEXT}) -> Tensor",
+        _fake_errors,
+        _errors,
+    ),
+    (
+        f"errs_less(Divided x, Tensor scale, Tensor other, Tensor unit, int axes, str spec, {_TEXT}) -> Tensor",
+        _fake_errs_less,
+        _errs_less,
+    ),
+    (
+        "group_moments(Divided x, Tensor scale, int axes, str spec, int together, float largest, float units) -> "
+        "(Tensor, Tensor)",
+        _fake_moments,
+        _moments,
+    ),
+    (
+        f"choose(Divided x, Tensor? scale, Tensor? key, int axes, str first, str second, {_TEXT}, SymInt[] matrix) -> "
+        "Tensor",
+        _fake_choose,
+        _choose,
+    ),
+):
+    operator(_schema, _fake, structures={"Divided": _DIVIDED}, CPU=_cpu)

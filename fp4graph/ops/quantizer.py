@@ -89,7 +89,6 @@ class Quantizer:
         spec = self.spec
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = Once(lambda: blocking.split(x.to(torch.float32)))
-        quotient: Quotient | None = Quotient(Once(lambda: blocking.split(x)))
         largest = self._largest(x)
         if spec.block == "tensor" and largest is not None:
             z = largest().reshape(blocking.scale_shape)
@@ -124,8 +123,9 @@ class Quantizer:
             g, groups = asked[-1] if asked else (None, None)
             group_scales.append(GroupScale(part.name, gamma, g if proportional else None, groups, values))
             values = Once(partial(_divide, values, gamma))
-            whole = quotient is not None and quotient.divisor is None and is_scalar(gamma)
-            quotient = Quotient(quotient.operand, gamma) if quotient is not None and whole else None
+        gammas = [each.scale for each in group_scales]
+        one = len(gammas) <= 1 and all(map(is_scalar, gammas))
+        quotient = Quotient(Once(lambda: blocking.split(x)), *gammas) if one else None
         scale: Tensor | None = None
         for part, context in at_stage("scale", self.acting):
             divided = replace(self._divided(part, context, group_scales), quotient=quotient)
@@ -158,9 +158,9 @@ class Quantizer:
         """Return the numbers of blocks that a kernel takes: those of ``scaled``, and ``factor``."""
         scale, stored = scaled.scale, None
         if [*at_stage("rescale", self.acting)]:
-            scale = self._scale(scaled, device) if scale is None else scale
+            scale = self._scale(scaled, device)
             stored = self._rounded(replace(scaled, scale=scale)).scale
-        elif scale is None and not isinstance(self.spec.block, int):
+        elif not isinstance(self.spec.block, int):
             scale = self._scale(scaled, device)
         statistic = scaled.z if scale is None and scaled.chosen else None
         parts = (product_of(scaled.group_scales), statistic, scale, factor, stored)
@@ -200,13 +200,12 @@ class Quantizer:
         if self._rounding() or [*at_stage("rescale", self.acting)]:
             return self._rounded(scaled).dequantized()
         values = scaled.values()
-        scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
         noise = self._noise(scaled.blocking, values.device)
-        return quantize_elements(values, scale, self.spec, noise, scaled.quotient)
+        return quantize_elements(values, self._scale(scaled, values.device), self.spec, noise, scaled.quotient)
 
     def _rounded(self, scaled: Scaled) -> Quantization:
         values = scaled.values()
-        scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
+        scale = self._scale(scaled, values.device)
         rounding = Once(partial(self._elements, scaled, values, scale))
         about = scaled.statistic, scaled.group_scales, scaled.quotient
         rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *about)
@@ -232,7 +231,9 @@ class Quantizer:
         return [one for one in at_stage("round", self.acting) if not (self.remainder and one[1].state)]
 
     def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
-        """Return the block scale by the spec's rule."""
+        """Return the block scale that a technique chose, or that of the spec's rule."""
+        if scaled.scale is not None:
+            return scaled.scale
         if self.spec.scale.rounding != "stochastic":
             return statistics.block_scale(scaled.z, self.spec)
         noise = self._noise(scaled.blocking, device)

@@ -36,13 +36,11 @@ struct RoughErrors {
         return (unit > pow2(-30)) & (unit < pow2(30)) &
                (std::fabs(a - b) > relative * (a + b) + absolute * above);
     }
-    // Whether every summand of this error is below 2 · unit, at which the exact sums limit them. A statistic that a
-    // technique chose may lie far below the largest magnitude.
-    static bool unlimited(float error, float unit) {
-        return M == AMAX || error < (M == MSE ? 3.9f * unit * unit : 1.9f * unit);
-    }
-    bool tell_limited(const float (&errors)[2], float unit) const {
-        return tell(errors[0], errors[1], unit) && unlimited(errors[0], unit) && unlimited(errors[1], unit);
+    // The same where a value may lie far above `unit`, because a technique chose the statistic: the exact sums limit each
+    // error to 2 · unit, these do not. Errors whose sums are below that limit are not limited.
+    bool tell_limited(float a, float b, float unit) const {
+        const float limit = M == MSE ? 3.9f * unit * unit : 1.9f * unit;
+        return tell(a, b, unit) && (M == AMAX || (a < limit && b < limit));
     }
 };
 
@@ -54,7 +52,7 @@ constexpr i64 HELD = 256;
 // G where their error, rounded to nearest, is smaller by more than a share of `equal`; then dequantized. Without `scale` the
 // values are the ratios, and the result the elements. `key` is read where F draws.
 template <class T, class F, class G, int M, int PIECE>
-void choose(const T* values, const float* divisor, const float* scale, const i32* key, float* result, BlockGrid grid, i64,
+void choose(const T* values, const float* divisor, const float* scale, const i32* key, float* result, BlockGrid grid,
             double equal, double units, int threads) {
     const Operand<T> operand(values, divisor);
     const Key bits = F::DRAWS ? Key{static_cast<u32>(key[0]), static_cast<u32>(key[1])}.absorb(0) : Key{};
@@ -126,7 +124,7 @@ void choose(const T* values, const float* divisor, const float* scale, const i32
 // They are read into a tile, because lines that lie a power of two apart evict each other from the cache.
 template <class T, class F, class G, int M>
 void choose_across(const T* values, const float* divisor, const float* scale, const i32* key, float* result,
-                   BlockGrid grid, i64, double equal, double units, int threads) {
+                   BlockGrid grid, double equal, double units, int threads) {
     const Operand<T> operand(values, divisor);
     const Key bits = F::DRAWS ? Key{static_cast<u32>(key[0]), static_cast<u32>(key[1])}.absorb(0) : Key{};
     using Rough = RoughErrors<M>;
@@ -190,7 +188,7 @@ void choose_across(const T* values, const float* divisor, const float* scale, co
 // Whether each block, rounded to nearest, errs less under the second of two scales.
 template <class T, class F, int M, int PIECE>
 void errs_less(const T* values, const float* divisor, const float* scale, const float* other, const float* unit,
-               bool* result, BlockGrid grid, i64, double units, int threads) {
+               bool* result, BlockGrid grid, double units, int threads) {
     const Operand<T> operand(values, divisor);
     using Rough = RoughErrors<M>;
     const Rough rough(grid.lines * grid.length, units);
@@ -217,58 +215,62 @@ void errs_less(const T* values, const float* divisor, const float* scale, const 
             errors[c] = Rough::join(errors[c], Rough::template of<PIECE>(x, q, n));
         });
         result[k] = errors[1] < errors[0];
-        if (rough.tell_limited(errors, unit[k])) continue;
+        if (rough.tell_limited(errors[0], errors[1], unit[k])) continue;
         Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
         each([&](const float* x, const float* q, i64 n, int c) { exact[c].template add<PIECE>(x, q, n); });
         result[k] = exact[1].total() < exact[0].total();
     }
 }
 
-// The same for blocks of one line each, strided in memory, as those of by_lanes.
+template <class T, class F, int M>
+struct LanesOfTwoErrors {
+    Operand<T> operand;
+    BlockGrid grid;
+    const float *scale, *other, *unit;
+    bool* result;
+    double units;
+    RoughErrors<M> rough;
+    float s[2][LANES], inverse[2][LANES], errors[2][LANES];
+    LanesOfTwoErrors(const Operand<T>& operand, const BlockGrid& grid, const float* scale, const float* other,
+                     const float* unit, bool* result, double units)
+        : operand(operand), grid(grid), scale(scale), other(other), unit(unit), result(result), units(units),
+          rough(grid.length, units) {
+        for (int c = 0; c < 2; ++c)
+            for (int i = 0; i < LANES; ++i) s[c][i] = inverse[c][i] = 1, errors[c][i] = 0;
+    }
+    void begin(i64 i, i64 k) {
+        s[0][i] = scale[k], s[1][i] = other[k];
+        for (int c = 0; c < 2; ++c) inverse[c][i] = 1.0f / s[c][i];
+    }
+    float rounded(float x, int c, i64 i) const {
+        i32 place;
+        return dequantized<F>(round_element<F>(ratio<F>(x, s[c][i], inverse[c][i]), 0, place), s[c][i], inverse[c][i]);
+    }
+    void add(const float* x) {
+        for (int c = 0; c < 2; ++c)
+#pragma omp simd
+            for (int i = 0; i < LANES; ++i)
+                errors[c][i] = RoughErrors<M>::join(errors[c][i], RoughErrors<M>::of(x[i], rounded(x[i], c, i)));
+    }
+    void end(i64 i, i64 k) const {
+        result[k] = errors[1][i] < errors[0][i];
+        if (rough.tell_limited(errors[0][i], errors[1][i], unit[k])) return;
+        Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
+        for (i64 j = 0; j < grid.length; ++j) {
+            float x;
+            operand.template read<1>(grid.start(k) + j * grid.steps[3], 1, &x);
+            for (int c = 0; c < 2; ++c) {
+                const float q = rounded(x, c, i);
+                exact[c].template add<1>(&x, &q, 1);
+            }
+        }
+        result[k] = exact[1].total() < exact[0].total();
+    }
+};
+
 template <class T, class F, int M>
 void errs_less_across(const T* values, const float* divisor, const float* scale, const float* other, const float* unit,
-                      bool* result, BlockGrid grid, i64, double units, int threads) {
+                      bool* result, BlockGrid grid, double units, int threads) {
     const Operand<T> operand(values, divisor);
-    using Rough = RoughErrors<M>;
-    const Rough rough(grid.length, units);
-    const i64 tiles = (grid.outer + LANES - 1) / LANES;
-#pragma omp parallel for num_threads(threads) if (grid.parallel())
-    for (i64 t = 0; t < tiles * grid.middle; ++t) {
-        const i64 row = t / grid.middle * LANES, m = t % grid.middle, n = min(grid.outer - row, LANES);
-        const i64 at = row + m * grid.steps[2];
-        alignas(64) float x[LANES] = {}, s[2][LANES], inverse[2][LANES], errors[2][LANES] = {};
-        for (i64 i = 0; i < LANES; ++i)
-            for (int c = 0; c < 2; ++c) {
-                s[c][i] = i < n ? (c ? other : scale)[(row + i) * grid.middle + m] : 1.0f;
-                inverse[c][i] = 1.0f / s[c][i];
-            }
-        for (i64 j = 0; j < grid.length; ++j) {
-            operand.template read<LANES>(at + j * grid.steps[3], n, x);
-            for (int c = 0; c < 2; ++c)
-#pragma omp simd
-                for (i64 i = 0; i < LANES; ++i) {
-                    i32 place;
-                    const float q = round_element<F>(ratio<F>(x[i], s[c][i], inverse[c][i]), 0, place);
-                    errors[c][i] =
-                        Rough::join(errors[c][i], Rough::of(x[i], dequantized<F>(q, s[c][i], inverse[c][i])));
-                }
-        }
-        for (i64 i = 0; i < n; ++i) {
-            const i64 k = (row + i) * grid.middle + m;
-            result[k] = errors[1][i] < errors[0][i];
-            if (rough.tell_limited({errors[0][i], errors[1][i]}, unit[k])) continue;
-            Errors<M> exact[] = {{units, unit[k]}, {units, unit[k]}};
-            for (i64 j = 0; j < grid.length; ++j) {
-                float value, q;
-                operand.template read<1>(at + i + j * grid.steps[3], 1, &value);
-                for (int c = 0; c < 2; ++c) {
-                    i32 place;
-                    q = round_element<F>(ratio<F>(value, s[c][i], inverse[c][i]), 0, place);
-                    q = dequantized<F>(q, s[c][i], inverse[c][i]);
-                    exact[c].template add<1>(&value, &q, 1);
-                }
-            }
-            result[k] = exact[1].total() < exact[0].total();
-        }
-    }
+    by_lanes(operand, grid, threads, LanesOfTwoErrors<T, F, M>(operand, grid, scale, other, unit, result, units));
 }

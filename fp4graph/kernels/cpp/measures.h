@@ -9,8 +9,9 @@
 
 // Blocks of `lines` by `length` elements: values [outer, lines, middle, length], one number of each [outer, middle].
 // Neighbours along an axis lie `steps` elements apart. Without padding the matrices have `rows` by `columns` elements.
+// `together` neighbouring blocks along `middle` have one sum.
 struct BlockGrid {
-    i64 outer, lines, middle, length, steps[4], rows, columns;
+    i64 outer, lines, middle, length, steps[4], rows, columns, together;
     i64 count() const { return outer * middle; }
     bool parallel() const { return count() * lines * length > SERIAL; }
 
@@ -141,11 +142,11 @@ struct Errors {
 };
 
 // Measures LANES blocks at once. Each block is one line, strided in memory; the first elements of neighbouring blocks are
-// contiguous, and so are the second ones, and so on. `together` neighbours within a line of the operand have one result. A
-// lane's block begins with begin(lane, number of the block); add takes the next element of all lanes; end(lane, number of
-// the block) stores the result.
+// contiguous, and so are the second ones, and so on. A lane's block begins with begin(lane, number of the block); add takes
+// the next element of all lanes; after all blocks that have one sum, end(lane, number of the block) stores each result.
 template <class T, class Lanes>
-void by_lanes(const Operand<T>& operand, const BlockGrid& grid, i64 together, int threads, const Lanes& idle) {
+void by_lanes(const Operand<T>& operand, const BlockGrid& grid, int threads, const Lanes& idle) {
+    const i64 together = grid.together;
     const i64 tiles = (grid.outer + LANES - 1) / LANES, groups = (grid.middle + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 t = 0; t < tiles * groups; ++t) {
@@ -203,13 +204,13 @@ struct LanesOfErrors {
 // The error of each block, rounded under `scale`.
 template <class T, class F, int M>
 void block_errors_across(const T* values, const float* divisor, const float* scale, const float* unit, double* error,
-                         BlockGrid grid, i64, double units, int threads) {
-    by_lanes(Operand<T>(values, divisor), grid, 1, threads, LanesOfErrors<F, M>(scale, unit, error, units));
+                         BlockGrid grid, double units, int threads) {
+    by_lanes(Operand<T>(values, divisor), grid, threads, LanesOfErrors<F, M>(scale, unit, error, units));
 }
 
 template <class T, class F, int M, int PIECE>
 void block_errors(const T* values, const float* divisor, const float* scale, const float* unit, double* error,
-                  BlockGrid grid, i64, double units, int threads) {
+                  BlockGrid grid, double units, int threads) {
     const Operand<T> operand(values, divisor);
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 k = 0; k < grid.count(); ++k) {
@@ -258,21 +259,21 @@ struct LanesOfMoments {
     void end(i64 i, i64 k) const { squares[k] = first[i] * (1 / units), products[k] = second[i] * (1 / units); }
 };
 
-// Σ u² and Σ u·q of each block's group, over `largest`, a power of two: u are the ratios of `together` neighbouring blocks
-// of a line, and q the elements nearest to them.
+// Σ u² and Σ u·q of each block's group, over `largest`, a power of two: u are the ratios of its blocks, and q the elements
+// nearest to them.
 template <class T, class F>
 void group_moments_across(const T* values, const float* divisor, const float* scale, double* squares, double* products,
-                          BlockGrid grid, i64 together, double largest, double units, int threads) {
+                          BlockGrid grid, double largest, double units, int threads) {
     const LanesOfMoments<F> lanes(scale, squares, products, largest, units);
-    by_lanes(Operand<T>(values, divisor), grid, together, threads, lanes);
+    by_lanes(Operand<T>(values, divisor), grid, threads, lanes);
 }
 
 template <class T, class F, int PIECE>
 void group_moments(const T* values, const float* divisor, const float* scale, double* squares, double* products,
-                   BlockGrid grid, i64 together, double largest, double units, int threads) {
+                   BlockGrid grid, double largest, double units, int threads) {
     const Operand<T> operand(values, divisor);
     const double per = units / largest;
-    const i64 groups = (grid.middle + together - 1) / together;
+    const i64 together = grid.together, groups = (grid.middle + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 g = 0; g < grid.outer * groups; ++g) {
         const i64 line = g / groups * grid.middle, begin = line + g % groups * together;
