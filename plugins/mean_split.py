@@ -10,16 +10,13 @@ import torch
 from pydantic import Field
 
 from fp4graph import Context, Gemm, Operand, Overhead, Technique, hookimpl
-from fp4graph.numerics.blocking import Blocking, is_known
-from fp4graph.numerics.exact import total_by
-from fp4graph.numerics.rounding import power_of_two
+from fp4graph.numerics.blocking import is_known
+from fp4graph.numerics.exact import mean_by
 from fp4graph.technique import OperandList, Part, SiteView, Wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SMALLEST_NORMAL = 2.0**-126  # of fp32
-_MOST_TOKENS = 1 << 24
 _OF_TOKENS = tuple(operand for operand in Operand if operand.value.split(".")[1] in ("input", "grad_output"))
 
 
@@ -75,40 +72,26 @@ class SplitMean(Wrapper):
         if is_known(x.shape[self.axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        mean = self._mean(wide, self.axis, context.blocking)
-        return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
+        mean = self._mean(x, context)
+        return (quantize(wide - mean) + quantize(mean)).to(x.dtype)
 
-    def _mean(self, wide: Tensor, axis: int, blocking: Blocking) -> Tensor:
-        """Return μ, broadcastable to ``wide``; in a grouped product the μ of each token's expert, or 0 without one."""
-        place = wide.dim() + axis
-        if (segments := blocking.segments) is None:
-            largest = wide.abs().amax(axis, keepdim=True)
-            count = torch.full((), wide.shape[axis], dtype=torch.float64, device=wide.device)
-            return _mean_of(wide, largest, count, lambda shares: shares.sum(place, keepdim=True))
-        experts = segments.of_own
+    def _mean(self, x: Tensor, context: Context) -> Tensor:
+        """Return μ, fp32, broadcastable to ``x``; of experts the μ of each token's expert, or 0 without one."""
+        if (segments := context.blocking.segments) is None:
+            return context.mean(x, self.axis)
+        x, place, experts = x.to(torch.float32), x.dim() + self.axis, segments.of_own
         assert experts.ids is not None, "operands with tokens have the expert of each"
         ids = experts.ids
-        at_tokens = partial(experts.spread, x=wide, axis=place, step=1)
+        at_tokens = partial(experts.spread, x=x, axis=place, step=1)
         tokens = ids.new_zeros(experts.count + 1).scatter_add(0, ids, torch.ones_like(ids)).double()
-        mean = _mean_of(
-            wide,
-            at_tokens(experts.table(wide.abs(), place, 1)),
-            experts.at_positions(tokens, wide.dim()),
+        mean = mean_by(
+            x,
+            at_tokens(experts.table(x.abs(), place, 1)),
+            experts.at_positions(tokens, x.dim()),
             lambda shares: at_tokens(experts.table(shares, place, 1, "sum")),
         )
         numbers = torch.arange(experts.count + 1, device=ids.device)
-        return torch.where(experts.at_positions(numbers, wide.dim()) < experts.count, mean, 0.0)
-
-
-def _mean_of(wide: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the mean of ``count`` tokens, fp32, given the largest magnitude of their channel and their sum by ``add``.
-
-    Elements are summed as shares of a power of two above the largest magnitude, so that the sum is the same in compiled
-    code, which adds in another order. Shares are counted from -1, so that they are not negative.
-    """
-    above = 2 * power_of_two(largest.clamp(min=_SMALLEST_NORMAL)).double()
-    share = total_by((wide.double() / above + 1) / 2, add, _MOST_TOKENS) / count
-    return ((2 * share - 1) * above).to(torch.float32)
+        return torch.where(experts.at_positions(numbers, x.dim()) < experts.count, mean, 0.0)
 
 
 @hookimpl

@@ -175,7 +175,15 @@ def order_statistics(x: Tensor, place: int, found: Tensor) -> None:
 
     ``x`` is contiguous, of a dtype of :data:`DTYPES`, and has n > place elements, none of them NaN.
     """
-    abi.common(f"selected_{DTYPES[x.dtype]}")(abi.at(x), x.numel(), place, abi.at(found))
+    abi.common(f"selected_{DTYPES[x.dtype]}")(abi.at(x), x.numel(), place, abi.at(found), torch.get_num_threads())
+
+
+def means(x: Tensor, y: Tensor) -> None:
+    """Write :func:`fp4graph.numerics.exact.mean` over the rows of ``x [R, C]`` into ``y [C]``, fp32.
+
+    Both are contiguous.
+    """
+    abi.common(f"means_{DTYPES[x.dtype]}")(abi.at(x), *x.shape, abi.at(y), torch.get_num_threads())
 
 
 def mantissas(z: Tensor, y: Tensor, divisor: float, bits: int) -> None:

@@ -1,7 +1,7 @@
-"""Operators for the few numbers that many elements share: the scales of blocks, and order statistics.
+"""Operators for the few numbers that many elements share: scales of blocks, order statistics and means.
 
-Traced inline, a block's scale is computed again for every vector of its elements, and a selection sorts. On other
-devices tensor code does both, to the same bits.
+Traced inline, a block's scale is computed again for every vector of its elements, a selection sorts, and exact sums
+read lines of memory far apart. On other devices tensor code does all of them, to the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4graph.kernels import cpu
 from fp4graph.kernels.devices import CPU, by_runs
 from fp4graph.kernels.machine import Machine
-from fp4graph.numerics import scaling
+from fp4graph.numerics import exact, scaling
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.spec import QuantSpec
 
@@ -43,6 +43,14 @@ def order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     return torch.cat([smallest, -bound]).amax(), torch.cat([largest, bound]).amin()
 
 
+def mean(x: Tensor, axis: int) -> Tensor:
+    """Return :func:`fp4graph.numerics.exact.mean` of ``x`` over ``axis``, -1 or -2."""
+    if not (x.dim() == 2 and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels):
+        return exact.mean(x, axis)
+    found: Tensor = torch.ops.fp4graph.mean(x if axis == -2 else x.mT)
+    return found.unsqueeze(axis)
+
+
 def _block_scale(z: Tensor, spec: str) -> Tensor:
     scale = _fake_block_scale(z, spec)
     cpu.block_scales(z.contiguous(), scale, spec)
@@ -66,5 +74,16 @@ def _fake_order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(()), x.new_empty(())
 
 
+def _mean(x: Tensor) -> Tensor:
+    found = _fake_mean(x)
+    cpu.means(x.contiguous(), found)
+    return found
+
+
+def _fake_mean(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.float32)
+
+
 operator("block_scale(Tensor z, str spec) -> Tensor", _fake_block_scale, CPU=_block_scale)
 operator("order_statistics(Tensor x, SymInt place) -> (Tensor, Tensor)", _fake_order_statistics, CPU=_order_statistics)
+operator("mean(Tensor x) -> Tensor", _fake_mean, CPU=_mean)

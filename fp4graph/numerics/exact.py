@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import Block, QuantSpec, Selector
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _BITS, _SMALLEST = 8, -133
 LEAST_FACTOR = -100
 #: The largest number of elements of a block whose length is not fixed.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
+_SMALLEST_NORMAL = 2.0**-126  # of fp32
 
 
 def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
@@ -115,6 +117,29 @@ def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tens
     """
     units = units_of(most)
     return add(torch.round(shares.clamp(max=1.0) * units)) * (1 / units)
+
+
+def mean(x: Tensor, axis: int) -> Tensor:
+    """Return the mean of ``x`` over ``axis``, of at most 2^24 elements: fp32, the axis kept with size 1."""
+    largest = x.abs().amax(axis, keepdim=True).to(torch.float32)
+    count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
+    return mean_by(x, largest, count, lambda shares: shares.sum(axis, keepdim=True))
+
+
+def mean_by(x: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return means of ``x``, rounded to fp32 from at most 2^-28 of the largest magnitude beside the true ones.
+
+    Elements are summed as shares of the power of two above the largest magnitude, so that :func:`total_by` can. Shares
+    are counted from -1, so that they are not negative. The mean of elements with NaN or Inf is NaN.
+
+    Args:
+        largest: the largest magnitude of the elements of each mean, fp32, broadcastable to ``x``.
+        count: their number, at most 2^24, float64, broadcastable to ``largest``.
+        add: sums the elements of each mean, in the shape of ``largest``.
+    """
+    above = 2 * power_of_two(largest.clamp(min=_SMALLEST_NORMAL)).double()
+    share = total_by((x.double() / above + 1) / 2, add, _MOST["row"]) / count
+    return ((2 * share - 1) * above).to(torch.float32)
 
 
 def units_of(most: int) -> float:

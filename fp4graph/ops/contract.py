@@ -133,13 +133,14 @@ def same(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool =
     return tensor
 
 
-def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
-    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
+def broadcastable(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
+    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype; with
+    ``any_float``, any floating-point dtype."""
     tensor = _float(part, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
     if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
         raise broken(part, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
-    if tensor.dtype is not like.dtype:
+    if not (any_float or tensor.dtype is like.dtype):
         raise broken(part, stage, f"returned {tensor.dtype} where {like.dtype} is due")
     return tensor
 

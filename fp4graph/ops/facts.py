@@ -15,7 +15,7 @@ from fp4graph.numerics import exact
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.schedule import Code
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Part
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, TENSOR_STAGES, Part
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,16 @@ class OperandFacts:
             return False
         scaled = bool(self.at("group_scale"))
         return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)
+
+    @cached_property
+    def repeats(self) -> bool:
+        """True if an operand of equal lines along an axis is quantized as one of these lines, repeated.
+
+        So it is where nothing draws, no state has the operand's shape, and scales follow from the largest magnitude.
+        """
+        acting = {stage for stage in TENSOR_STAGES if self.at(stage)}
+        depends = self.draws or bool(self.state) or any(part.counts for part in self.parts)
+        return not depends and acting <= {*OUTSIDE, "group_scale"}
 
     @cached_property
     def is_wrapped(self) -> bool:

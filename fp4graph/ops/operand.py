@@ -69,11 +69,14 @@ class OperandProgram(OperandFacts):
 
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
+            if not (segments is None and self.repeats):
+                part = _whole(part, x)
             own, kernel = call_draw(draw, calls), kernels.first if calls == 0 else kernels.again
             if kernel.needs is Needs.NOTHING and self.spec is not None:
                 calls += 1
                 return kernel.run(Job(part, Direction(self.spec, own))).values
-            again = acting if calls == 0 else self.acting(part, own, state, segments)
+            first = calls == 0 and part.shape == x.shape
+            again = acting if first else self.acting(part, own, state, segments)
             quantizer = self._quantizer(again, own, segments, kernel, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
@@ -247,10 +250,17 @@ def _split(x: Tensor, acting: Acting) -> tuple[Tensor, list[Term]]:
 
 def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
     def wrapped(x: Tensor) -> Tensor:
+        x = _whole(x, context.blocking)
+
         def quantize(part: Tensor) -> Tensor:
-            return inner(contract.same(wrapper, "around (what it quantizes)", part, x, any_float=True))
+            return inner(contract.broadcastable(wrapper, "around (what it quantizes)", part, x, any_float=True))
 
         result = contract.run(wrapper, "around", quantize, x, context)
         return inner(x) if result is None else contract.same(wrapper, "around", result, x, any_float=True)
 
     return wrapped
+
+
+def _whole(x: Tensor, like: Tensor | Blocking) -> Tensor:
+    """Return ``x``, repeated where it stands for equal lines, in the shape of ``like``."""
+    return x if x.shape == like.shape else x.expand(like.shape).contiguous()

@@ -77,6 +77,10 @@ class Context:
         -Inf and Inf of no elements."""
         return statistics.order_statistics(x, place)
 
+    def mean(self, x: Tensor, axis: int) -> Tensor:
+        """Return the mean of ``x`` over ``axis``, -1 or -2, as :func:`fp4graph.numerics.exact.mean` does."""
+        return statistics.mean(x, axis)
+
     def bits(self, count: int, constant: bool = False) -> Tensor:
         """Return ``count`` words of 32 random bits, int32: :func:`fp4graph.numerics.noise.hash_bits` of the indices
         below ``count`` under the key of :attr:`noise`, or with ``constant`` under that of :attr:`constant`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,46 @@ def test_order_statistics_are_those_of_a_sorted_copy(count, dtype):
 def test_no_elements_have_no_order():
     for found in by_both(lambda: statistics.order_statistics(torch.empty(0), 0)):
         assert found == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (1000, 33), (257, 200), (2, 20, 5)], ids=str)
+def test_means_are_those_of_rational_numbers(shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(shape[-1]).sub(70).float()
+    x = torch.where(x.abs() < torch.finfo(dtype).max, x, 0.0).to(dtype)
+    for transposed, axis in itertools.product((False, True), (-1, -2)):
+        given = x.mT if transposed else x
+        found, expected = by_both(lambda given=given, axis=axis: statistics.mean(given, axis))
+        assert_same_bits(found, expected)
+        lines = given.movedim(axis, -1)
+        for line, mean in zip(lines.reshape(-1, lines.shape[-1]), found.flatten(), strict=True):
+            exact = sum(map(Fraction, line.tolist())) / len(line)
+            largest = line.abs().max().item()
+            assert (
+                abs(Fraction(mean.item()) - exact)
+                <= Fraction(largest) / 2**28 + abs(exact) / 2**24 + Fraction(2) ** -149
+            )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_means_at_the_ends_of_the_range(threads):
+    largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
+    columns = [
+        [largest] * 3,
+        [largest, -largest, 0],
+        [smallest] * 3,
+        [0.0, -0.0, 0.0],
+        [1, math.inf, 2],
+        [1, math.nan, 2],
+    ]
+    x = torch.tensor(columns, dtype=torch.float32).T.repeat(5000, 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found, expected = by_both(lambda: statistics.mean(x, -2))
+    torch.set_num_threads(before)
+    assert_same_bits(found, expected)
+    assert found.tolist()[0][:4] == [largest, 0, smallest, 0]
+    assert found[0, 4:].isnan().all()
 
 
 def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> tuple[Blocking, Tensor, Tensor, Tensor]:
@@ -261,6 +302,8 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "order_statistics": (_x.view(-1), 4),
     "order_statistics, bf16": (_x.bfloat16().view(-1), 0),
     "order_statistics, of nothing": (_x[:0].view(-1), 0),
+    "mean": (_x,),
+    "mean, of columns": (_x.bfloat16().mT,),
     "block_errors": (_values, None, _scale, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
     "block_errors, of a quotient": (_values.bfloat16(), _x.max(), _scale, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),
     "errs_less": (_values, None, _scale, _scale * 1.5, torch.ones(8, 1), 1, TEXT, "mse", 2.0**49),

@@ -108,7 +108,12 @@ WRONG = [
     ("split", "the residual", lambda self, x, c: (x, x[:1]), "shape (1, 48) where (5, 48) is due"),
     ("split", "one tensor", lambda self, x, c: x, "must return (part to quantize, residual or None), or None"),
     ("around", "", lambda self, q, x, c: q(x)[:, :8], "returned shape (5, 8) where (5, 48) is due"),
-    ("around", "what it quantizes", lambda self, q, x, c: q(x[:, :8]), "returned shape (5, 8) where (5, 48) is due"),
+    (
+        "around",
+        "what it quantizes",
+        lambda self, q, x, c: q(x[:, :8]),
+        "shape (5, 8), which does not broadcast to (5, 48)",
+    ),
     ("after", "", lambda self, x, c: x.mT, "returned shape (48, 5) where (5, 48) is due"),
     ("after", "float64", lambda self, x, c: x.double(), "returned torch.float64"),
     ("observe", "", lambda self, q, c: {"mean": q.elements}, "where () is due"),

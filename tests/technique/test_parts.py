@@ -172,3 +172,37 @@ def test_several_elements_are_refused_only_where_elements_are_rounded(element: s
     else:
         with pytest.raises(fp4graph.PolicyError, match=r"the blocks of fprop\.weight choose between"):
             policy(cls, **several)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("block", [16, "row", "tensor"])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        [],
+        ["tensor_scaling"],
+        ["hadamard", {"tensor_scaling": {"granularity": "row"}}],
+        ["stochastic_rounding"],  # the rest do not quantize equal lines alike, or may not
+        ["four_over_six"],
+        ["smooth_max"],
+    ],
+    ids=str,
+)
+def test_equal_lines_are_quantized_as_all_of_them(beside: list[Any], block: Any, axis: int) -> None:
+    """A wrapper passes one line, or one element of each line, in place of an operand of equal ones."""
+    results = []
+    for whole in (True, False):
+
+        def around(self: Any, quantize: Any, x: Tensor, context: Any, whole: bool = whole) -> Tensor:
+            line = x.narrow(axis, 0, 1)
+            return quantize(x) + quantize(line.expand(x.shape).contiguous() if whole else line)
+
+        registry = Registry([("made", Offers(technique("made", frozenset(Operand), around=around)))])
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(64, 32)), X.clone().requires_grad_()
+        rule = one_rule("made", *beside, quantize=quantizer(block, "e4m3", "nearest_even"))
+        y = fp4graph.apply(model, fp4graph.load_policy(rule, registry), seed=3, backend="eager")(x)
+        y.backward(y.detach().roll(1))
+        results.append((y, x.grad, *(p.grad for p in model.parameters())))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)

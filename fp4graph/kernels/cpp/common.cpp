@@ -16,8 +16,14 @@ void groups(const float* z, float* y, i64 lines, i64 blocks, i64 length, int thr
 void fractions(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
     mantissas(z, y, count, divisor, bits, threads);
 }
-void selected_float(const float* x, i64 count, i64 place, float* found) { order_statistics(x, count, place, found); }
-void selected_bf16(const bf16* x, i64 count, i64 place, float* found) { order_statistics(x, count, place, found); }
+void selected_float(const float* x, i64 count, i64 place, float* found, int threads) {
+    order_statistics(x, count, place, found, threads);
+}
+void selected_bf16(const bf16* x, i64 count, i64 place, float* found, int threads) {
+    order_statistics(x, count, place, found, threads);
+}
+void means_float(const float* x, i64 rows, i64 columns, float* y, int threads) { means(x, rows, columns, y, threads); }
+void means_bf16(const bf16* x, i64 rows, i64 columns, float* y, int threads) { means(x, rows, columns, y, threads); }
 void normal(float* z, i64 count, KeyParts draw, int threads) { gaussian(z, count, draw, threads); }
 
 }  // extern "C"

@@ -20,21 +20,86 @@ inline u32 bin_of(const u32* bins, i64& place) {
     return bin;
 }
 
-// The elements at `place` and at count - 1 - place of the ascending order: by the upper halves of their bits, then
-// among those of the same upper half by the lower ones.
-template <class T>
-void order_statistics(const T* x, i64 count, i64 place, float* found) {
-    std::vector<u32> upper(1 << 16, 0);
-    for (i64 i = 0; i < count; ++i) ++upper[ordered(widen(x[i])) >> 16];
-    i64 places[2] = {place, count - 1 - place};
-    for (int side = 0; side < 2; ++side) {
-        const u32 bin = bin_of(upper.data(), places[side]);
-        std::vector<u32> lower(1 << 16, 0);
-        for (i64 i = 0; i < count; ++i) {
-            const u32 number = ordered(widen(x[i]));
-            if (number >> 16 == bin) ++lower[number & 0xFFFF];
+// Counts number(x[i]) < `bins` of those x that `counts`, each thread by itself.
+template <class T, class Counts, class Number>
+std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts counts, Number number) {
+    const i64 parts = count > 4 * SERIAL ? threads : 1;
+    std::vector<u32> found(parts * bins, 0);
+#pragma omp parallel for num_threads(threads) if (parts > 1)
+    for (i64 part = 0; part < parts; ++part) {
+        u32* own = &found[part * bins];
+        for (i64 i = count * part / parts; i < count * (part + 1) / parts; ++i) {
+            const u32 place = ordered(widen(x[i]));
+            if (counts(place)) ++own[number(place)];
         }
-        found[side] = of_ordered(bin << 16 | bin_of(lower.data(), places[side]));
+    }
+    for (i64 i = bins; i < parts * bins; ++i) found[i % bins] += found[i];
+    return found;
+}
+
+// The elements at `place` and at count - 1 - place of the ascending order: by the upper halves of their bits, then
+// among those of the same upper half by the lower ones, which bf16 has not.
+template <class T>
+void order_statistics(const T* x, i64 count, i64 place, float* found, int threads) {
+    constexpr i64 HALF = 1 << 16;
+    i64 places[2] = {place, count - 1 - place};
+    u32 bin[2];
+    const auto upper = histogram(x, count, threads, HALF, [](u32) { return true; }, [](u32 n) { return n >> 16; });
+    for (int side = 0; side < 2; ++side) bin[side] = bin_of(upper.data(), places[side]);
+    if constexpr (sizeof(T) == 2) {
+        for (int side = 0; side < 2; ++side) found[side] = of_ordered(bin[side] << 16 | (bin[side] >> 15 ? 0 : 0xFFFF));
+        return;
+    }
+    const auto lower = histogram(
+        x, count, threads, 2 * HALF, [&](u32 n) { return n >> 16 == bin[0] || n >> 16 == bin[1]; },
+        [&](u32 n) { return (n >> 16 == bin[0] ? 0 : HALF) + (n & 0xFFFF); });
+    for (int side = 0; side < 2; ++side) {
+        const u32* bins = lower.data() + (bin[side] == bin[0] ? 0 : HALF);
+        found[side] = of_ordered(bin[side] << 16 | bin_of(bins, places[side]));
+    }
+}
+
+// Takes the maxima of n numbers' magnitudes, as bits, with m.
+template <class T>
+inline void raise(i32* m, const T* from, i64 n) {
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
+}
+
+// mean of numerics/exact.py over the rows of x [rows, columns], contiguous, into y [columns]. Each thread adds rows of its
+// own: no sum is rounded.
+template <class T>
+void means(const T* x, i64 rows, i64 columns, float* y, int threads) {
+    constexpr double units = 1 << 29, whole = 1.5 * (1ll << 52);  // adding and taking off `whole` rounds to whole numbers
+    const i64 parts = rows * columns > SERIAL ? threads : 1;
+    std::vector<i32> largest(parts * columns, 0);
+    std::vector<double> sums(parts * columns, 0.0), above(columns), factor(columns);
+#pragma omp parallel for num_threads(threads) if (parts > 1)
+    for (i64 part = 0; part < parts; ++part) {
+        for (i64 row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+            raise(&largest[part * columns], x + row * columns, columns);
+        }
+    }
+    for (i64 c = 0; c < columns; ++c) {
+        for (i64 part = 1; part < parts; ++part) largest[c] = max(largest[c], largest[part * columns + c]);
+        above[c] = 2.0 * as<float>(max(largest[c], 1 << 23) & INFINITE);
+        factor[c] = 1 / above[c];
+    }
+#pragma omp parallel for num_threads(threads) if (parts > 1)
+    for (i64 part = 0; part < parts; ++part) {
+        double* sum = &sums[part * columns];
+        for (i64 row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+            const T* values = x + row * columns;
+#pragma omp simd
+            for (i64 c = 0; c < columns; ++c) {
+                sum[c] += (widen(values[c]) * factor[c] + 1) * (units / 2) + whole - whole;
+            }
+        }
+    }
+    for (i64 c = 0; c < columns; ++c) {
+        for (i64 part = 1; part < parts; ++part) sums[c] += sums[part * columns + c];
+        const double share = sums[c] * (1 / units) / static_cast<double>(rows);
+        y[c] = largest[c] < INFINITE ? static_cast<float>((2 * share - 1) * above[c]) : NOT_A_NUMBER;
     }
 }
 
@@ -60,13 +125,6 @@ inline void group_maxima(const float* z, float* y, i64 lines, i64 blocks, i64 le
             for (i64 i = first; i < end; ++i) y[i] = as<float>(m);
         }
     }
-}
-
-// Takes the maxima of n numbers' magnitudes, as bits, with m.
-template <class T>
-inline void raise(i32* m, const T* from, i64 n) {
-#pragma omp simd
-    for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
 }
 
 // The largest magnitude of each block of `lines` rows by `length` columns of x, which has the call's shape, into y, fp32
