@@ -176,6 +176,11 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
 
     @at(weight_name)
     def init(weight: Tensor) -> Tensor:
+        # A fake tensor has no values, so one call for each shape tells what the others give.
+        case = (entry.init, weight.shape, weight.dtype) if isinstance(weight, torch_internals.FakeTensor) else None
+        if case in _initials:
+            shape, dtype = _initials[case]
+            return weight.new_empty(shape, dtype=dtype)
         try:
             value = entry.init(weight)
         except Exception as error:
@@ -184,9 +189,15 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
             got = f"shape {_shape(value)}" if isinstance(value, Tensor) else type(value).__name__
             message = f"starts with {got} where a tensor of shape {_shape(weight)} is due"
             raise broken(technique, f"state {entry.name!r}", message)
+        if case is not None:
+            _initials[case] = value.shape, value.dtype
         return value
 
     return init
+
+
+#: The shapes and dtypes of first values of state, by their function and the shape and dtype of the weight.
+_initials: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
 
 def broken(technique: Technique | Part, stage: str, message: str) -> PluginError:

@@ -52,6 +52,4 @@ def test_a_mistake_is_one_sentence(command, tmp_path, words, says):
     assert code != 0
     assert says in error
     assert "hunter2" not in error
-    late = "imagenet100" in words  # that there is no data is known to the trainings alone
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"] * late
-    assert not list(tmp_path.rglob("report.html"))
+    assert not [*tmp_path.iterdir()]

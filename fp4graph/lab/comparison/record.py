@@ -12,9 +12,10 @@ import hashlib
 import inspect
 import os
 import platform
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -127,10 +128,13 @@ class Record:
 def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy]) -> Iterator[Record]:
     """Yield the record in ``folder``, locked against other processes until the context ends.
 
+    An error before the first run leaves no new folder behind.
+
     Raises:
         Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
             or a since edited training, or of other policies under the same names.
     """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
@@ -143,4 +147,12 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         }  # fmt: skip
         jsonlines.append(folder / RUNS, [header])
-        yield record
+        try:
+            yield record
+        except BaseException:
+            if made and {path.name for path in folder.iterdir()} <= {LOCK, RUNS} and not record.runs:
+                shutil.rmtree(folder)
+                with suppress(OSError):  # another process uses the place by now
+                    for place in made[1:]:
+                        place.rmdir()
+            raise
