@@ -38,7 +38,8 @@ class MeanSplit(Technique):
     Stage: around the quantizer.
 
     Cost: a mean over tokens, which no block-wise kernel sees, and a subtraction. The simulation quantizes the operand
-    twice. The complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
+    and one line of means; where it draws, or has experts, the means of all tokens. The complexity weight is ours: 0.5,
+    Table 2's unfusable O(n) with O(1) memory (K values).
 
     Use it for language models, whose activations have a mean that grows in training. It replaces Hadamard rotations.
     Beside ``hadamard``, which rotates along the tokens in wgrad, it splits off the mean of the rotated tokens there.
@@ -72,7 +73,7 @@ class SplitMean(Wrapper):
         if is_known(x.shape[self.axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        mean = self._mean(x, context)
+        mean = self._mean(wide if x.dtype is torch.float64 else x, context)
         return (quantize(wide - mean) + quantize(mean)).to(x.dtype)
 
     def _mean(self, x: Tensor, context: Context) -> Tensor:

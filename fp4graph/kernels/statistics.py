@@ -44,10 +44,11 @@ def order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
 
 
 def mean(x: Tensor, axis: int) -> Tensor:
-    """Return :func:`fp4graph.numerics.exact.mean` of ``x`` over ``axis``, -1 or -2."""
-    if not (x.dim() == 2 and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels):
+    """Return :func:`fp4graph.numerics.exact.mean` of ``x`` over ``axis``."""
+    known = x.dim() == 2 and axis in (0, 1, -1, -2)
+    if not (known and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels):
         return exact.mean(x, axis)
-    found: Tensor = torch.ops.fp4graph.mean(x if axis == -2 else x.mT)
+    found: Tensor = torch.ops.fp4graph.mean(x if axis in (0, -2) else x.mT)
     return found.unsqueeze(axis)
 
 

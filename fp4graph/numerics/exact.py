@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fp4graph.numerics import symbolic
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import Block, QuantSpec, Selector
 
@@ -120,17 +121,25 @@ def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tens
 
 
 def mean(x: Tensor, axis: int) -> Tensor:
-    """Return the mean of ``x`` over ``axis``, of at most 2^24 elements: fp32, the axis kept with size 1."""
+    """Return the mean of ``x`` over ``axis``, of at most 2^24 elements: fp32, the axis kept with size 1.
+
+    It is that of :func:`mean_by`; NaN of no elements.
+    """
+    if symbolic.statically_known_true(x.shape[axis] == 0):
+        shape = list(x.shape)
+        shape[axis] = 1
+        return x.new_full(shape, math.nan, dtype=torch.float32)
     largest = x.abs().amax(axis, keepdim=True).to(torch.float32)
     count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
     return mean_by(x, largest, count, lambda shares: shares.sum(axis, keepdim=True))
 
 
 def mean_by(x: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return means of ``x``, rounded to fp32 from at most 2^-28 of the largest magnitude beside the true ones.
+    """Return means of ``x``, fp32. Before that rounding a mean is off by at most 2^-28 of the largest magnitude.
 
     Elements are summed as shares of the power of two above the largest magnitude, so that :func:`total_by` can. Shares
     are counted from -1, so that they are not negative. The mean of elements with NaN or Inf is NaN.
+    The result does not depend on the order of the sum.
 
     Args:
         largest: the largest magnitude of the elements of each mean, fp32, broadcastable to ``x``.

@@ -133,14 +133,24 @@ def same(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool =
     return tensor
 
 
-def broadcastable(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
-    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype; with
-    ``any_float``, any floating-point dtype."""
+def lines(part: Part, stage: str, given: Any, like: Tensor) -> Tensor:
+    """Return ``given``, checked to be a tensor of the shape and device of ``like``, or with size 1 along some axes."""
+    tensor = _float(part, stage, given)
+    sizes = zip(tensor.shape, like.shape, strict=False)
+    if tensor.dim() != like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
+        raise broken(part, stage, f"has shape {_shape(tensor)} where {_shape(like)} is due, or 1 in place of a size")
+    if tensor.device != like.device:
+        raise broken(part, stage, f"is on {tensor.device}, and the operand on {like.device}")
+    return tensor
+
+
+def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
+    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
     tensor = _float(part, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
     if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
         raise broken(part, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
-    if not (any_float or tensor.dtype is like.dtype):
+    if tensor.dtype is not like.dtype:
         raise broken(part, stage, f"returned {tensor.dtype} where {like.dtype} is due")
     return tensor
 
@@ -177,7 +187,8 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
     @at(weight_name)
     def init(weight: Tensor) -> Tensor:
         # A fake tensor has no values, so one call for each shape tells what the others give.
-        case = (entry.init, weight.shape, weight.dtype) if isinstance(weight, torch_internals.FakeTensor) else None
+        fake = isinstance(weight, torch_internals.FakeTensor)
+        case = (entry.init, entry.weight_like, str(weight.shape), weight.dtype) if fake else None
         if case in _initials:
             shape, dtype = _initials[case]
             return weight.new_empty(shape, dtype=dtype)
@@ -196,7 +207,7 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
     return init
 
 
-#: The shapes and dtypes of first values of state, by their function and the shape and dtype of the weight.
+#: The shapes and dtypes of first values of state, by what they depend on.
 _initials: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
 

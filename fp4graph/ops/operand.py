@@ -20,7 +20,7 @@ from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.request import INSIDE, Job, Kernel, Needs
 from fp4graph.kernels.rows import TENSOR_CODE
 from fp4graph.numerics import exact, target
-from fp4graph.numerics.blocking import Blocking, is_scalar
+from fp4graph.numerics.blocking import Blocking, is_known, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.segments import Segments
@@ -75,8 +75,8 @@ class OperandProgram(OperandFacts):
             if kernel.needs is Needs.NOTHING and self.spec is not None:
                 calls += 1
                 return kernel.run(Job(part, Direction(self.spec, own))).values
-            first = calls == 0 and part.shape == x.shape
-            again = acting if first else self.acting(part, own, state, segments)
+            as_given = calls == 0 and _has_shape(part, x)
+            again = acting if as_given else self.acting(part, own, state, segments)
             quantizer = self._quantizer(again, own, segments, kernel, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
@@ -253,7 +253,7 @@ def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context)
         x = _whole(x, context.blocking)
 
         def quantize(part: Tensor) -> Tensor:
-            return inner(contract.broadcastable(wrapper, "around (what it quantizes)", part, x, any_float=True))
+            return inner(contract.lines(wrapper, "around (what it quantizes)", part, x))
 
         result = contract.run(wrapper, "around", quantize, x, context)
         return inner(x) if result is None else contract.same(wrapper, "around", result, x, any_float=True)
@@ -263,4 +263,9 @@ def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context)
 
 def _whole(x: Tensor, like: Tensor | Blocking) -> Tensor:
     """Return ``x``, repeated where it stands for equal lines, in the shape of ``like``."""
-    return x if x.shape == like.shape else x.expand(like.shape).contiguous()
+    return x if _has_shape(x, like) else x.expand(like.shape).contiguous()
+
+
+def _has_shape(x: Tensor, like: Tensor | Blocking) -> bool:
+    """Return whether ``x`` certainly has the shape of ``like``, whose sizes may be unknown; a guard would bind them."""
+    return all(is_known(own == size) for own, size in zip(x.shape, like.shape, strict=True))

@@ -78,7 +78,7 @@ class Context:
         return statistics.order_statistics(x, place)
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
-        """Return the mean of ``x`` over ``axis``, -1 or -2, as :func:`fp4graph.numerics.exact.mean` does."""
+        """Return the mean of ``x`` over ``axis``, the same on every machine: :func:`fp4graph.numerics.exact.mean`."""
         return statistics.mean(x, axis)
 
     def bits(self, count: int, constant: bool = False) -> Tensor:

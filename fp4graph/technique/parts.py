@@ -201,8 +201,10 @@ class Wrapper(Part):
         high precision, and added to the product."""
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor | None:
-        """Return the operand quantized, by calls of ``quantize`` on tensors of the shape of ``x``, or with size 1 along
-        an axis for equal lines; the result is broadcastable to ``x`` then.
+        """Return the operand quantized, in the shape of ``x``, by calls of ``quantize`` on tensors of this shape.
+
+        In place of a tensor of equal lines ``quantize`` takes one of them, with size 1 along their axis. It returns a
+        tensor that broadcasts to ``x``.
 
         Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
         weight and not a residual of it.

@@ -102,6 +102,16 @@ def test_means_are_those_of_rational_numbers(shape, dtype):
             )
 
 
+def test_means_of_either_axis_and_of_nothing():
+    x = torch.arange(4.0).view(2, 2)
+    for axis, due in ((0, [[1, 2]]), (-2, [[1, 2]]), (1, [[0.5], [2.5]]), (-1, [[0.5], [2.5]])):
+        for found in by_both(lambda axis=axis: statistics.mean(x, axis)):
+            assert found.tolist() == due
+    for found in by_both(lambda: statistics.mean(torch.empty(0, 3), 0)):
+        assert found.shape == (1, 3)
+        assert found.isnan().all()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_means_at_the_ends_of_the_range(threads):
     largest, smallest = torch.finfo(torch.float32).max, 2.0**-149

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
+import fp4graph
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import total
@@ -87,3 +90,25 @@ def test_the_mean_is_that_of_an_experts_tokens():
         assert not mean[47:51].any()
         assert not residual[47:51].any()
         assert not mean[60:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["four_over_six"], ["stochastic_rounding"]], ids=str)
+def test_tokens_whose_number_depends_on_values(more):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 48)
+
+        def forward(self, x):
+            return self.fc(x[x[:, 0] > 0]).sum(0)
+
+    results = []
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        chosen = loaded("mean_split", more=["tensor_scaling", *more], quantize=NVFP4)
+        model = fp4graph.apply(Chosen(), chosen, seed=1, backend=backend)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            model(torch.cat([biased(20, 64).abs(), -biased(9, 64).abs()])).sum().backward()
+        results.append(model.fc.weight.grad)
+    assert torch.equal(*results)

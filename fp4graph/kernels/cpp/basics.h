@@ -30,6 +30,7 @@ inline float pow2(i32 exponent) { return as<float>((exponent + 127) << 23); }
 inline i32 max(i32 a, i32 b) { return a > b ? a : b; }
 inline i32 min(i32 a, i32 b) { return a < b ? a : b; }
 inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
+inline i64 max(i64 a, i64 b) { return a > b ? a : b; }
 
 constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
 

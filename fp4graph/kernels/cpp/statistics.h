@@ -23,7 +23,7 @@ inline u32 bin_of(const u32* bins, i64& place) {
 // Counts number(x[i]) < `bins` of those x that `counts`, each thread by itself.
 template <class T, class Counts, class Number>
 std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts counts, Number number) {
-    const i64 parts = count > 4 * SERIAL ? threads : 1;
+    const i64 parts = max(i64{1}, min(i64{threads}, count / (4 * bins)));  // bins are zeroed and added up for each part
     std::vector<u32> found(parts * bins, 0);
 #pragma omp parallel for num_threads(threads) if (parts > 1)
     for (i64 part = 0; part < parts; ++part) {
@@ -33,7 +33,9 @@ std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts 
             if (counts(place)) ++own[number(place)];
         }
     }
-    for (i64 i = bins; i < parts * bins; ++i) found[i % bins] += found[i];
+    for (i64 part = 1; part < parts; ++part) {
+        for (i64 i = 0; i < bins; ++i) found[i] += found[part * bins + i];
+    }
     return found;
 }
 
@@ -71,7 +73,7 @@ inline void raise(i32* m, const T* from, i64 n) {
 template <class T>
 void means(const T* x, i64 rows, i64 columns, float* y, int threads) {
     constexpr double units = 1 << 29, whole = 1.5 * (1ll << 52);  // adding and taking off `whole` rounds to whole numbers
-    const i64 parts = rows * columns > SERIAL ? threads : 1;
+    const i64 parts = max(i64{1}, min(i64{threads}, min(rows / 16, rows * columns / SERIAL)));
     std::vector<i32> largest(parts * columns, 0);
     std::vector<double> sums(parts * columns, 0.0), above(columns), factor(columns);
 #pragma omp parallel for num_threads(threads) if (parts > 1)

@@ -146,13 +146,19 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
             "versions": {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()},
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         }  # fmt: skip
-        jsonlines.append(folder / RUNS, [header])
         try:
+            jsonlines.append(folder / RUNS, [header])
             yield record
         except BaseException:
-            if made and {path.name for path in folder.iterdir()} <= {LOCK, RUNS} and not record.runs:
-                shutil.rmtree(folder)
-                with suppress(OSError):  # another process uses the place by now
-                    for place in made[1:]:
-                        place.rmdir()
+            if not record.runs:
+                _remove(made, folder)
             raise
+
+
+def _remove(made: Sequence[Path], folder: Path) -> None:
+    """Remove ``folder`` and its parents that were ``made`` for it, if nothing but the record is in them."""
+    with suppress(OSError):  # the caller has an error to raise
+        if made and {path.name for path in folder.iterdir()} <= {LOCK, RUNS}:
+            shutil.rmtree(folder)
+            for place in made[1:]:
+                place.rmdir()
