@@ -73,6 +73,7 @@ class SplitMean(Wrapper):
         if is_known(x.shape[self.axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
+        # The mean's operator reads 16 bits as they are; float64 is rounded to fp32 first, as what is quantized is.
         mean = self._mean(wide if x.dtype is torch.float64 else x, context)
         return (quantize(wide - mean) + quantize(mean)).to(x.dtype)
 

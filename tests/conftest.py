@@ -66,8 +66,8 @@ def pytest_collection_finish() -> None:
     """Take what the imports made out of the garbage collector's sight, and let it look less often.
 
     Dynamo collects garbage at every capture, and would look through the hundreds of thousands of objects of torch and
-    its companions each time: a fifth of what a capture of a small model costs. A tenth more goes where 700 new objects,
-    Python's default, are enough for a collection.
+    its companions each time: a fifth of what a capture of a small model costs. By default Python also
+    collects after every 700 new objects, which costs another tenth.
     """
     gc.collect()
     gc.freeze()

@@ -137,9 +137,9 @@ def mean(x: Tensor, axis: int) -> Tensor:
 def mean_by(x: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
     """Return means of ``x``, fp32. Before that rounding a mean is off by at most 2^-28 of the largest magnitude.
 
-    Elements are summed as shares of the power of two above the largest magnitude, so that :func:`total_by` can. Shares
-    are counted from -1, so that they are not negative. The mean of elements with NaN or Inf is NaN.
-    The result does not depend on the order of the sum.
+    :func:`total_by` adds the elements as shares of the power of two above the largest magnitude, counted from -1, so
+    that they are not negative. The result does not depend on the order of the sum. The mean of elements with NaN or Inf
+    is NaN.
 
     Args:
         largest: the largest magnitude of the elements of each mean, fp32, broadcastable to ``x``.

@@ -71,9 +71,9 @@ class OperandFacts:
 
     @cached_property
     def repeats(self) -> bool:
-        """True if an operand of equal lines along an axis is quantized as one of these lines, repeated.
+        """True if quantizing an operand of equal lines gives one quantized line, repeated.
 
-        So it is where nothing draws, no state has the operand's shape, and scales follow from the largest magnitude.
+        This holds where nothing draws, no technique keeps state, and scales follow from the largest magnitude alone.
         """
         acting = {stage for stage in TENSOR_STAGES if self.at(stage)}
         depends = self.draws or bool(self.state) or any(part.counts for part in self.parts)

@@ -78,6 +78,16 @@ def test_order_statistics_are_those_of_a_sorted_copy(count, dtype):
         assert (low, high) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_share_the_count(dtype):
+    x = torch.randn(1_200_000, generator=torch.Generator().manual_seed(0)).to(dtype)  # enough for two threads, twice
+    ordered, before = np.sort(x.double().numpy()), torch.get_num_threads()
+    torch.set_num_threads(2)
+    low, high = statistics.order_statistics(x, 12_000)
+    torch.set_num_threads(before)
+    assert (low.item(), high.item()) == (ordered[12_000], ordered[-12_001])
+
+
 def test_no_elements_have_no_order():
     for found in by_both(lambda: statistics.order_statistics(torch.empty(0), 0)):
         assert found == (-math.inf, math.inf)

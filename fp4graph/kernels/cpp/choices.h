@@ -222,6 +222,7 @@ void errs_less(const T* values, const float* divisor, const float* scale, const 
     }
 }
 
+// The lanes of errs_less for blocks of one line each, strided in memory, as by_lanes takes them.
 template <class T, class F, int M>
 struct LanesOfTwoErrors {
     Operand<T> operand;

@@ -20,7 +20,7 @@ inline u32 bin_of(const u32* bins, i64& place) {
     return bin;
 }
 
-// Counts number(x[i]) < `bins` of those x that `counts`, each thread by itself.
+// How many elements have each number(x) < `bins`, among those that counts(x) admits. Each thread counts its own elements.
 template <class T, class Counts, class Number>
 std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts counts, Number number) {
     const i64 parts = max(i64{1}, min(i64{threads}, count / (4 * bins)));  // bins are zeroed and added up for each part
