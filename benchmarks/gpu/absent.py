@@ -244,11 +244,16 @@ def compile_written(
         options: of the launch.
     """
     names = function.arg_names
+
+    def places(name: str) -> list[tuple[int, ...]]:
+        first, kind = names.index(name), signature[name]
+        return [(first, i) for i in range(len(kind))] if isinstance(kind, tuple) else [(first,)]
+
     source = ASTSource(
         function,
         {name: signature.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        {place: [["tt.divisibility", 16]] for name in aligned for place in places(name)},
     )
     return _binary(triton.compile(source, target=gpu.target, options=options), "")
 

@@ -36,7 +36,7 @@ import fp4graph
 from benchmarks.gpu.absent import Gpu, install
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels import product
-from fp4graph.kernels.inductor import EXACT
+from fp4graph.kernels.inductor import patches
 from fp4graph.numerics.target import traced_for
 
 aten = torch.ops.aten
@@ -120,7 +120,7 @@ def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dt
     torch._dynamo.reset()
     graph, inputs = _captured(module, args, policy)
     install(gpu)
-    written = _generated(graph, inputs, dtype, {} if policy == UNQUANTIZED else dict(EXACT))
+    written = _generated(graph, inputs, dtype, {} if policy == UNQUANTIZED else patches({}, on_gpu=True))
     written.seconds = time.perf_counter() - began
     return written
 
@@ -146,7 +146,7 @@ def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[G
     raise RuntimeError("torch.compile captured nothing")
 
 
-def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, options: dict[str, bool]) -> Program:
+def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, options: dict[str, Any]) -> Program:
     """Return the program that Inductor writes for ``graph``."""
     for node in graph.graph.nodes:
         if node.target is torch._C._nn.scaled_dot_product_attention:
@@ -179,11 +179,11 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
                     raise  # the program is complete
         return _never_called
 
-    patches = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
+    settings = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
     with (
         autocast(dtype, torch.device("cpu")),
         traced_for("cuda"),
-        inductor.patch(patches),
+        inductor.patch(settings),
         functorch.patch(force_non_lazy_backward_lowering=True),
     ):
         try:

@@ -1,4 +1,4 @@
-"""Directions and packed operands, and the flat parameters by which operators take both.
+"""Directions, sources and packed operands, and the flat parameters by which operators take them.
 
 A direction describes the quantization of a tensor along one of its axes.
 """
@@ -106,6 +106,32 @@ DIRECTION = Structure(_DIRECTION, _direction)
 GIVEN = Structure((*_DIRECTION, *_GIVEN), _direction)
 ROTATED = Structure((*_DIRECTION, *_ROTATION), _direction)
 WHOLE = Structure((*_DIRECTION, *_GIVEN, *_ROTATION), _direction)
+
+
+class Source(NamedTuple):
+    """A tensor to quantize, as it lies in memory.
+
+    Attributes:
+        parts: tensors ``[..., C/n]`` that are its columns, side by side.
+        dtype: of the tensor, to which values are rounded when they are read.
+    """
+
+    parts: Sequence[Tensor]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Source:
+        """Return the source that is ``x`` itself."""
+        return cls([x], x.dtype)
+
+    def whole(self) -> Tensor:
+        """Return the tensor ``[..., C]``."""
+        x = self.parts[0] if len(self.parts) == 1 else torch.cat(tuple(self.parts), -1)
+        return x.to(self.dtype)
+
+
+#: How operators take a :class:`Source`.
+SOURCE = Structure(("Tensor[] parts", "ScalarType dtype"), Source)
 
 
 @dataclass(frozen=True, eq=False)

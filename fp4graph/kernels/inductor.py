@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from fp4graph.errors import Error, nearest, suggest
-from fp4graph.kernels import build
+from fp4graph.kernels import build, reading
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
 #:
@@ -144,9 +145,24 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
                 f"{required!r} before the model is first called, or drop the environment variable that set it"
             )
     if on_gpu:
-        return {**chosen, **EXACT, **APART}
+        passes = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _reading_in_place()}
+        return {**passes, **chosen, **EXACT, **APART}
     tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
     return {**chosen, **(APART if tunes else {}), **_compiler()}
+
+
+def _reading_in_place() -> Any:
+    """Return :func:`fp4graph.kernels.reading.read_in_place` as a pass of Inductor, with its version for the cache."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            reading.read_in_place(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((reading.__file__,))
+
+    return Pass()
 
 
 def _compiler() -> dict[str, Any]:

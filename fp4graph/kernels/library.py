@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, tiles
-from fp4graph.kernels.direction import DIRECTION, GIVEN, PACKED, Direction, Packed
+from fp4graph.kernels.direction import DIRECTION, GIVEN, PACKED, SOURCE, Direction, Packed, Source
 from fp4graph.numerics.declare import operator
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
@@ -39,15 +39,22 @@ def _fake_largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
-def _fake_quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_and_pack(source: Source, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole()
     return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(x, x.shape, direction.spec)
 
 
-def _fake_quantize_both(x: Tensor, rows: Direction, columns: Direction, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_both(
+    source: Source, rows: Direction, columns: Direction, sums: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole()
     return x.new_empty(x.shape), x.new_empty(x.shape), tiles.empty_sums(x, sums)
 
 
-def _fake_quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize_and_pack_columns(
+    source: Source, rows: Direction, columns: Direction
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole()
     return x.new_empty(x.shape), *empty_bytes(x, x.mT.shape, columns.spec)
 
 
@@ -111,17 +118,20 @@ def largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
 
 
-def _quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
-    y, codes, scales = _fake_quantize_and_pack(x, direction)
+def _quantize_and_pack(source: Source, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole()
+    y, codes, scales = _fake_quantize_and_pack(source, direction)
     if y.numel():
-        source = _matrices(x)
-        source = rows_of(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, rows_of(y), direction, (codes, scales))
+        rows = _matrices(x)
+        rows = rows_of(x.contiguous()) if rows is None or rows.stride(2) != 1 else rows
+        cpu.quantize(rows, rows_of(y), direction, (codes, scales))
     return y, codes, scales
 
 
-def _quantize_both(x: Tensor, rows: Direction, columns: Direction, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
+def _quantize_both(
+    source: Source, rows: Direction, columns: Direction, with_sums: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole().contiguous()
     sums = tiles.empty_sums(x, with_sums)
     if sums.numel():
         padded = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % tiles.TILE))
@@ -129,9 +139,9 @@ def _quantize_both(x: Tensor, rows: Direction, columns: Direction, with_sums: bo
     return _quantize(x, rows), _quantize(x.mT, columns).mT, sums
 
 
-def _quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
-    _, codes, scales = _quantize_and_pack(x.mT, columns)
+def _quantize_and_pack_columns(source: Source, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
+    x = source.whole().contiguous()
+    _, codes, scales = _quantize_and_pack(Source.of(x.mT), columns)
     return _quantize(x, rows), codes, scales
 
 
@@ -198,17 +208,17 @@ _TAGS = {
 for _schema, _fake, _run in (
     ("quantize(Tensor x, Given direction, ScalarType? dtype=None) -> Tensor", _fake_quantize, _quantize),
     (
-        "quantize_and_pack(Tensor x, Direction direction) -> (Tensor, Tensor, Tensor)",
+        "quantize_and_pack(Source x, Direction direction) -> (Tensor, Tensor, Tensor)",
         _fake_quantize_and_pack,
         _quantize_and_pack,
     ),
     (
-        "quantize_both(Tensor x, Given rows, Given columns, bool sums) -> (Tensor, Tensor, Tensor)",
+        "quantize_both(Source x, Given rows, Given columns, bool sums) -> (Tensor, Tensor, Tensor)",
         _fake_quantize_both,
         _quantize_both,
     ),
     (
-        "quantize_and_pack_columns(Tensor x, Given rows, Given columns) -> (Tensor, Tensor, Tensor)",
+        "quantize_and_pack_columns(Source x, Given rows, Given columns) -> (Tensor, Tensor, Tensor)",
         _fake_quantize_and_pack_columns,
         _quantize_and_pack_columns,
     ),
@@ -216,8 +226,13 @@ for _schema, _fake, _run in (
     ("unpack(Packed packed, Tensor? factor) -> Tensor", _fake_unpack, _unpack),
 ):
     _name = _schema.partition("(")[0]
-    _structures = {"Direction": DIRECTION, "Given": GIVEN, "Packed": PACKED}
+    _structures = {"Source": SOURCE, "Direction": DIRECTION, "Given": GIVEN, "Packed": PACKED}
     operator(_schema, _fake, tags=_TAGS.get(_name, ()), structures=_structures, CPU=_run, CUDA=_on_gpu(_name))
+#: The operators that take a :class:`Source`.
+READERS = frozenset(
+    getattr(torch.ops.fp4graph, name).default
+    for name in ("quantize_and_pack", "quantize_both", "quantize_and_pack_columns")
+)
 operator("maxima(Tensor x, int block, int lines=1) -> Tensor", _fake_maxima, tags=[_EXACT], CPU=_maxima)
 operator("mantissa(Tensor z, float divisor, int bits) -> Tensor", _fake_elementwise, CPU=_mantissa)
 operator("group_maxima(Tensor z, int length) -> Tensor", _fake_elementwise, CPU=_group_maxima)

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels import gpu, library, machine, switches
 from fp4graph.kernels.devices import DEVICES, RUN
-from fp4graph.kernels.direction import NOTHING_GIVEN, Blocks, Direction, PackedOperand
+from fp4graph.kernels.direction import NOTHING_GIVEN, Blocks, Direction, PackedOperand, Source
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
@@ -167,7 +167,7 @@ def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, *Direction(spec, draw).flat())
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(*Source.of(x), *Direction(spec, draw).flat())
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
@@ -181,7 +181,7 @@ def quantize_both(
         sums: whether to return a third tensor too: sums of ``x`` over rows, fp32 ``[rows of tiles, K]``.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
-    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(x, *both, sums)
+    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(*Source.of(x), *both, sums)
     return along_rows, along_columns, partial if sums else None
 
 
@@ -195,7 +195,7 @@ def quantize_and_pack_columns(
         multiplier: of the packed operand.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(x, *both)
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(*Source.of(x), *both)
     about = columns.spec, x.shape[-2], dtype
     return values, PackedOperand(codes, scales, *about, True, columns.given.factor, multiplier)
 

@@ -107,7 +107,7 @@ def _along(
 
 @triton.jit
 def quantize_kernel(
-    x,
+    parts,
     codes,
     scales,
     source_factor,
@@ -140,13 +140,14 @@ def quantize_kernel(
     THROUGH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Quantize one tile of ``x [batch, M, K]``, contiguous, along its rows by R and along its columns by C.
+    """Quantize one tile of a matrix ``[batch, M, K]`` along its rows by R and along its columns by C.
 
     None stands for a tensor that is not read or not written, and for a direction that is not quantized along.
 
     Args:
-        x: values; or with P, codes and scales ``[batch, M, blocks]`` that a spec P packed along K.
-        row_values, column_values: of the shape of x; without R, rows are written as they are read.
+        parts: values ``[batch, M, K/n]``, n tensors side by side; or with P, codes and scales ``[batch, M, blocks]``
+            that a spec P packed along K.
+        row_values, column_values: ``[batch, M, K]``; without R, rows are written as they are read.
         row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
         column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
         source_factor: multiplies what is read, fp32 ``[1]``.
@@ -165,7 +166,12 @@ def quantize_kernel(
     inside = (m < M)[:, None] & (k < K)[None, :]
     at = row.to(tl.int64)[:, None] * K + k[None, :]
     if P is None:
-        values = tl.load(x + at, inside, other=0.0)
+        values = tl.full([TILE, TILE], 0.0, parts[0].dtype.element_ty)
+        width = K // len(parts)
+        for i in tl.static_range(len(parts)):
+            own = k - i * width
+            here = inside & ((own >= 0) & (own < width))[None, :]
+            values = tl.load(parts[i] + row.to(tl.int64)[:, None] * width + own[None, :], here, other=values)
     else:
         values = _load_bytes(codes, scales, row.to(tl.int64), m < M, first_k, K, TILE, P)
     if source_factor is not None:

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.direction import Direction, Packed
+from fp4graph.kernels.direction import Direction, Packed, Source
 from fp4graph.kernels.tiles import TILE, empty_sums
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.packing import empty_bytes
@@ -45,48 +45,57 @@ def quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) 
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
     y = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, rows=_Written(direction, y))
+        _launch(Source.of(x), rows=_Written(direction, y))
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, columns=_Written(direction, y.mT))
+        _launch(Source.of(x.mT), columns=_Written(direction, y.mT))
     else:
         y.copy_(quantize(x.contiguous(), direction, dtype))
     return y
 
 
-def quantize_and_pack(x: Tensor, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack(x: Source, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack``."""
-    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, direction.spec)
-    _launch(x.contiguous(), rows=_Written(direction, y, own))
+    y = _empty(x)
+    own = empty_bytes(y, y.shape, direction.spec)
+    _launch(x, rows=_Written(direction, y, own))
     return y, *own
 
 
-def quantize_both(x: Tensor, rows: Direction, columns: Direction, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_both(x: Source, rows: Direction, columns: Direction, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_both``."""
-    along_rows, along_columns, sums = x.new_empty(x.shape), x.new_empty(x.shape), empty_sums(x, with_sums)
+    along_rows, along_columns = _empty(x), _empty(x)
+    sums = empty_sums(along_rows, with_sums)
     directions = _Written(rows, along_rows), _Written(columns, along_columns)
-    _launch(x.contiguous(), *directions, sums=sums if with_sums else None)
+    _launch(x, *directions, sums=sums if with_sums else None)
     return along_rows, along_columns, sums
 
 
-def quantize_and_pack_columns(x: Tensor, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_and_pack_columns(x: Source, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack_columns``."""
-    y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, columns.spec)
-    _launch(x.contiguous(), _Written(rows, y), _Written(columns, None, own))
+    y = _empty(x)
+    own = empty_bytes(y, y.mT.shape, columns.spec)
+    _launch(x, _Written(rows, y), _Written(columns, None, own))
     return y, *own
 
 
 def requantize(packed: Packed, direction: Direction) -> Tensor:
     """Run the operator ``requantize``."""
     y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
-    _launch(y, columns=_Written(direction, y), source=packed)
+    _launch(packed, columns=_Written(direction, y))
     return y.mT
 
 
 def unpack(packed: Packed, factor: Tensor | None = None) -> Tensor:
     """Run the operator ``unpack``."""
     y = packed.codes.new_empty((*packed.codes.shape[:-1], packed.length), dtype=packed.dtype)
-    _launch(y, rows=_Written(None, y), source=packed, factor=factor)
+    _launch(packed, rows=_Written(None, y), factor=factor)
     return y
+
+
+def _empty(x: Source) -> Tensor:
+    """Return an empty, contiguous tensor of the shape and dtype of ``x``."""
+    first, *others = x.parts
+    return first.new_empty((*first.shape[:-1], first.shape[-1] * (1 + len(others))), dtype=x.dtype)
 
 
 class _Written(NamedTuple):
@@ -117,21 +126,26 @@ _NOT_WRITTEN = _Written()
 
 
 def _launch(
-    x: Tensor,
+    x: Source | Packed,
     rows: _Written = _NOT_WRITTEN,
     columns: _Written = _NOT_WRITTEN,
     *,
-    source: Packed | None = None,
     sums: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """Run the kernel on ``x [..., M, K]``, or on the ``source`` that has its shape.
+    """Run the kernel on ``x [..., M, K]``.
 
     Where both directions draw, they do from one key and step.
     """
-    if not x.numel():
+    read: tuple[Any, ...]
+    if isinstance(x, Packed):
+        first, length, read = x.codes, x.length, ((), *x.bytes)
+    else:
+        first, length = x.parts[0], len(x.parts) * x.parts[0].shape[-1]
+        read = tuple(part.contiguous() for part in x.parts), *_NO_BYTES
+    *leading, m, k = *([1] if first.dim() == 1 else []), *first.shape[:-1], length
+    if not math.prod([*leading, m, k]):
         return
-    *leading, m, k = (1, *x.shape) if x.dim() == 1 else x.shape
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
     given = *rows.given, *columns.given
     each = tuple(part is not None and part.numel() > 1 for part in given)
@@ -141,11 +155,10 @@ def _launch(
     ]
     key, step = (draws[0].key, draws[0].step) if draws else (None, None)
     formats = {
-        "P": None if source is None else constants(source.spec), "R": rows.constants, "C": columns.constants,
+        "P": constants(x.spec) if isinstance(x, Packed) else None, "R": rows.constants, "C": columns.constants,
     }  # fmt: skip
     options = {"EACH_R": each[:4], "EACH_C": each[4:], "THROUGH": THROUGH[x.dtype], "TILE": TILE, **OPTIONS}
-    read = (x, *_NO_BYTES) if source is None else (None, *source.bytes)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
             *read, factor, *results, *given, key, step, rows.salts, columns.salts, m, k, **formats, **options
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp4graph.kernels.direction import Direction, Packed
+from fp4graph.kernels.direction import Direction, Packed, Source
 from fp4graph.numerics import noise
 from fp4graph.numerics.formats import E2M1, E4M3, E8M0
 from fp4graph.numerics.quantize import fake_quantize
@@ -26,7 +26,8 @@ def failure(device: torch.device) -> str | None:
             from fp4graph.kernels import triton_product, triton_quantize
 
             x = _numbers(device)
-            y, codes, scales = triton_quantize.quantize_and_pack_columns(x, Direction(_ROWS), Direction(_COLUMNS))
+            source, directions = Source(x.chunk(2, -1), x.dtype), (Direction(_ROWS), Direction(_COLUMNS))
+            y, codes, scales = triton_quantize.quantize_and_pack_columns(source, *directions)
             unpacked = triton_quantize.unpack(Packed(codes, scales, _COLUMNS, x.shape[0], x.dtype))
             same = torch.equal(y, fake_quantize(x, _ROWS)) and torch.equal(unpacked.mT, fake_quantize(x, _COLUMNS, 0))
             left, half = _whole_numbers(x), x.new_tensor(0.5)

@@ -20,9 +20,9 @@ from benchmarks.gpu import absent
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
 from fp4graph.kernels.devices import GPU
-from fp4graph.kernels.direction import Blocks, Direction
+from fp4graph.kernels.direction import Blocks, Direction, Source
 from fp4graph.kernels.direction import Packed as Bytes
-from fp4graph.kernels.inductor import EXACT
+from fp4graph.kernels.inductor import EXACT, patches
 from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.draw import Draw
@@ -33,6 +33,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from tests.gpu.cases import KEY, STEP, operands, programs
+from tests.gpu.interpreted import run_generated
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.quantizers import hostile
@@ -133,9 +134,11 @@ def test_values_and_bytes(name, interpreter):
 
     for x in cases(rows, columns):
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-        first, second, _ = interpreter(triton_quantize.quantize_both, x, along, down, False)
-        values, codes, scales = interpreter(triton_quantize.quantize_and_pack, x, along)
-        beside, other_codes, other_scales = interpreter(triton_quantize.quantize_and_pack_columns, x, along, down)
+        first, second, _ = interpreter(triton_quantize.quantize_both, Source.of(x), along, down, False)
+        values, codes, scales = interpreter(triton_quantize.quantize_and_pack, Source.of(x), along)
+        beside, other_codes, other_scales = interpreter(
+            triton_quantize.quantize_and_pack_columns, Source.of(x), along, down
+        )
         for mine in (first, values, beside, interpreter(triton_quantize.quantize, x, along)):
             assert_same_bits(mine, in_rows)
         for mine in (second, interpreter(triton_quantize.quantize, x.mT, down).mT):
@@ -156,16 +159,35 @@ def test_shapes(shape, interpreter):
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
     in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-    first, second, sums = interpreter(triton_quantize.quantize_both, x, rowwise(rows), columnwise(columns), True)
+    first, second, sums = interpreter(
+        triton_quantize.quantize_both, Source.of(x), rowwise(rows), columnwise(columns), True
+    )
     assert_same_bits(first, in_rows)
     assert_same_bits(second, in_columns)
     # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
     for given in (x, x.repeat_interleave(2, -1)[..., ::2]):
         assert_same_bits(interpreter(triton_quantize.quantize, given, rowwise(rows)), in_rows)
-    packed = interpreter(triton_quantize.quantize_and_pack, x, rowwise(rows))
+    packed = interpreter(triton_quantize.quantize_and_pack, Source.of(x), rowwise(rows))
     if x.numel():
         assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
+
+
+def test_parts_that_are_cast(interpreter):
+    """Columns side by side, in tiles that read several parts, rounded to bf16 as they are read."""
+    rows, columns = pairs()["tetrajet:grad_output"]
+    parts = torch.randn(3, 2, 70, 33, generator=torch.Generator().manual_seed(1)).unbind()
+    source, x = Source(parts, torch.bfloat16), torch.cat(parts, -1).bfloat16()
+    first, second, sums = interpreter(triton_quantize.quantize_both, source, rowwise(rows), columnwise(columns), True)
+    values, *packed = interpreter(triton_quantize.quantize_and_pack, source, rowwise(rows))
+    beside, *others = interpreter(triton_quantize.quantize_and_pack_columns, source, rowwise(rows), columnwise(columns))
+    for mine in (first, values, beside):
+        assert_same_bits(mine, along_rows(x, rows))
+    assert_same_bits(second, along_columns(x, columns))
+    assert_same_bytes(*packed, pack(x, rows, key=ROW_KEY), along_rows(x, rows))
+    assert_same_bytes(*others, pack(x.mT, columns, key=COLUMN_KEY), along_columns(x, columns).mT)
+    # fp32 sums of 140 numbers below 8, in whatever order.
+    torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=140 * 2.0**-16)
 
 
 def test_a_line(interpreter):
@@ -204,11 +226,11 @@ def test_given_blocks_of_both_directions(names, one, interpreter):
         )
         due = expected_with(x, rows, of_rows, ROW_KEY), expected_with(x.mT, columns, of_columns, COLUMN_KEY)
         arguments = rowwise(rows, Blocks(**of_rows)), columnwise(columns, Blocks(**of_columns))
-        first, second, _ = interpreter(triton_quantize.quantize_both, x, *arguments, False)
+        first, second, _ = interpreter(triton_quantize.quantize_both, Source.of(x), *arguments, False)
         assert_same_bits(first, due[0])
         assert_same_bits(second.mT, due[1])
         if one and names in (("divisor",), ("factor",)):  # a block's own statistic tells of its NaN
-            first, codes, scales = interpreter(triton_quantize.quantize_and_pack_columns, x, *arguments)
+            first, codes, scales = interpreter(triton_quantize.quantize_and_pack_columns, Source.of(x), *arguments)
             assert_same_bits(first, due[0])
             stored = Bytes(codes, scales, columns, x.shape[-2], x.dtype)
             values = interpreter(triton_quantize.unpack, stored, Blocks(**of_columns).factor)
@@ -218,18 +240,19 @@ def test_given_blocks_of_both_directions(names, one, interpreter):
 #: Which tensors each operator hands to the kernel.
 _BOTH_GIVEN = ("rows_divisor", "rows_factor", "columns_divisor", "columns_factor")
 USES = {
-    "quantize": ("x", "row_values"),
-    "quantize columns": ("x", "column_values"),
-    "quantize_and_pack": ("x", "row_values", "row_codes", "row_scales"),
-    "quantize_both": ("x", "row_values", "column_values", "column_sums"),
-    "quantize_and_pack_columns": ("x", "row_values", "column_codes", "column_scales"),
+    "quantize": ("parts", "row_values"),
+    "quantize columns": ("parts", "column_values"),
+    "quantize_and_pack": ("parts", "row_values", "row_codes", "row_scales"),
+    "quantize_both": ("parts", "row_values", "column_values", "column_sums"),
+    "quantize_and_pack_columns": ("parts", "row_values", "column_codes", "column_scales"),
+    "quantize_both, of parts, cast": ("parts", "row_values", "column_values", "column_sums"),
     "requantize": ("codes", "scales", "column_values"),
     "unpack": ("codes", "scales", "row_values"),
     "unpack with a factor": ("codes", "scales", "source_factor", "row_values"),
-    "quantize, given blocks": ("x", "row_values", "rows_divisor", "rows_statistic", "rows_factor"),
-    "quantize, given scales": ("x", "row_values", "rows_divisor", "rows_scale", "rows_factor"),
-    "quantize_both, given": ("x", "row_values", "column_values", "column_sums", *_BOTH_GIVEN),
-    "quantize_and_pack_columns, given": ("x", "row_values", "column_codes", "column_scales", *_BOTH_GIVEN),
+    "quantize, given blocks": ("parts", "row_values", "rows_divisor", "rows_statistic", "rows_factor"),
+    "quantize, given scales": ("parts", "row_values", "rows_divisor", "rows_scale", "rows_factor"),
+    "quantize_both, given": ("parts", "row_values", "column_values", "column_sums", *_BOTH_GIVEN),
+    "quantize_and_pack_columns, given": ("parts", "row_values", "column_codes", "column_scales", *_BOTH_GIVEN),
 }
 
 
@@ -260,7 +283,8 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
         return {torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[scale_storage(spec.scale.format)]
 
     types = {
-        **dict.fromkeys(("x", "row_values", "column_values"), "*bf16"),
+        **dict.fromkeys(("row_values", "column_values"), "*bf16"),
+        "parts": ("*fp32", "*fp32") if operator.endswith("of parts, cast") else ("*bf16",),
         **dict.fromkeys(("codes", "row_codes", "column_codes"), "*u8"),
         **dict.fromkeys(("column_sums", "source_factor", *GIVEN_FOR["rows"], *GIVEN_FOR["columns"]), "*fp32"),
         "scales": scales_of(rows),
@@ -302,6 +326,31 @@ def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)
     return values, packed.requantized(columns, draw.salted(2))
+
+
+def test_what_is_read_where_it_lies_is_not_written(compiler, interpreter):
+    """A concatenation of tensors in memory, and a cast of an input: Inductor writes no kernel, and bits stay."""
+    generator = torch.Generator().manual_seed(6)
+    dy, w = torch.randn(3, 70, 48, generator=generator).bfloat16(), torch.randn(96, 48, generator=generator)
+    args = *dy.unbind(), w, KEY, STEP
+    generated = compiler(with_all_options, args)
+    assert ".run(" not in generated.source
+    for mine, due in zip(interpreter(run_generated, generated, args), side_by_side(*args), strict=True):
+        assert_same_bits(mine, due)
+
+
+def with_all_options(args: tuple[Tensor, ...]) -> absent.Generated:
+    """What Inductor writes under all that it is given for a GPU. For a worker process."""
+    return absent.generate(absent.H200, side_by_side, args, patches({}, on_gpu=True))
+
+
+def side_by_side(q: Tensor, k: Tensor, v: Tensor, w: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    rows, columns = pairs()["tetrajet:input"]
+    draw = Draw(key, step)
+    directions = Direction(rows, draw.salted(1)), Direction(columns, draw.salted(6))
+    first, second, _ = operators.quantize_both(torch.cat([q, k, v], -1), *directions)
+    weight = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
+    return first, second, operators.quantize_and_pack(weight, rows, draw, torch.bfloat16)[0]
 
 
 def test_what_the_kernels_serve():

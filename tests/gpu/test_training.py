@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 from torch import Tensor
 
 from fp4graph.kernels import gpu, machine
-from fp4graph.kernels.direction import Blocks
+from fp4graph.kernels.direction import Blocks, Source
 from fp4graph.numerics.declare import of_flat
 from fp4graph.numerics.target import traced_for
 from fp4graph.ops.matmul import quantized_matmul
@@ -155,12 +155,15 @@ def test_both_directions_on_a_cpu(name, given):
     about = zip((rows, columns), (3, 5), parts, strict=True)
     arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in about]
     operator = getattr(torch.ops.fp4graph, name)
-    first, *second = operator(x, *arguments[0], *arguments[1], *([True] if name == "quantize_both" else []))
-    assert_same_bits(first, torch.ops.fp4graph.quantize(x, *arguments[0]))
-    other = torch.ops.fp4graph.quantize(x.mT, *arguments[1])
-    if name == "quantize_both":
-        assert_same_bits(second[0].mT, other)
-        assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
-    else:
-        stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1].factor
-        assert_same_bits(torch.ops.fp4graph.unpack(*stored), other)
+    in_rows = torch.ops.fp4graph.quantize(x, *arguments[0])
+    in_columns = torch.ops.fp4graph.quantize(x.mT, *arguments[1])
+    both = *arguments[0], *arguments[1], *([True] if name == "quantize_both" else [])
+    for source in (Source.of(x), Source(x.float().chunk(2, -1), x.dtype)):
+        first, *second = operator(*source, *both)
+        assert_same_bits(first, in_rows)
+        if name == "quantize_both":
+            assert_same_bits(second[0].mT, in_columns)
+            assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
+        else:
+            stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1].factor
+            assert_same_bits(torch.ops.fp4graph.unpack(*stored), in_columns)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def check_declaration(name: str, arguments: tuple[Any, ...]) -> None:
@@ -15,7 +16,7 @@ def check_declaration(name: str, arguments: tuple[Any, ...]) -> None:
     torch.library.opcheck(operator, arguments)
     real = operator(*arguments)
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
+        fake = operator(*tree_map_only(Tensor, mode.from_tensor, arguments))
     results, fakes = (each if isinstance(each, (tuple, list)) else (each,) for each in (real, fake))
     assert [_layout(each) for each in fakes] == [_layout(each) for each in results]
 

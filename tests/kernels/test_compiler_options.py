@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor
 from torch._subclasses import FakeTensorMode
 
 import fp4graph
@@ -61,8 +63,15 @@ def test_on_a_gpu_they_are_merged_with_what_exactness_needs():
         x = torch.empty(4, 8, device="cuda")
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     chosen = compiler_options("inductor", "reduce-overhead", None, None)
-    assert patches_of(lambda: inner_backend("inductor", chosen)(graph, [x])) == [{**GRAPHS, **EXACT, **APART}]
-    assert patches_of(lambda: inner_backend("inductor")(graph, [x])) == [{**EXACT, **APART}]
+    names = set()
+    for own, options in ((GRAPHS, chosen), ({}, {})):
+        (found,) = patches_of(partial(inner_backend("inductor", options), graph, [x]))
+        names.add(found.pop("post_grad_custom_post_pass").uuid())
+        assert found == {**own, **EXACT, **APART}
+    assert len(names) == 1, "one pass has two names in Inductor's cache"
+    assert None not in names
+    with inductor.patch(post_grad_custom_post_pass=lambda graph: None):  # the user's own stays
+        assert patches_of(partial(inner_backend("inductor"), graph, [x])) == [{**EXACT, **APART}]
 
 
 def test_the_entry_point_takes_them_beside_the_policy():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4graph.kernels import operators
 from fp4graph.kernels.devices import CPU, by_runs
-from fp4graph.kernels.direction import Blocks, PackedOperand
+from fp4graph.kernels.direction import Blocks, PackedOperand, Source
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
@@ -432,6 +432,7 @@ def test_the_largest_are_the_first_of_equals():
 
 _x, _long = torch.randn(6, 70), torch.randn(6, 70).view(2, 3, 70)
 _mxfp4, _again = MXFP4.to_text(), STOCHASTIC.to_text()
+_fp8 = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even")).to_text()
 _packed = pack(_x, MXFP4)
 _bytes = (_packed.codes, _packed.scales, _mxfp4, 70)
 NEAREST, NOISE = (None, None, []), (KEY, STEP, list(SALTS))
@@ -459,9 +460,10 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "group_maxima, transposed": (_x.abs().mT, 100),
     "group_maxima, nothing": (_x.abs()[:0], 4),
     "largest": (_long.abs().unsqueeze(-1), 41),
-    "quantize_and_pack": (_x, _mxfp4, *NEAREST),
-    "quantize_and_pack, transposed": (_x.mT, _again, KEY, STEP, [2]),
-    "quantize_and_pack, bytes": (_x, QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even")).to_text(), *NEAREST),
+    "quantize_and_pack": (*Source.of(_x), _mxfp4, *NEAREST),
+    "quantize_and_pack, transposed": (*Source.of(_x.mT), _again, KEY, STEP, [2]),
+    "quantize_and_pack, bytes": (*Source.of(_x), _fp8, *NEAREST),
+    "quantize_and_pack, parts that are cast": ([_x, _x], torch.bfloat16, _mxfp4, *NEAREST),
     "requantize": (*_bytes, torch.bfloat16, _again, *NOISE),
     "unpack": (*_bytes, torch.float32, None),
     "unpack, a factor": (*_bytes, torch.float32, torch.tensor([0.5])),

@@ -1,0 +1,156 @@
+"""Inductor's pass, after which quantizers read casts and concatenations where they lie: equal values, fewer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4graph.kernels import operators
+from fp4graph.kernels.direction import Direction
+from fp4graph.kernels.library import READERS
+from fp4graph.kernels.reading import read_in_place
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default  # the cast of Inductor's graphs
+NVFP4 = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
+MXFP4 = QuantSpec()
+BATCH, HEADS, TOKENS, SIZE = 2, 3, 32, 16
+
+
+def both(x: Tensor) -> tuple[Tensor, Tensor]:
+    along, down, _ = operators.quantize_both(x, Direction(NVFP4), Direction(MXFP4))
+    return along, down
+
+
+def packed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, own = operators.quantize_and_pack(x, NVFP4, None, x.dtype)
+    return values, own.codes, own.scales
+
+
+def columns(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, own = operators.quantize_and_pack_columns(x, Direction(NVFP4), Direction(MXFP4), x.dtype)
+    return values, own.codes, own.scales
+
+
+def readers(graph: GraphModule) -> list[Node]:
+    return [node for node in graph.graph.nodes if node.target in READERS]
+
+
+def passed(function: Callable[..., object], *args: Tensor) -> tuple[GraphModule, list[list[tuple[int, ...]]], int]:
+    """Return the graph of ``function`` after the pass, the shapes that each quantizer reads, and the number of casts,
+    copies and concatenations that are left. The pass must not change results."""
+    graph = make_fx(function, tracing_mode="fake")(*args)
+    expected = graph(*args)
+    read_in_place(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    for mine, due in zip(graph(*args), expected, strict=True):
+        assert torch.equal(mine, due)
+    writes = (convert, aten.cat.default, aten.clone.default)
+    read = [[tuple(part.meta["val"].shape) for part in node.args[0]] for node in readers(graph)]
+    return graph, read, sum(node.target in writes for node in graph.graph.nodes)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def cast(x: Tensor) -> Tensor:
+    return convert(x, torch.bfloat16)
+
+
+@pytest.mark.parametrize("quantized", [both, packed, columns])
+def test_a_cast_of_an_input(quantized):
+    graph, read, writes = passed(lambda w: quantized(cast(w)), numbers(32, 64))
+    assert (read, writes) == ([[(32, 64)]], 0)
+    assert [node.args[1] for node in readers(graph)] == [torch.bfloat16]
+
+
+def test_a_cast_of_an_input_in_another_shape():
+    _, read, writes = passed(lambda dy: both(cast(dy).view(-1, 64)), numbers(2, 32, 64))
+    assert (read, writes) == ([[(64, 64)]], 0)
+
+
+def shared(w: Tensor) -> tuple[Tensor, ...]:
+    narrow = cast(w)
+    return (*both(narrow), narrow)
+
+
+KEPT = {
+    "that others read": shared,
+    "of a computed tensor": lambda w: both(cast(w * 2)),
+    "of a transpose": lambda w: both(cast(w.mT)),
+    "of 16 bits": lambda w: both(cast(w.half())),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_another_cast_stays(case):
+    graph, _, _ = passed(KEPT[case], numbers(32, 64))
+    assert [node.args[0][0].target for node in readers(graph)] == [convert]
+
+
+def gradients(x: Tensor) -> tuple[Tensor, ...]:
+    """Three results of one operator, ``[B, H, T, D]`` in the layout of ``[B, T, H, D]``, as attention's backward."""
+    return tuple(part.transpose(1, 2) for part in aten.unbind_copy.int(x))
+
+
+def stack(*parts: Tensor) -> Tensor:
+    """As Inductor's graphs hold a stack."""
+    return torch.cat(parts).view(len(parts), *parts[0].shape)
+
+
+def stacked(x: Tensor) -> Tensor:
+    """The gradient of q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)."""
+    return stack(*gradients(x)).permute(1, 3, 0, 2, 4).reshape(BATCH * TOKENS, -1)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """The gradient of q, k, v = qkv.chunk(3, -1), each cut into heads."""
+    return torch.cat([part.transpose(1, 2).reshape(BATCH, TOKENS, -1) for part in gradients(x)], -1).flatten(0, 1)
+
+
+PARTS = (3, BATCH, TOKENS, HEADS, SIZE)
+
+
+@pytest.mark.parametrize("concatenated", [stacked, side_by_side])
+@pytest.mark.parametrize("quantized", [both, packed, columns])
+def test_a_concatenation_of_tensors_in_memory(concatenated, quantized):
+    _, read, writes = passed(lambda x: quantized(concatenated(x)), numbers(*PARTS, dtype=torch.bfloat16))
+    assert (read, writes) == ([[(BATCH * TOKENS, HEADS * SIZE)] * 3], 0)
+
+
+def test_its_largest_magnitude_still_reads_the_concatenation():
+    def scaled(x: Tensor) -> tuple[Tensor, ...]:
+        whole = stacked(x)
+        return (*both(whole), whole.abs().amax())
+
+    _, read, writes = passed(scaled, numbers(*PARTS, dtype=torch.bfloat16))
+    assert read == [[(BATCH * TOKENS, HEADS * SIZE)] * 3]
+    assert writes == 2  # which Inductor fuses with the maximum
+
+
+WHOLE = {
+    "of computed tensors": lambda x: (
+        stack(*(2 * part for part in gradients(x))).permute(1, 3, 0, 2, 4).reshape(BATCH * TOKENS, -1)
+    ),
+    "along rows": lambda x: torch.cat([part.flatten(0, 1) for part in gradients(x)]).flatten(1),
+    "not side by side": lambda x: stack(*gradients(x)).permute(1, 3, 2, 0, 4).reshape(BATCH * TOKENS, -1),
+    "of another layout": lambda x: stack(*gradients(x)).permute(1, 2, 0, 3, 4).reshape(BATCH * HEADS, -1),
+    "of many tensors": lambda x: torch.cat([part.flatten(0, 2) for part in (*gradients(x), *gradients(x))], -1),
+    "of unequal tensors": lambda x: torch.cat([gradients(x)[0], gradients(x)[1][..., :8]], -1).flatten(0, 2),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_another_concatenation_is_read_whole(case):
+    _, ((shape, *others),), writes = passed(lambda x: both(WHOLE[case](x)), numbers(*PARTS, dtype=torch.bfloat16))
+    assert not others
+    assert len(shape) == 2
+    assert writes > 0
