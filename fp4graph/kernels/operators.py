@@ -23,7 +23,7 @@ from fp4graph.kernels.devices import DEVICES, RUN
 from fp4graph.kernels.direction import NOTHING_GIVEN, Blocks, Direction, PackedOperand, Source
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import noise, scaling, target
-from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
+from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar, maximum
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec
 
@@ -36,15 +36,14 @@ def tensor_code() -> AbstractContextManager[None]:
 
 
 def largest_of_all(x: Tensor) -> Tensor:
-    """Return the largest magnitude of ``x``, fp32, 0-d; NaN if a value is.
+    """Return the largest magnitude of ``x``, fp32, 0-d: NaN if a value is NaN, 0 of none.
 
     The maxima of lines come first: Inductor fuses them with the code that computes the lines.
     """
-    if any(statically_known_true(size == 0) for size in x.shape):
-        return x.new_zeros((), dtype=torch.float32)
     if x.dim() > 1 and statically_known_true(x.stride(-1) != 1):
         x = x.mT
-    return x.abs().amax(-1).amax().to(torch.float32)
+    axes = tuple(range(x.dim()))
+    return maximum(maximum(x.abs(), axes[-1:]), axes).reshape(()).to(torch.float32)
 
 
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:

@@ -217,9 +217,7 @@ class Groups:
             return self._by_segment(x, op)
         if isinstance(self.granularity, str):
             along = tuple(range(x.dim()))[-2 if self.granularity == "row" else 0 :]
-            if op == "amax" and any(is_known(x.shape[axis] == 0) for axis in along):
-                return x.new_zeros([1 if axis in along else size for axis, size in enumerate(x.shape)])
-            return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
+            return maximum(x, along) if op == "amax" else x.sum(along, keepdim=True)
         lines = x.squeeze(-1)
         runs = Blocking(tuple(lines.shape), self.granularity // block_length(self.blocking.block))
         split = runs.split(lines)
@@ -267,6 +265,14 @@ class Groups:
 def is_known(fact: bool | torch.SymBool) -> bool:
     """Return whether a comparison of sizes holds for all values of symbolic sizes; add no guard."""
     return symbolic.statically_known_true(fact)
+
+
+def maximum(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return the largest of non-negative numbers over ``axes``, kept with size 1: NaN if one is NaN, 0 of none."""
+    for axis in axes:
+        if not is_known(x.shape[axis] > 0):  # nor known to be empty, perhaps: a 0 more changes no maximum
+            x = torch.cat([x, x.new_zeros([*x.shape[:axis], 1, *x.shape[axis:][1:]])], axis)
+    return x.amax(axes, keepdim=True)
 
 
 def is_scalar(x: Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fp4graph.numerics.blocking import maximum
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -24,8 +25,8 @@ _ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 def amax(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude over ``axes``, fp32, axes kept with size 1. NaN if any value is NaN."""
-    return values.to(torch.float32).abs().amax(axes, keepdim=True)
+    """Return the largest magnitude over ``axes``, fp32, axes kept with size 1: NaN if a value is NaN, 0 of none."""
+    return maximum(values.to(torch.float32).abs(), axes)
 
 
 def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise | None = None) -> Tensor:

@@ -7,7 +7,9 @@ import itertools
 import pytest
 import torch
 
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.kernels import operators
+from fp4graph.numerics.blocking import Blocking, Groups, maximum
+from fp4graph.numerics.scaling import amax
 
 SHAPES = [(7,), (64,), (6, 64), (64, 6), (5, 33), (2, 3, 40), (2, 33, 17)]
 BLOCKS = [1, 16, 32, (2, 16), (16, 16), "row", "tensor"]
@@ -77,3 +79,24 @@ def test_indices_wrap_around_where_a_stride_exceeds_int32():
     assert Blocking((3,), 1).index("cpu").flatten().tolist() == [0, 1, 2]
     with torch.device("meta"):
         assert list(blocking.index("meta").shape) == list(shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize(
+    "largest",
+    [
+        lambda x: maximum(x.abs(), (0, 1)),
+        lambda x: amax(x, (0,)),
+        lambda x: Groups(Blocking(tuple(x.shape), "row"), "tensor").reduce(x.abs(), "amax"),
+        operators.largest_of_all,
+    ],
+)
+def test_the_largest_of_none_is_zero(largest, rows):
+    """Of rows whose number is known, and of rows that a mask chooses."""
+    x = torch.cat([torch.arange(1.0, 13).view(3, 4)[:rows], -torch.ones(5, 4)])
+    chosen = torch.compile(lambda x: largest(x[x[:, 0] > 0]), backend="aot_eager")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for found in (chosen(x), largest(x[:rows])):
+            assert found.amax() == (12 if rows else 0)
+            assert found.shape == largest(x).shape
