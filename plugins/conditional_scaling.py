@@ -79,7 +79,8 @@ class TwoCaseScale(BlockScale):
         qmax, number = context.spec.element.max, context.spec.scale.format
         tensor = Groups(context.blocking, "tensor")
         g = tensor.reduce(z, "amax")
-        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # Inf if all are zero
+        # Inf if all are zero.
+        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax", fill=-torch.inf)
         data_range = g / smallest
         centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
         # s̃_p is computed as t + a·(s_p - Qmax/g), which equals a·s_p + b; b is a difference of nearly equal

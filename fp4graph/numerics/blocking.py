@@ -209,7 +209,7 @@ class Groups:
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, a statistic, reduced over each group; the result broadcasts to a statistic.
 
-        ``fill`` replaces the missing blocks of a last, incomplete group.
+        ``fill`` stands for the missing blocks of a last, incomplete group, and for the maximum of no blocks.
         """
         if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
             return x
@@ -217,7 +217,7 @@ class Groups:
             return self._by_segment(x, op)
         if isinstance(self.granularity, str):
             along = tuple(range(x.dim()))[-2 if self.granularity == "row" else 0 :]
-            return maximum(x, along) if op == "amax" else x.sum(along, keepdim=True)
+            return maximum(x, along, fill) if op == "amax" else x.sum(along, keepdim=True)
         lines = x.squeeze(-1)
         runs = Blocking(tuple(lines.shape), self.granularity // block_length(self.blocking.block))
         split = runs.split(lines)
@@ -267,11 +267,12 @@ def is_known(fact: bool | torch.SymBool) -> bool:
     return symbolic.statically_known_true(fact)
 
 
-def maximum(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the largest of non-negative numbers over ``axes``, kept with size 1: NaN if one is NaN, 0 of none."""
+def maximum(x: Tensor, axes: tuple[int, ...], least: float = 0) -> Tensor:
+    """Return the largest number over ``axes``, kept with size 1: NaN if one is NaN, and ``least`` of none. No number is
+    below ``least``."""
     for axis in axes:
-        if not is_known(x.shape[axis] > 0):  # nor known to be empty, perhaps: a 0 more changes no maximum
-            x = torch.cat([x, x.new_zeros([*x.shape[:axis], 1, *x.shape[axis:][1:]])], axis)
+        if not is_known(x.shape[axis] > 0):
+            x = torch.cat([x, x.new_full([*x.shape[:axis], 1, *x.shape[axis:][1:]], least)], axis)
     return x.amax(axes, keepdim=True)
 
 

@@ -18,7 +18,6 @@ from fp4graph.kernels.devices import by_runs
 from fp4graph.kernels.direction import Direction
 from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.request import INSIDE, Job, Kernel, Needs
-from fp4graph.kernels.rows import TENSOR_CODE
 from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_known, is_scalar
 from fp4graph.numerics.draw import Draw
@@ -127,7 +126,9 @@ class OperandProgram(OperandFacts):
         """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
         acting = self.acting(x, draw, state, segments)
         part, _ = _split(x, acting)
-        return self._quantizer(acting, draw, segments, TENSOR_CODE).quantize(part)
+        code, _ = self.chosen(Machine.of(x.device), x.dtype, x.dtype, drawn=draw is not None)
+        # The kernel decides where a largest magnitude is read from, which a compiler then computes once for both.
+        return self._quantizer(acting, draw, segments, code.first).quantize(part)
 
     def observe(
         self, x: Tensor, draw: Draw | None, state: OperandState, segments: Segments | None = None

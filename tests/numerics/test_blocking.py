@@ -100,3 +100,17 @@ def test_the_largest_of_none_is_zero(largest, rows):
         for found in (chosen(x), largest(x[:rows])):
             assert found.amax() == (12 if rows else 0)
             assert found.shape == largest(x).shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "expected"), [(0, torch.inf), (3, 1.0)])
+def test_the_smallest_is_the_largest_of_negative_numbers(rows, expected):
+    x = torch.cat([torch.arange(1.0, 13).view(3, 4)[:rows], -torch.ones(5, 4)])
+
+    @torch.compile(backend="aot_eager")
+    def smallest(x):
+        z = x[x[:, 0] > 0].unsqueeze(-1)
+        return -Groups(Blocking(tuple(z.shape[:-1]), 1), "tensor").reduce(-z, "amax", fill=-torch.inf)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert smallest(x).item() == expected
