@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels import operators
 from fp4graph.kernels.devices import GPU
-from fp4graph.kernels.direction import Direction
+from fp4graph.kernels.direction import Direction, Source
 from fp4graph.kernels.inductor import patches
 from fp4graph.kernels.request import Asked
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
@@ -75,6 +75,9 @@ def _runs(
     row_values, column_values, _ = operators.quantize_both(x, *directions)
     yield "quantize_both, rows", (row_values, rows)
     yield "quantize_both, columns", (column_values, columns)
+    halves = Source([half.to(torch.float32) for half in x.chunk(2, -1)], x.dtype)
+    both = *directions[0].flat(given=True), *directions[1].flat(given=True)
+    yield "quantize_both, halves that are cast", (torch.ops.fp4graph.quantize_both(*halves, *both, False)[0], rows)
     row_values, packed = operators.quantize_and_pack_columns(x, *directions, x.dtype)
     yield "quantize_and_pack_columns, rows", (row_values, rows)
     yield "quantize_and_pack_columns, bytes", (packed.unpack().mT, columns)

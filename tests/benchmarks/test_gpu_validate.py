@@ -35,7 +35,7 @@ def test_kernels(tmp_path, monkeypatch):
     status, (row,), page = rehearse(tmp_path, "--part=kernels")
     assert status == 0
     assert row["figures"]["equal"]
-    assert len(row["figures"]["differs"]) == 9
+    assert len(row["figures"]["differs"]) == 10
     assert row["figures"]["compared"] >= 9 * 8 * 200 * 136 - 200 * 136 * 9  # operators, kinds of values, elements
     assert "1 of 1 cases have the same bits" in page
 
