@@ -154,7 +154,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rotate_float", "rotate_bf16"), (_CALL, _INT)),
     "groups": (_AT, _AT, _I64, _I64, _I64, _INT),
     "fractions": (_AT, _AT, _I64, ctypes.c_float, _INT, _INT),
-    **dict.fromkeys(("selected_float", "selected_bf16"), (_AT, _I64, _I64, _AT, _INT)),
+    **dict.fromkeys(("selected_float", "selected_bf16", "chosen"), (_AT, _I64, _I64, _AT, _INT)),
     **dict.fromkeys(("means_float", "means_bf16"), (_AT, _I64, _I64, _AT, _INT)),
     "normal": (_AT, _I64, KeyParts, _INT),
 }

@@ -178,6 +178,14 @@ def order_statistics(x: Tensor, place: int, found: Tensor) -> None:
     abi.common(f"selected_{DTYPES[x.dtype]}")(abi.at(x), x.numel(), place, abi.at(found), torch.get_num_threads())
 
 
+def largest(score: Tensor, count: int, chosen: Tensor) -> None:
+    """Write whether each element of ``score`` is among the ``count`` largest into ``chosen``, bool: from 1 to all.
+
+    Both are contiguous, ``score`` fp32; NaN is largest, and of equal elements the first are.
+    """
+    abi.common("chosen")(abi.at(score), score.numel(), count, abi.at(chosen), torch.get_num_threads())
+
+
 def means(x: Tensor, y: Tensor) -> None:
     """Write :func:`fp4graph.numerics.exact.mean` over the rows of ``x [R, C]`` into ``y [C]``, fp32.
 

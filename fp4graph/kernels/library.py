@@ -110,6 +110,15 @@ def _group_maxima(z: Tensor, length: int) -> Tensor:
     return y
 
 
+def _largest(score: Tensor, count: int) -> Tensor:
+    chosen = _fake_largest(score, count)
+    count = min(count, score.numel())
+    if count <= 0:
+        return chosen.zero_()
+    cpu.largest(score.contiguous(), count, chosen)
+    return chosen
+
+
 def largest(score: Tensor, count: int) -> Tensor:
     """Return :func:`fp4graph.kernels.operators.largest` by tensor code."""
     flat = score.reshape(-1)
@@ -236,5 +245,5 @@ READERS = frozenset(
 operator("maxima(Tensor x, int block, int lines=1) -> Tensor", _fake_maxima, tags=[_EXACT], CPU=_maxima)
 operator("mantissa(Tensor z, float divisor, int bits) -> Tensor", _fake_elementwise, CPU=_mantissa)
 operator("group_maxima(Tensor z, int length) -> Tensor", _fake_elementwise, CPU=_group_maxima)
-operator("largest(Tensor score, SymInt count) -> Tensor", _fake_largest, CPU=largest)
+operator("largest(Tensor score, SymInt count) -> Tensor", _fake_largest, CPU=_largest)
 operator("gaussian(Tensor key, Tensor? step, int[] salts, SymInt count) -> Tensor", _fake_gaussian, CPU=_gaussian)

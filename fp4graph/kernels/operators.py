@@ -156,7 +156,7 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
 def largest(score: Tensor, count: int) -> Tensor:
     """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are. NaN is
     larger than any number."""
-    if not Machine.of(score.device).has_cpu_kernels:
+    if score.dtype is not torch.float32 or not Machine.of(score.device).has_cpu_kernels:
         return library.largest(score, count)
     chosen: Tensor = torch.ops.fp4graph.largest(score, count)
     return chosen

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import library, operators
 from fp4graph.kernels.devices import CPU, by_runs
 from fp4graph.kernels.direction import Blocks, PackedOperand, Source
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
@@ -426,6 +426,17 @@ def test_the_largest_are_the_first_of_equals():
     for count in range(7):
         chosen = operators.largest(score, count)
         assert chosen.flatten().nonzero().flatten().tolist() == sorted(order[:count])
+
+
+@pytest.mark.parametrize("kind", ["distinct", "equal", "any"])
+def test_the_largest_of_many_are_those_of_a_sort(kind):
+    """Scores that differ, many equal ones, and negative ones, zeros of both signs, infinities and NaN."""
+    score = torch.randn(20_001, generator=torch.Generator().manual_seed(1))
+    score = {"distinct": score.abs(), "equal": (3 * score).round().abs(), "any": any_floats((20_001,))}[kind]
+    if kind == "any":
+        score[::999] = torch.tensor(torch.nan).neg()
+    for count in (1, 700, 19_000, 20_001):
+        assert torch.equal(operators.largest(score, count), library.largest(score, count))
 
 
 # ------------------------------------------------------------------ operators

@@ -22,6 +22,9 @@ void selected_float(const float* x, i64 count, i64 place, float* found, int thre
 void selected_bf16(const bf16* x, i64 count, i64 place, float* found, int threads) {
     order_statistics(x, count, place, found, threads);
 }
+void chosen(const float* score, i64 count, i64 wanted, bool* chosen, int threads) {
+    largest(score, count, wanted, chosen, threads);
+}
 void means_float(const float* x, i64 rows, i64 columns, float* y, int threads) { means(x, rows, columns, y, threads); }
 void means_bf16(const bf16* x, i64 rows, i64 columns, float* y, int threads) { means(x, rows, columns, y, threads); }
 void normal(float* z, i64 count, KeyParts draw, int threads) { gaussian(z, count, draw, threads); }

@@ -6,10 +6,10 @@
 
 #include "call.h"
 
-// Numbers whose order is that of x, which is not NaN.
+// Numbers whose order is that of x; NaN is above Inf.
 inline u32 ordered(float x) {
     const u32 bits = as<u32>(x + 0.0f);  // of the two zeros one
-    return bits ^ (static_cast<u32>(as<i32>(bits) >> 31) | 1u << 31);
+    return x == x ? bits ^ (static_cast<u32>(as<i32>(bits) >> 31) | 1u << 31) : ~0u;
 }
 inline float of_ordered(u32 place) { return as<float>(place >> 31 ? place & ~(1u << 31) : ~place); }
 
@@ -58,6 +58,33 @@ void order_statistics(const T* x, i64 count, i64 place, float* found, int thread
     for (int side = 0; side < 2; ++side) {
         const u32* bins = lower.data() + (bin[side] == bin[0] ? 0 : HALF);
         found[side] = of_ordered(bin[side] << 16 | bin_of(bins, places[side]));
+    }
+}
+
+// The number of the element at `place` of the ascending order, 11 bits at a time. `place` becomes its place among its
+// `equals`.
+inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int threads) {
+    u32 found = 0;
+    for (const int below : {21, 10, 0}) {
+        const int bits = below > 0 ? 11 : 10;
+        const auto bins = histogram(
+            x, count, threads, 1 << bits, [=](u32 n) { return n >> below >> bits == found >> below >> bits; },
+            [=](u32 n) { return n >> below & ((1 << bits) - 1); });
+        const u32 bin = bin_of(bins.data(), place);
+        found |= bin << below;
+        equals = bins[bin];
+    }
+    return found;
+}
+
+// Whether each score is among the `wanted` largest, of which there are `count` at least; of equal ones the first are.
+inline void largest(const float* score, i64 count, i64 wanted, bool* chosen, int threads) {
+    i64 place = count - wanted, equals = 0;
+    const u32 least = selected(score, count, place, equals, threads);
+#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
+    for (i64 i = 0; i < count; ++i) chosen[i] = ordered(score[i]) > least;
+    for (i64 i = 0, left = equals - place; left > 0; ++i) {
+        if (ordered(score[i]) == least) chosen[i] = true, --left;
     }
 }
 
