@@ -90,12 +90,14 @@ def drawn() -> dict[str, int]:
     return layers(PAGE.read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = imports(SOURCES)
     assert sum(map(len, graph.values())) > 300, "the imports were not read"
     assert circle(graph) == []
 
 
+@pytest.mark.slow
 def test_no_import_runs_against_the_layers(drawn: dict[str, int]) -> None:
     assert climbs(SOURCES, drawn) == []
 

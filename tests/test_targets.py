@@ -111,6 +111,7 @@ def test_techniques_that_a_library_has_but_not_together():
     assert verdict(policy, "b200")[0] == "native"
 
 
+@pytest.mark.slow
 def test_sizes_count():
     ids = torch.zeros(2, 12, dtype=torch.long)
     shown = fp4graph.explain(llama(), one_rule("tensor_scaling", quantize=NVFP4), (ids,))
@@ -150,6 +151,7 @@ def test_products_that_no_source_has(op):
     assert {kind for *_, kind, _ in rows} == {"simulated"}
 
 
+@pytest.mark.slow
 def test_experts_and_phases_show():
     rows = native_on("rtx5090", fp4graph.load_policy("fp4-all-the-way"))
     assert {(op, kind) for _, op, _, kind, _ in rows} == {("linear", "native"), ("grouped", "simulated")}
@@ -168,6 +170,7 @@ def test_the_command_says_it_and_names_unknown_targets():
     assert "E2M1 elements" in shown.out
 
 
+@pytest.mark.slow
 def test_the_page_is_of_this_data():
     """`python -m fp4graph.commands.targets docs/targets.md` writes it."""
     assert Path(__file__).parents[1].joinpath("docs/targets.md").read_text("utf-8") == page()

@@ -60,6 +60,7 @@ def private_names(source: str) -> set[str]:
     return {name for name in found if re.search(r"(^|\.)_", name) and not DOCUMENTED.fullmatch(name)}
 
 
+@pytest.mark.slow
 def test_no_other_file_names_private_parts_of_torch():
     files = [file for folder in ("fp4graph", "plugins") for file in (ROOT / folder).rglob("*.py")]
     found = {file.relative_to(ROOT).as_posix(): private_names(file.read_text("utf-8")) for file in files}

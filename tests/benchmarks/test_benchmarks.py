@@ -207,6 +207,7 @@ def test_what_acts_at_the_optimizers_step(command):
         check_ratio(row["figures"])
 
 
+@pytest.mark.slow
 def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch):
     monkeypatch.setattr(techniques, "adamw", lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     with pytest.raises(RuntimeError, match="oscillates"):

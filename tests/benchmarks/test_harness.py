@@ -97,6 +97,7 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
     columns, own = (tables.case("policy"), *tables.RATIO), results(tmp_path)
     own.add(attempt({"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))))

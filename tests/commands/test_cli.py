@@ -104,6 +104,7 @@ def test_one_policy(fp4graph, data):
     assert shown["fingerprint"] == policy.fingerprint
 
 
+@pytest.mark.slow
 def test_a_page_is_rendered_on_a_terminal(fp4graph, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = fp4graph("techniques", "q_ema").out

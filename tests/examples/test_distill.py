@@ -12,6 +12,7 @@ import torch
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distill.py"
 
 
+@pytest.mark.slow
 def test_the_divergence_is_that_of_the_distributions():
     divergence = runpy.run_path(str(EXAMPLE))["divergence"]
     student, teacher = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.0, 1.0, -1.0]])

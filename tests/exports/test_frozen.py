@@ -347,6 +347,7 @@ def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(changed):
     train(net, 1)
 
 
+@pytest.mark.slow
 def test_a_policy_that_cannot_be_applied_leaves_a_model_packed():
     net = packed()
     size, expected = at_rest(net), net(X)
@@ -357,6 +358,7 @@ def test_a_policy_that_cannot_be_applied_leaves_a_model_packed():
     assert torch.equal(net(X), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [nn.Linear(64, 32), Lora(nn.Linear(64, 32))])
 def test_a_call_in_another_context_of_autocast_is_an_error(module):
     net = applied(net=nn.Sequential(module.requires_grad_(False)))
@@ -458,6 +460,7 @@ def test_unfreezing_beside_packed_weights_warns_once():
             train(unfrozen)
 
 
+@pytest.mark.slow
 def test_a_packed_model_is_pickled_with_its_bytes():
     net = packed()
     loaded = saved_whole(net)
@@ -466,6 +469,7 @@ def test_a_packed_model_is_pickled_with_its_bytes():
     assert isinstance(loaded[4].weight, nn.Parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "convert", [nn.Module.half, nn.Module.bfloat16, lambda net: net.to(torch.float64)], ids=["half", "bfloat16", "to"]
 )

@@ -38,6 +38,7 @@ def names(model: Any, **options: Any) -> list[str]:
     return [matrix.name for matrix in fp4graph.packed_weights(model, **options)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "under", [W4A16, "nvfp4-qad-lsq", policy(MXFP4), policy(NVFP4)], ids=["shared", "learned", "mxfp4", "without γ"]
 )
@@ -63,6 +64,7 @@ def test_each_expert_has_a_name():
             np.testing.assert_array_equal(packed[f"{stack}.{expert}.{name}"], expected)
 
 
+@pytest.mark.slow
 def test_only_what_changed():
     model, sent = trained(llama(), W4A16), dict[str, bytes]()
     everything = names(model, sent=sent)
@@ -80,6 +82,7 @@ def test_only_what_changed():
     assert sent.keys() == {*everything}
 
 
+@pytest.mark.slow
 def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
     model = trained(llama(), policy(NVFP4, "tensor_scaling"))
     with torch.no_grad():
@@ -95,6 +98,7 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
     assert len(names(model, sibling_scales="own")) == 21
 
 
+@pytest.mark.slow
 def test_under_autocast_siblings_share_the_maximum_of_its_dtype():
     """Of many weights, some of which bf16 rounds up and some down; the export agrees."""
     model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
@@ -133,6 +137,7 @@ def test_weights_without_a_product_are_named_and_adapters_refused():
         names(adapted)
 
 
+@pytest.mark.slow
 def test_bad_input():
     with pytest.raises(fp4graph.Error, match="did you mean 'refuse'"):
         fp4graph.packed_weights(llama(), sibling_scales="refuses")

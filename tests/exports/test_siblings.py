@@ -69,6 +69,7 @@ def test_scales_that_differ_are_refused_by_name(layout, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_shared_scale_is_read_as_float64_says(tmp_path, capsys):
     model = applied(SCALED)
     fp4graph.export(model, tmp_path / "own", format="modelopt", sibling_scales="own")
@@ -111,6 +112,7 @@ def test_zeros_have_no_say_in_the_shared_scale(tmp_path):
     assert (loaded.q_proj.weight != 0).double().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path):
     """Its γ of 1 would make zeros of the others: S·γ is below the smallest E4M3 number."""
     model = applied(PLAIN | {"match": {"module": "attn.q_proj"}}, SCALED)
@@ -121,6 +123,7 @@ def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path
     assert all(one["error"] < 2**-4 for one in record["own"].values())
 
 
+@pytest.mark.slow
 def test_constants_of_activations_are_shared(tmp_path):
     """The largest magnitude of the input, over κ; q_proj's is half of the others'."""
     scaling = {"operands": ["fprop.input"]}
@@ -139,6 +142,7 @@ def test_constants_of_activations_are_shared(tmp_path):
     fp4graph.export(model, tmp_path / "weights", activations=False)  # weights alone have no scales here
 
 
+@pytest.mark.slow
 def test_formats_without_a_tensor_scale_are_not_concerned(tmp_path):
     for name, spec in {"mxfp4": MXFP4, "nvfp4": NVFP4}.items():
         fp4graph.export(applied(PLAIN | {"quantize": spec}), tmp_path / name)

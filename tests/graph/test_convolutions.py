@@ -177,6 +177,7 @@ def test_a_convolution_that_no_rule_takes_by_its_sizes_stays_one(stance):
     assert quantized == {"stem": False, "deep": True, "head": False}  # K of 27, 36 and 16
 
 
+@pytest.mark.slow
 def test_noise_differs_by_forward_and_repeats_by_seed():
     noisy, models = one_rule(op="conv", quantize=SPEC | {"rounding": "stochastic"}), []
     for _ in range(2):

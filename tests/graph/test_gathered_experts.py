@@ -111,6 +111,7 @@ def in_form(name):
     return Gathers(multiply, EXPERTS, *((HIDDEN, WIDTH) if transposed else (WIDTH, HIDDEN)))
 
 
+@pytest.mark.slow
 @stances
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)), ("W[ids] @ x", 1)]
@@ -173,6 +174,7 @@ def test_indices_that_torch_refuses_are_refused(name, ids, stance):
         run(model, GROUPED, x, ids, stance=stance)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_any_number_of_tokens():
     results = []
     for dynamic in (True, False):

@@ -145,6 +145,7 @@ class Forms(nn.Module):
         return torch.mm(z[0], z[1]) + F.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None]).sum()
 
 
+@pytest.mark.slow
 def test_every_spelling_is_found_and_computes_the_same():
     torch.manual_seed(0)
     model, x = Forms(), torch.randn(2, 5, 32)

@@ -83,6 +83,7 @@ def test_checkpoints_change_no_bit(backend, policy, regions):
     assert differences(expected, seen) == []
 
 
+@pytest.mark.slow
 def test_the_state_moves():
     state = {name: value for name, value in trained((), POLICIES["delayed"], "eager").items() if "amax" in name}
     assert len(state) == 3

@@ -186,6 +186,7 @@ def every_linear_but(rule):
     return {**EVERY_LINEAR, "rules": [rule, *EVERY_LINEAR["rules"]]}
 
 
+@pytest.mark.slow
 def test_a_rule_that_names_the_role_quantizes_routers():
     quantized = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
     sites = fp4graph.explain(Model("pick"), every_linear_but(quantized), (X,)).sites
@@ -215,6 +216,7 @@ class Named(nn.Module):
         return self.gate_proj(x) * self.gate(x).sum(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_gate_without_experts_is_no_router():
     # gMLP's SpatialGatingUnit multiplies with what a linear layer says.
     sizes = {"num_blocks": 2, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 8, "img_size": 32, "num_classes": 4}

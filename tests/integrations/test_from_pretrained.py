@@ -38,6 +38,7 @@ def step(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("operation_by_operation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_model_that_apply_makes(folder, dtype):
@@ -77,6 +78,7 @@ def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path)
         loaded(tmp_path, device_map="meta")
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_it(folder, tmp_path):
     model = loaded(folder, "tetrajet")
     options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1}

@@ -124,6 +124,7 @@ def test_a_run_has_a_mode():
         train(Run("gaussian", steps=1, backend="inductor", mode="quick"))
 
 
+@pytest.mark.slow
 def test_they_outlive_a_phase_and_a_copy():
     policy = one_rule(phases=[{"at": 1, "operands": {"gradients": "keep"}}])
 

@@ -41,6 +41,7 @@ def test_a_plain_policy_leaves_its_products():
     assert operations("mxfp4-full") == {"mm": 3}
 
 
+@pytest.mark.slow
 def test_the_techniques_for_reinforcement_learning_leave_sums():
     """No statistic, scale, hash or rank: only what is done with whole operands, x - Q(x) and the sum of both passes for
     X and W, and the noise on W."""

@@ -429,6 +429,7 @@ def timed(train):
     return timing.timed(train, fp4graph.load_policy("bf16"), fp4graph.load_policy("nvfp4"), 0)
 
 
+@pytest.mark.slow
 def test_times_alternate():
     train = Sleeper({"bf16": 2.0, "nvfp4": 10.0})
     measured = timed(train)
@@ -440,6 +441,7 @@ def test_times_alternate():
         timed(Sleeper({"bf16": 0.0}))
 
 
+@pytest.mark.slow
 def test_times_of_a_busy_machine_are_not_shown_and_measured_again(tmp_path, monkeypatch):
     """Their note says why; the next call measures again, and shows what is steady."""
     monkeypatch.setattr(timing, "timed", measured := Mock())
@@ -525,6 +527,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     assert not (result.folder / "tetrajet-1" / "statistics").exists()
 
 
+@pytest.mark.slow
 def test_the_files_parse(tmp_path):
     result = made({"bf16": [0.11, 0.12, 0.1], "nvfp4": [0.2, 0.3, 0.1], "mxfp4": []}, tmp_path)
     files.write_all(result)

@@ -205,6 +205,7 @@ def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch
     assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
 
 
+@pytest.mark.slow
 def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss():
     start = countdown.started.__wrapped__  # not the cached one
     first, again, other = (start(seed, 2).state_dict() for seed in (0, 0, 1))
@@ -220,6 +221,7 @@ def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss():
     assert loss(10) < loss(0) - 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_reward_that_is_no_number_is_an_error_that_names_it(value):
     def broken(prompt, completion):

@@ -161,6 +161,7 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(name, options, conve
     assert same(sample(one, selection), of_whole(one, selection))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["stochastic", "few bits", "encode", pytest.param("scale of the tensor", marks=pytest.mark.slow)]
 )
@@ -192,6 +193,7 @@ def test_programs_of_techniques_are_quantized_whole(name):
     assert torch.equal(found.moments.mean, found.q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

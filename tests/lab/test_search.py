@@ -109,6 +109,7 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
         assert total(costs, choice) == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bounds", "by"),
     [

@@ -70,6 +70,7 @@ def by_hand(model, parts, batch, rate=0.0):
     return value().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 def test_forward_units_are_a_loop_by_hand(keep):
     model, batches = mlp()
@@ -97,6 +98,7 @@ def test_forward_units_are_a_loop_by_hand(keep):
             assert scores["fp4", f"0, {operand}"].snr_db == pytest.approx(-10 * math.log10(noise), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_backward_units_are_steps_by_hand():
     model, batches = mlp()
     result = fp4graph.sensitivity(model, loss, batches, POLICY, by=("site", "operand"), decrease=0.2)
@@ -114,6 +116,7 @@ def test_backward_units_are_steps_by_hand():
         assert (score.increase, score.snr_db) == (0, None) if idle else abs(score.increase) > 1e-5
 
 
+@pytest.mark.slow
 def test_modules_together_are_one_site_by_hand():
     model, batches = mlp()
     result = fp4graph.sensitivity(model, loss, batches, POLICY, by=("site", "gemm"), together=[SITES[:2]])
@@ -143,6 +146,7 @@ def test_the_estimate_is_exact_for_a_quadratic_loss_with_residuals_of_one():
     assert math.isnan(twice.increase)
 
 
+@pytest.mark.slow
 def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps():
     model, batches = mlp()
     model, batches = model.double(), [tuple(t.double() for t in batch) for batch in batches]
@@ -154,6 +158,7 @@ def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps():
         assert score.estimate == pytest.approx(score.increase, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_model_and_all_random_numbers_stay():
     torch.manual_seed(0)
     layers = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 16)
@@ -175,6 +180,7 @@ def test_the_model_and_all_random_numbers_stay():
     assert generators() == before
 
 
+@pytest.mark.slow
 def test_units():
     model, batch = Net(), torch.randn(8, 32)
     sites = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head")

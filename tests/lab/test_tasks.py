@@ -152,6 +152,7 @@ def denoising():
     return TASKS["digits-diffusion"].make(settings("digits-diffusion", batch_size=16))
 
 
+@pytest.mark.slow
 def test_diffusion_noises_as_ddpm_does(denoising):
     """√ᾱ·x + √(1 - ᾱ)·ε with ᾱ the product of 1 - β, β linear from 1e-4 to 0.02 (Ho et al. 2020)."""
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))

@@ -255,6 +255,7 @@ def test_workers_change_nothing(folder):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_swin_is_augmented_as_swin_is(folder):
     """At a width that a test has time for."""
     narrow = {"embed_dim": 32, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8), "drop_path_rate": 0.2}

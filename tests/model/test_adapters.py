@@ -199,6 +199,7 @@ def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
     fp4graph.load_policy(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [lambda model: model, peft_model], ids=["plain", "in PEFT's place"])
 def test_a_rule_that_names_a_layer_means_it_wrapped_too(place):
     keep = {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"}
@@ -338,6 +339,7 @@ def test_a_layer_that_joins_with_an_adapter_is_refused():
     applied(model, "tetrajet")(X).sum().backward()
 
 
+@pytest.mark.slow
 def test_a_module_that_joins_alone_or_where_nothing_is_quantized_is_no_error():
     alone = applied(net(), "tetrajet")
     expected = alone.eval()(X)

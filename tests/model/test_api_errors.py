@@ -167,6 +167,7 @@ def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, polic
         assert {weight.name for weight in runtime_of(train(model)).weights} == {"first.weight", "second.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, before):
     runs, seen, run = [], [], Uncompiled.run

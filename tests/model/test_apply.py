@@ -51,6 +51,7 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     timm.create_model("deit_tiny_patch16_224").load_state_dict(fp4graph.strip(model.state_dict()), strict=True)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_and_another_differs_as_another_forward_does():
     models = [applied(perceptron(), "tetrajet", seed=seed) for seed in (1, 1, 2)]
     a, b, c = (stepped(model, X) for model in models)
@@ -83,6 +84,7 @@ def test_dynamic_batch_sizes_do_not_recompile_without_end(vit):
     assert len(runtime_of(model).sites) / 12 <= 3  # 12 places of matrix work per capture: static, dynamic, no more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_bypass_and_remove_give_the_plain_model(vit, images, policy):
     model, plain = vit().eval(), vit().eval()
@@ -148,6 +150,7 @@ def last(model, *calls):
     return [*(each.detach() for each in y), model.a.weight.grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [[True], [False, True], [True, False], [False, True, False, True]])
 def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
     """A training step of TRL is broken where a generation is not; both have one policy's noise."""
@@ -156,6 +159,7 @@ def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
     assert {(s.module, s.occurrence) for s in runtime_of(model).sites} == {("a", 0), ("a", 1), ("b", 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.inductor])])
 def test_graphs_that_were_captured_apart_draw_apart(backend):
     """Occurrences are in the graphs: one that was first captured without those before it counts from zero too."""

@@ -137,6 +137,7 @@ def test_a_module_of_our_name_is_refused(name: str, call) -> None:
 LATE = one_rule(phases=[{"at": 1, "rules": [], "default": "keep"}]) | {"name": "late"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [lambda m: m, copy.deepcopy, lambda m: applied(m, LATE)], ids=["loaded", "copied", "applied again"]
 )
@@ -160,6 +161,7 @@ def test_an_optimizers_state_brings_the_count_back() -> None:
     assert runtime_of(resumed).phase == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_weights_assigned_to_a_model_on_meta_train_as_anywhere(policy: str, moved: bool) -> None:
@@ -205,6 +207,7 @@ def test_an_average_evaluates_as_its_model(name: str, policy: str) -> None:
         assert not torch.equal(expected, sequence()(X))
 
 
+@pytest.mark.slow
 def test_a_copy_follows_the_phases_of_its_model_until_it_trains() -> None:
     model = applied(sequence(), one_rule(phases=[{"at": 2, "rules": [], "default": "keep"}]))
     twin, exact = copy.deepcopy(model), sequence()(X)

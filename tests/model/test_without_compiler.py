@@ -31,6 +31,7 @@ def no_compiler() -> Iterator[None]:
     cpp_builder.cpp_compiler_search.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
 def test_apply_or_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

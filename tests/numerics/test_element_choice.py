@@ -95,6 +95,7 @@ def test_of_equal_errors_the_first_element_is_chosen():
         assert q[:2].tolist() == [42.0, expected]
 
 
+@pytest.mark.slow
 def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
     """By rounding to nearest: a choice of the better draw would have another mean."""
     x = gaussian(8, 16, seed=2)

@@ -164,6 +164,7 @@ def test_a_normal_variate_is_the_sum_of_twelve_words_exactly():
     assert z.tolist() == expected
 
 
+@pytest.mark.slow
 def test_moments_and_tails_of_normal_variates_within_the_error_of_sampling():
     for seed in range(3):
         z = gaussian(make_key(seed), MANY).double()
@@ -176,6 +177,7 @@ def test_moments_and_tails_of_normal_variates_within_the_error_of_sampling():
         assert 4 < z.abs().max() < 6
 
 
+@pytest.mark.slow
 def test_keys_indices_and_neighbours_are_independent():
     base = make_key(0)
     keys = [base, make_key(1), derive(base, 0), derive(base, 1), derive(base, 6)]

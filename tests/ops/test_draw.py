@@ -38,6 +38,7 @@ def multiplied(*techniques: Any) -> tuple[Tensor, ...]:
     return y.detach(), x.grad, layer.weight.grad
 
 
+@pytest.mark.slow
 def test_the_order_of_techniques_changes_no_draw() -> None:
     first, *others = [multiplied(*order) for order in itertools.permutations(DRAWING)]
     for other in others:

@@ -93,6 +93,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MatmulProgram, Settin
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", long_but_few(POLICIES))
@@ -222,6 +223,7 @@ def asked_by(file: Path) -> set[str]:
     return known & CHOOSES | (read & ASKS if known else set())
 
 
+@pytest.mark.slow
 def test_only_lowering_asks_what_kernels_can_do() -> None:
     package = Path(fp4graph.__file__).parent
     files = [file for file in package.rglob("*.py") if "kernels" not in file.relative_to(package).parts]

@@ -265,6 +265,7 @@ class Sharing(nn.Module):
     bias = property(lambda self: self.first.bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", STEPS)
 def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> None:

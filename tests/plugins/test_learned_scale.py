@@ -127,6 +127,7 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     torch.testing.assert_close(amax.double(), scale, rtol=1e-6, atol=FACTOR * STEPS * LR * 1e-3)
 
 
+@pytest.mark.slow
 @uncompiled
 @pytest.mark.parametrize("form", ["grouped", "loop"])
 def test_each_expert_learns_by_itself(form: str) -> None:

@@ -129,6 +129,7 @@ def test_hooks_see_unscaled_gradients():
         step(model, optimizer, scaler)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run(tmp_path):
     data = policy({"init_scale": 4.0, "growth_interval": 2}, more=["q_ema"])
     factors = [1, 1, 1, float("inf"), 1, 1, 1]

@@ -78,6 +78,7 @@ def test_the_remainder_of_the_approximation_is_quantized(shape, rank, iterations
     assert np.linalg.matrix_rank(low_rank.double().numpy(), tol=1e-5) == min(rank, *shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [0.3, 0.7, 1.5])
 def test_it_comes_near_the_best_approximation(power):
     w = decaying(96, 128, power)

@@ -48,6 +48,7 @@ def test_poison_and_padding():
     assert torch.equal(y[:1], total(program()(padded))[:, :40])
 
 
+@pytest.mark.slow
 def test_the_figures_of_its_page():
     """Of Gaussian blocks of every magnitude within a binade, the squared errors under both floors."""
     generator = torch.Generator().manual_seed(0)

@@ -57,6 +57,7 @@ def policy(*more, **options):
     return one_rule({"tensor_scaling": {"share": "siblings", **options}}, *more, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_siblings_are_served_as_they_train(backend, autocast):
@@ -225,6 +226,7 @@ def test_techniques_that_change_the_weight_before_are_refused(technique):
         applied(Attention(), policy(technique))
 
 
+@pytest.mark.slow
 @pytest.mark.captured
 def test_explain_names_the_groups():
     ids = torch.zeros(2, 8, dtype=torch.long)

@@ -270,6 +270,7 @@ def test_a_chain_of_extends_ends(tmp_path: Path, registry: Registry) -> None:
     assert load_policy(tmp_path / "5.yaml", registry).quantizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "message"),
     [
