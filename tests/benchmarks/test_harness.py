@@ -111,6 +111,7 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
     assert "b: not measured: ValueError: the compiler\n" in printed
 
 
+@pytest.mark.slow
 def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own = results(tmp_path)
     own.add(Row({"policy": "a"}, {"ratio": 1.0}))

@@ -175,6 +175,7 @@ def test_diffusion_noises_as_ddpm_does(denoising):
     assert not torch.equal(next(denoising.batches(1))[1], next(denoising.batches(2))[1])
 
 
+@pytest.mark.slow
 def test_the_big_u_net_is_that_of_the_tutorial(tmp_path, monkeypatch):
     from PIL import Image
 

@@ -285,6 +285,7 @@ def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> 
         assert not torch.equal(plain.weight, free.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("case", "at"),  # q_ramping: in a detection, at its end, while gradients add up, in the second one

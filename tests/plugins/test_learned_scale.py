@@ -100,6 +100,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, dtyp
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["mse", "amax"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:

@@ -114,6 +114,7 @@ def test_the_terms_sum_to_w_to_half_a_unit_of_the_remainder(dtype, quantized):
     torch.testing.assert_close(low_rank.float(), reference, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_product_of_a_layer_and_what_dgrad_reads_from_it_have_both_terms():
     x, w, dy = gaussian(40, 96, seed=1), with_strong_directions(64, 96), gaussian(40, 64)
     exact = {"wgrad": "keep", "dgrad.grad_output": "keep", "dgrad.weight": "fprop"}
@@ -125,6 +126,7 @@ def test_the_product_of_a_layer_and_what_dgrad_reads_from_it_have_both_terms():
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_components_are_quantized_along_their_own_contraction():
     """A [N, k] in blocks along k, here of two blocks, the second padded; B [k, K] in blocks along K."""
     w = decaying(64, 96)
@@ -152,6 +154,7 @@ def test_components_are_rounded_to_nearest_where_the_operand_is_not():
     assert torch.equal(nearest, stochastic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [("e8m0", "ceil"), NVFP4])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_commutes_with_powers_of_two(quantized, scale):
@@ -163,6 +166,7 @@ def test_commutes_with_powers_of_two(quantized, scale):
         assert torch.equal(terms(w * 2.0**exponent, options, scale=scale)[1], reference * 2.0**exponent)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_at_every_forward():
     w = with_strong_directions(64, 96)
     draws = draw(), draw(7), draw(7, rank=3), draw(seed=1)
@@ -172,6 +176,7 @@ def test_it_is_the_same_at_every_forward():
     assert 0 < (first - other_seed).norm() < 0.05 * first.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
 def test_zeros_poison_and_empty_tensors(quantized):
     options = {"quantize_components": quantized}

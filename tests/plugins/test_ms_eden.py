@@ -91,6 +91,7 @@ def of_experts(x, copies, tokens, operand):
     return total(terms).double().view(copies, -1, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 5, 10, 31])
 def test_few_tokens_of_an_expert_give_no_bias(tokens):
     """dW of MS-EDEN's own rounding is off by 2 to 7 % of its rms where 2 to 10 tokens fill a group of 128."""

@@ -279,6 +279,7 @@ def test_a_resumed_run_is_the_run(dtype, name):
     assert_resumes(lambda: prepared(make, CONDITIONING, dtype), gradients(40, dtype), at=17)
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint_resumes_too():
     model, optimizer = prepared(fused_adamw, CONDITIONING)
     stream = gradients(20)
