@@ -39,8 +39,9 @@ class OutlierFallback(Technique):
 
     Stage: around the quantizer. Surrogate gradients are those of the first pass.
 
-    Cost: a second quantizer, n/l scores and, with ``fraction``, a sort of them; on hardware φ more multiplications.
-    The complexity weight is ours: 1.5, Table 2's O(n/l) memory, for the scores and the second set of scales.
+    Cost: a second quantizer, n/l scores and, with ``fraction``, a choice of the largest; on hardware φ more
+    multiplications. The complexity weight is ours: 1.5, Table 2's O(n/l) memory, for the scores and the second set of
+    scales.
 
     Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
     blocks of a whole operand, so the other tokens influence which blocks of a token fall back. A token may therefore

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from fp4graph import Context, Gemm, Overhead, Technique, hookimpl
-from fp4graph.numerics.blocking import is_known
+from fp4graph.numerics.blocking import maximum
 from fp4graph.technique import PairTransform, Part, SiteView
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ class ChannelScales(PairTransform):
             s = self._rounded(experts.table(left.to(torch.float32).abs(), 0, 1))
             of_tokens = torch.where((experts.ids == experts.count)[:, None], 1.0, s[experts.ids])
             return of_tokens, s[: experts.count, None]
-        if is_known(left.shape[-2] == 0):  # no tokens have no maximum
-            return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
-        return (self._rounded(left.to(torch.float32).abs().amax(-2, keepdim=True)),)
+        return (self._rounded(maximum(left.to(torch.float32).abs(), (left.dim() - 2,))),)
 
     def _rounded(self, s: Tensor) -> Tensor:
         """Return s for the largest magnitudes ``s``, in their shape."""

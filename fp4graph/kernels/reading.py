@@ -8,8 +8,8 @@ writes. Values stay the same:
 - **A concatenation of tensors in memory**, as of the gradients of q, k and v where one linear makes all three. The
   kernel reads the parts.
 
-What Inductor computes itself stays as it is, because the kernel that computes it also casts or concatenates. Symbolic
-sizes stay as they are too.
+What Inductor computes itself stays as it is, because the kernel that computes it also casts or concatenates. So does
+what has symbolic sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp4graph.kernels import library
 aten = torch.ops.aten
 _RESHAPES = frozenset((aten.reshape.default, aten.view.default, aten._unsafe_view.default))
 _VIEWS = _RESHAPES | {aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.unsqueeze.default}
-
+_SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int))
 _MOST = 4  # parts: the kernel has a masked load for each of them
 
 
@@ -41,6 +41,7 @@ def read_in_place(graph: Graph) -> None:
             parts = _uncast(x, dtype) or _columns(x)
         if parts is not None:
             reader.update_arg(0, parts)
+            reader.meta.pop("eager_input_vals", None)  # the strides that Inductor would give to the former source
             _erase_unused(x)
 
 
@@ -69,11 +70,14 @@ def _columns(x: Node) -> list[Node] | None:
     parts, *rest = _arguments(joined)
     axis, values, whole = rest[0] if rest else 0, [part.meta["val"] for part in parts], x.meta["val"]
     shape, width = values[0].shape, whole.shape[-1] // len(parts)
+    if width * len(parts) != whole.shape[-1]:
+        return None
     if permute is joined:
         order = list(range(len(shape)))
         side_by_side = axis % len(shape) == len(shape) - 1 and shape[-1] == width
     else:
         stack, axes = _arguments(permute)
+        axes = [each % len(axes) for each in axes]
         order = [each - 1 for each in axes if each > 0]
         features = order[axes.index(0) :] if 0 in axes else []
         stacked = axis == 0 and stack.meta["val"].shape == (len(parts), *shape)
@@ -88,9 +92,11 @@ def _columns(x: Node) -> list[Node] | None:
 
 
 def _in_memory(x: Node) -> bool:
-    """Return whether ``x`` is in memory without Inductor's doing: an input, or a result of an operator with several."""
+    """Return whether ``x`` is in memory anyway: an input, or one of several results of an operator, no view."""
     root = _behind(x, _VIEWS)
-    return root.op == "placeholder" or root.target is operator.getitem
+    if root.target is operator.getitem:
+        return _arguments(root)[0].target not in _SPLITS
+    return root.op == "placeholder"
 
 
 def _behind(x: Node, views: frozenset[Any], *, alone: bool = False) -> Node:

@@ -132,6 +132,7 @@ def quantize_kernel(
     column_salts,
     M,
     K,
+    width,
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -145,8 +146,8 @@ def quantize_kernel(
     None stands for a tensor that is not read or not written, and for a direction that is not quantized along.
 
     Args:
-        parts: values ``[batch, M, K/n]``, n tensors side by side; or with P, codes and scales ``[batch, M, blocks]``
-            that a spec P packed along K.
+        parts: values ``[batch, M, width]``, side by side; or with P, codes and scales ``[batch, M, blocks]`` that a
+            spec P packed along K.
         row_values, column_values: ``[batch, M, K]``; without R, rows are written as they are read.
         row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
         column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
@@ -167,7 +168,6 @@ def quantize_kernel(
     at = row.to(tl.int64)[:, None] * K + k[None, :]
     if P is None:
         values = tl.full([TILE, TILE], 0.0, parts[0].dtype.element_ty)
-        width = K // len(parts)
         for i in tl.static_range(len(parts)):
             own = k - i * width
             here = inside & ((own >= 0) & (own < width))[None, :]

@@ -139,9 +139,10 @@ def _launch(
     """
     read: tuple[Any, ...]
     if isinstance(x, Packed):
-        first, length, read = x.codes, x.length, ((), *x.bytes)
+        first, length, width, read = x.codes, x.length, x.length, ((), *x.bytes)
     else:
-        first, length = x.parts[0], len(x.parts) * x.parts[0].shape[-1]
+        first, width = x.parts[0], x.parts[0].shape[-1]
+        length = len(x.parts) * width
         read = tuple(part.contiguous() for part in x.parts), *_NO_BYTES
     *leading, m, k = *([1] if first.dim() == 1 else []), *first.shape[:-1], length
     if not math.prod([*leading, m, k]):
@@ -160,5 +161,5 @@ def _launch(
     options = {"EACH_R": each[:4], "EACH_C": each[4:], "THROUGH": THROUGH[x.dtype], "TILE": TILE, **OPTIONS}
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
-            *read, factor, *results, *given, key, step, rows.salts, columns.salts, m, k, **formats, **options
+            *read, factor, *results, *given, key, step, rows.salts, columns.salts, m, k, width, **formats, **options
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -209,7 +210,7 @@ class Groups:
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, a statistic, reduced over each group; the result broadcasts to a statistic.
 
-        ``fill`` stands for the missing blocks of a last, incomplete group, and for the maximum of no blocks.
+        ``fill`` stands for the missing blocks of a last, incomplete group, and is the maximum of no blocks.
         """
         if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
             return x
@@ -268,12 +269,16 @@ def is_known(fact: bool | torch.SymBool) -> bool:
 
 
 def maximum(x: Tensor, axes: tuple[int, ...], least: float = 0) -> Tensor:
-    """Return the largest number over ``axes``, kept with size 1: NaN if one is NaN, and ``least`` of none. No number is
-    below ``least``."""
-    for axis in axes:
-        if not is_known(x.shape[axis] > 0):
-            x = torch.cat([x, x.new_full([*x.shape[:axis], 1, *x.shape[axis:][1:]], least)], axis)
-    return x.amax(axes, keepdim=True)
+    """Return the largest number over ``axes``, kept with size 1: NaN if one is NaN, and ``least`` of none.
+
+    torch has no maximum of none. Where there may be none, a number below all others is put beside them.
+    """
+    unsure = [axis for axis in axes if not is_known(x.shape[axis] > 0)]
+    lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    for axis in unsure:
+        x = torch.cat([x, x.new_full([*x.shape[:axis], 1, *x.shape[axis:][1:]], lowest)], axis)
+    found = x.amax(axes, keepdim=True)
+    return torch.where(found == lowest, least, found) if unsure else found
 
 
 def is_scalar(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp4graph.numerics import symbolic
+from fp4graph.numerics.blocking import maximum
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import Block, QuantSpec, Selector
 
@@ -125,11 +125,7 @@ def mean(x: Tensor, axis: int) -> Tensor:
 
     It is that of :func:`mean_by`; NaN of no elements.
     """
-    if symbolic.statically_known_true(x.shape[axis] == 0):
-        shape = list(x.shape)
-        shape[axis] = 1
-        return x.new_full(shape, math.nan, dtype=torch.float32)
-    largest = x.abs().amax(axis, keepdim=True).to(torch.float32)
+    largest = maximum(x.abs(), (axis % x.dim(),)).to(torch.float32)
     count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
     return mean_by(x, largest, count, lambda shares: shares.sum(axis, keepdim=True))
 

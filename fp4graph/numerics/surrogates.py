@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fp4graph.numerics import blocking
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import bracket, power_of_two, spacing
@@ -27,7 +28,7 @@ _LAST = 2**31 - 1
 
 def maximum(values: Tensor, groups: Groups) -> Tensor:
     """Return m, the largest abs(x) of each group, broadcastable to ``values``."""
-    return groups.reduce(values.abs().amax(groups.blocking.axes, keepdim=True), "amax")
+    return groups.reduce(blocking.maximum(values.abs(), groups.blocking.axes), "amax")
 
 
 def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:
@@ -52,7 +53,8 @@ def absmax_gradient(values: Tensor, m: Tensor, groups: Groups) -> Tensor:
     """Return dZ/dx = sign(x*) at the first element x* that attains the maximum, and 0 elsewhere (Eq. 4)."""
     index = groups.blocking.index(values.device).expand(values.shape)
     candidates = torch.where(values.abs() == m, index, torch.full_like(index, _LAST))
-    first = -groups.reduce(-candidates.amin(groups.blocking.axes, keepdim=True), "amax", fill=-_LAST)
+    first_of_blocks = -blocking.maximum(-candidates, groups.blocking.axes, -_LAST)
+    first = -groups.reduce(-first_of_blocks, "amax", fill=-_LAST)
     attained = (candidates != _LAST).to(values.dtype)
     return torch.where(candidates == first, values.sign(), torch.zeros_like(values)) * attained
 

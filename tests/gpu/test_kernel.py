@@ -295,12 +295,12 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     absent_ones = {name: None for name in types if name not in used}
     one = "source_factor" in used or "columns_factor" in used  # of a tensor's scale, else for each block
     each = {name: tuple(part in used and not one for part in GIVEN_FOR[side]) for name, side in EACH.items()}
-    sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32"}
+    sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32", "width": "i32"}
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
     tiles = {"THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
     constant = {**absent_ones, **formats, **each, **tiles}
     return absent.compile_written(
-        gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K"], **triton_quantize.OPTIONS
+        gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K", "width"], **triton_quantize.OPTIONS
     )
 
 
@@ -348,9 +348,13 @@ def side_by_side(q: Tensor, k: Tensor, v: Tensor, w: Tensor, key: Tensor, step: 
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
     directions = Direction(rows, draw.salted(1)), Direction(columns, draw.salted(6))
-    first, second, _ = operators.quantize_both(torch.cat([q, k, v], -1), *directions)
+    whole = torch.cat([q, k, v], -1)
+    first, second, _ = operators.quantize_both(whole, *directions)
+    both = [operators.quantize_and_pack(whole, rows, draw, whole.dtype)]
+    both.append(operators.quantize_and_pack_columns(whole, *directions, whole.dtype))
     weight = torch.ops.prims.convert_element_type.default(w, torch.bfloat16)
-    return first, second, operators.quantize_and_pack(weight, rows, draw, torch.bfloat16)[0]
+    both.append(operators.quantize_and_pack(weight, rows, draw, weight.dtype))
+    return first, second, *(tensor for values, packed in both for tensor in (values, packed.unpack()))
 
 
 def test_what_the_kernels_serve():

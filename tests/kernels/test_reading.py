@@ -144,6 +144,7 @@ WHOLE = {
     "not side by side": lambda x: stack(*gradients(x)).permute(1, 3, 2, 0, 4).reshape(BATCH * TOKENS, -1),
     "of another layout": lambda x: stack(*gradients(x)).permute(1, 2, 0, 3, 4).reshape(BATCH * HEADS, -1),
     "of many tensors": lambda x: torch.cat([part.flatten(0, 2) for part in (*gradients(x), *gradients(x))], -1),
+    "of a split tensor": lambda x: torch.cat([part.flatten(0, 2).flatten(1) for part in x.split(1)], -1),
     "of unequal tensors": lambda x: torch.cat([gradients(x)[0], gradients(x)[1][..., :8]], -1).flatten(0, 2),
 }
 
@@ -154,3 +155,9 @@ def test_another_concatenation_is_read_whole(case):
     assert not others
     assert len(shape) == 2
     assert writes > 0
+
+
+def test_lines_of_another_length_are_read_whole():
+    part = numbers(33, 16, dtype=torch.bfloat16)
+    _, read, _ = passed(lambda a, b: both(torch.cat([a, b], -1).view(32, 33)), part, part)
+    assert read == [[(32, 33)]]
