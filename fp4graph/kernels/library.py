@@ -129,7 +129,7 @@ def largest(score: Tensor, count: int) -> Tensor:
 
 def _quantize_and_pack(source: Source, direction: Direction) -> tuple[Tensor, Tensor, Tensor]:
     x = source.whole()
-    y, codes, scales = _fake_quantize_and_pack(source, direction)
+    y, codes, scales = _fake_quantize_and_pack(Source.of(x), direction)
     if y.numel():
         rows = _matrices(x)
         rows = rows_of(x.contiguous()) if rows is None or rows.stride(2) != 1 else rows

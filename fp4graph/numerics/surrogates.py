@@ -19,6 +19,7 @@ from fp4graph.numerics import blocking
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import bracket, power_of_two, spacing
+from fp4graph.numerics.scaling import amax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ _LAST = 2**31 - 1
 
 def maximum(values: Tensor, groups: Groups) -> Tensor:
     """Return m, the largest abs(x) of each group, broadcastable to ``values``."""
-    return groups.reduce(blocking.maximum(values.abs(), groups.blocking.axes), "amax")
+    return groups.reduce(amax(values, groups.blocking.axes), "amax")
 
 
 def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:

@@ -61,8 +61,8 @@ void order_statistics(const T* x, i64 count, i64 place, float* found, int thread
     }
 }
 
-// The number of the element at `place` of the ascending order, 11 bits at a time. `place` becomes its place among its
-// `equals`.
+// ordered() of the element at `place` of the ascending order, found 11 bits at a time. `place` becomes its place among
+// its `equals`.
 inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int threads) {
     u32 found = 0;
     for (const int below : {21, 10, 0}) {
@@ -77,7 +77,7 @@ inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int thre
     return found;
 }
 
-// Whether each score is among the `wanted` largest, of which there are `count` at least; of equal ones the first are.
+// Whether each of `count` scores is among the `wanted` largest, from 1 to `count`; of equal ones the first are.
 inline void largest(const float* score, i64 count, i64 wanted, bool* chosen, int threads) {
     i64 place = count - wanted, equals = 0;
     const u32 least = selected(score, count, place, equals, threads);
