@@ -166,14 +166,16 @@ def quantize_kernel(
     row, column = batch * M + m, batch * K + k
     inside = (m < M)[:, None] & (k < K)[None, :]
     at = row.to(tl.int64)[:, None] * K + k[None, :]
-    if P is None:
+    if P is not None:
+        values = _load_bytes(codes, scales, row.to(tl.int64), m < M, first_k, K, TILE, P)
+    elif len(parts) == 1:
+        values = tl.load(parts[0] + at, inside, other=0.0)
+    else:
         values = tl.full([TILE, TILE], 0.0, parts[0].dtype.element_ty)
         for i in tl.static_range(len(parts)):
             own = k - i * width
             here = inside & ((own >= 0) & (own < width))[None, :]
             values = tl.load(parts[i] + row.to(tl.int64)[:, None] * width + own[None, :], here, other=values)
-    else:
-        values = _load_bytes(codes, scales, row.to(tl.int64), m < M, first_k, K, TILE, P)
     if source_factor is not None:
         values = values * tl.load(source_factor)
     values = values.to(THROUGH).to(tl.float32)
