@@ -105,6 +105,32 @@ def _along(
     return _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, AXIS, F)
 
 
+# Four warps that read 16 bytes a thread read PASS rows of a tile at once, and a thread holds one row of each pass. A
+# tile's rows are therefore read interleaved: the rows that a thread holds are neighbours, of one block along columns,
+# whose scale it computes once. In order, they would be of as many blocks.
+
+
+@triton.jit
+def _interleaved(PASS: tl.constexpr, TILE: tl.constexpr):
+    """Return the rows of a tile in the order in which they are read."""
+    place = tl.arange(0, TILE)
+    return place % PASS * (TILE // PASS) + place // PASS
+
+
+@triton.jit
+def _in_order(x, PASS: tl.constexpr):
+    """Return x [TILE, TILE], of interleaved rows, with its rows in order."""
+    TILE: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, [TILE // PASS, PASS, TILE]), [1, 0, 2]), [TILE, TILE])
+
+
+@triton.jit
+def _as_read(x, PASS: tl.constexpr):
+    """Return x [TILE, TILE], of rows in order, with its rows interleaved."""
+    TILE: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(x, [PASS, TILE // PASS, TILE]), [1, 0, 2]), [TILE, TILE])
+
+
 @triton.jit
 def quantize_kernel(
     parts,
@@ -162,7 +188,8 @@ def quantize_kernel(
     batch = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     first_m, first_k = tile // across * TILE, tile % across * TILE
-    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
+    PASS: tl.constexpr = 16 if P is not None else 256 // parts[0].dtype.element_ty.primitive_bitwidth
+    m, k = first_m + _interleaved(PASS, TILE), first_k + tl.arange(0, TILE)
     row, column = batch * M + m, batch * K + k
     inside = (m < M)[:, None] & (k < K)[None, :]
     at = row.to(tl.int64)[:, None] * K + k[None, :]
@@ -204,19 +231,20 @@ def quantize_kernel(
 
     if C is not None:
         DOWN: tl.constexpr = TILE // C.block
-        index = tl.reshape(column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
+        in_order = first_m + tl.arange(0, TILE)
+        index = tl.reshape(column.to(tl.uint32)[None, :] * M + in_order.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
         block = first_m // C.block + tl.arange(0, DOWN)
         block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
         block_index = tl.reshape(block_index, [DOWN, 1, TILE])
         within = tl.reshape((k < K)[None, :] & (block < tl.cdiv(M, C.block))[:, None], [DOWN, 1, TILE])
         given = columns_divisor, columns_statistic, columns_scale, columns_factor
-        blocks = tl.reshape(values, [DOWN, C.block, TILE])
+        blocks = tl.reshape(_in_order(values, PASS), [DOWN, C.block, TILE])
         q, scale, y = _along(blocks, key, step, column_salts, index, block_index, within, given, EACH_C, 1, C)
         if column_codes is not None:
             q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
             _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)
         if column_values is not None:
-            y = tl.reshape(y, [TILE, TILE])
+            y = _as_read(tl.reshape(y, [TILE, TILE]), PASS)
             tl.store(column_values + at, y.to(column_values.dtype.element_ty), inside)
 
 

@@ -82,6 +82,46 @@ def _unbounded(bits):
     return tl.where(bits > 0x7FFFFF, bits, _bits(bits.to(tl.float32)) - (149 << 23))
 
 
+# ---------------------------------------------------------------------------------------------- division
+
+#: Scales both numbers of a quotient, so that its remainder is no subnormal number.
+_LARGE = tl.constexpr(2.0**40)
+
+
+@triton.jit
+def _inverse_of(divisor):
+    """Return what :func:`_quotient` takes of a divisor: 2^40 times it, and the reciprocal of that, rounded."""
+    large = divisor * _LARGE
+    return large, tl.div_rn(tl.full(large.shape, 1.0, tl.float32), large)
+
+
+@triton.jit
+def _quotient(x, large, inverse):
+    """Return x / d, correctly rounded, without the 18 instructions of an IEEE division.
+
+    d = k·2^e is positive, k an integer below 2^8, and 2^-40 <= d < 2^41; ``large`` and ``inverse`` are of
+    :func:`_inverse_of`. NaN gives NaN. Two sorts of quotients may differ, neither of which changes what is rounded to a
+    format of elements or scales: those of |x| >= 2^87 may be infinite (they are above 2^46, and saturate), and those
+    below 2^-126 may be off by 2^-149 (they round to zero, or up if they are not zero, and zero is exact).
+
+    With q = x·(1/d), at most two ulps off, the remainder r = x - q·d is exact: it is a multiple of ulp(q)·2^e/2, of
+    which it has less than 2^24. Then q + r·(1/d) is x/d up to 2^-23 ulp, and rounding it rounds x/d: every midpoint m
+    of two floats is at least ulp/(2k) away from x/d = m + (x - d·m)/d, because x and d·m are multiples of ulp·2^e/2
+    and differ, as d·m has more than the 24 bits of x.
+    """
+    x = x * _LARGE
+    q = x * inverse
+    r = tl.fma(-q, large, x)
+    # Where r is zero q is exact, and its zero has the sign of x; where r is NaN q is not finite.
+    return tl.where(tl.abs(r) > 0, tl.fma(r, inverse, q), q)
+
+
+@triton.jit
+def _is_narrow(F: tl.constexpr):
+    """Return whether :func:`_quotient` divides by the scales of a format."""
+    return F.s_mantissa <= 7 and F.s_min_exponent - F.s_mantissa >= -40 and F.s_top <= 40
+
+
 # ---------------------------------------------------------------------------------------------- numerics/scaling.py
 
 
@@ -154,26 +194,41 @@ def _block_scale(z, noise, F: tl.constexpr):
         scale = _from_exponent(((_unbounded(finite) + F.shift) >> 23) - (127 + F.emax), F)
     else:
         qmax = tl.full(z.shape, F.qmax, tl.float32)
-        ideal = tl.div_rn(qmax, _float(finite)) if F.encode else tl.div_rn(_float(finite), qmax)
+        if F.encode:
+            ideal = tl.div_rn(qmax, _float(finite))
+        elif _is_narrow(F) and F.mantissa <= 7:
+            large, inverse = _inverse_of(qmax)
+            ideal = _quotient(_float(finite), large, inverse)
+        else:
+            ideal = tl.div_rn(_float(finite), qmax)
         scale = _to_format(_bits(ideal), noise, F)
     return _float(tl.where(z < 0x7F800000, scale, 0x7FC00000))
 
 
 @triton.jit
-def _reciprocal(scale, F: tl.constexpr):
-    """Return 1 / scale where scales are powers of two, from 2^-127 to 2^127, or NaN; else scale."""
-    if F.s_mantissa == 0:
+def _divisor(scale, F: tl.constexpr):
+    """Return what :func:`_divided` takes of scales: two numbers for each."""
+    large, inverse = scale, scale
+    if F.s_mantissa == 0:  # powers of two from 2^-127 to 2^127, or NaN
         bits = _bits(scale)
         inverse = tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits)
         inverse = tl.where(bits == 254 << 23, 1 << 22, inverse)
-        scale = tl.where(scale == scale, _float(inverse), scale)
-    return scale
+        inverse = tl.where(scale == scale, _float(inverse), scale)
+    elif _is_narrow(F):
+        large, inverse = _inverse_of(scale)
+    return large, inverse
 
 
 @triton.jit
-def _divided(x, scale, reciprocal, F: tl.constexpr):
-    """Return x / scale. Powers of two have exact reciprocals, other scales do not."""
-    return x * reciprocal if F.s_mantissa == 0 else tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+def _divided(x, large, inverse, F: tl.constexpr):
+    """Return x, which will be rounded to an element or is one, divided by the scale of :func:`_divisor`."""
+    if F.s_mantissa == 0:
+        y = x * inverse
+    elif _is_narrow(F):
+        y = _quotient(x, large, inverse)
+    else:
+        y = tl.div_rn(x, tl.broadcast_to(large, x.shape))
+    return y
 
 
 # ---------------------------------------------------------------------------------------------- numerics/rounding.py
@@ -246,16 +301,16 @@ def _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS: tl.constexp
         block_a, block_b = _salted(a, b, 1 << 16)
         scale_noise = _hash_bits(block_a, block_b, block_index)
     scale = _block_scale(z, scale_noise, F)
-    reciprocal = _reciprocal(scale, F)
+    large, inverse = _divisor(scale, F)
     noise = index
     if F.draws:
         element_a, element_b = _salted(a, b, 0)
         noise = _hash_bits(element_a, element_b, index)
-    u = x * scale if F.encode else _divided(x, scale, reciprocal, F)
+    u = x * scale if F.encode else _divided(x, large, inverse, F)
     q = _round_element(u, noise, F)
     if statistic is not None:  # which may be finite where the block is not
         q = tl.where(u == u, q, u)
-    return q, scale, _divided(q, scale, reciprocal, F) if F.encode else q * scale
+    return q, scale, _divided(q, large, inverse, F) if F.encode else q * scale
 
 
 # ---------------------------------------------------------------------------------------------- numerics/packing.py
@@ -341,7 +396,11 @@ def _scale_value(stored, F: tl.constexpr):
 @triton.jit
 def _dequantized(q, scale, F: tl.constexpr):
     """Return elements times scales, or divided by them."""
-    return _divided(q, scale, _reciprocal(scale, F), F) if F.encode else q * scale
+    y = q * scale
+    if F.encode:
+        large, inverse = _divisor(scale, F)
+        y = _divided(q, large, inverse, F)
+    return y
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 ``TRITON_INTERPRET=1`` must be set before Triton is imported, so this module is for a worker process (conftest.py).
 
 What the interpreter lacks or has wrong is put right here, by what the GPU does: the functions of libdevice, which it
-cannot call, conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even, and
-products of bfloat16.
+cannot call, conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even, products
+of bfloat16, and fused multiply-adds, which it rounds twice.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def prepare() -> None:
         setattr(triton_helpers.libdevice, name, _elementwise(function))
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_dot = _dot
+    InterpreterBuilder.create_fma = _fma
     ReduceOps.apply_impl = _reduce
     InterpretedFunction.__call__ = _called
     interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)  # as Inductor's launches
@@ -92,6 +93,20 @@ def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any)
     if a.dtype.scalar == tl.bfloat16:
         a, b = (_cast(self, x, tl.float32) for x in (a, b))
     return _create_dot(self, a, b, *rest)
+
+
+def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """Of float32, rounded once: the product is exact in float64, and their sum is rounded to odd there, after which
+    rounding it to float32 is as rounding the exact sum."""
+    product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)  # what the sum lacks, exactly
+    bits = total.view(np.int64)
+    even = (error != 0) & np.isfinite(error) & (bits & 1 == 0)
+    away = (error > 0) == (total > 0)  # the exact sum is larger in magnitude
+    bits = np.where(even, np.where(away, bits + 1, bits - 1), bits)
+    return TensorHandle(bits.view(np.float64).astype(np.float32), z.dtype)
 
 
 _call_function = InterpretedFunction.__call__

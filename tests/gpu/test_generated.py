@@ -7,7 +7,7 @@ its own, and parts a tensor scale γ elsewhere if γ is tiny.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 
 import pytest
@@ -72,14 +72,17 @@ def in_eager_mode(function: Callable[..., tuple[Tensor, ...]], args: Sequence[Te
         return function(*args)
 
 
-def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exact: bool = True) -> None:
-    """Machine code for ``gpu``, without spilled registers and, if it is to be exact, with IEEE arithmetic only."""
+def assert_machine_code(
+    binaries: Sequence[absent.Binary], gpu: absent.Gpu, exact: bool = True, allowed: Collection[str] = ()
+) -> None:
+    """Machine code for ``gpu``, without spilled registers and, if it is to be exact, with IEEE arithmetic only, beside
+    the instructions ``allowed``."""
     assert binaries
     for binary in binaries:
         assert f".target sm_{gpu.capability}" in binary.ptx
         assert binary.cubin.startswith(b"\x7fELF")
         assert binary.spilled <= SPILLS
-        assert not exact or not INEXACT.findall(binary.ptx)
+        assert not exact or {*INEXACT.findall(binary.ptx)} <= {*allowed}
 
 
 @pytest.fixture
