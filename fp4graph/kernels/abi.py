@@ -1,8 +1,8 @@
-"""The C++ of the CPU kernels as Python sees it: its structures, its entry points, and the libraries built of both.
+"""The interface of Python to the C++ CPU kernels: structures of arguments, entry points, and compiled libraries.
 
-A library is built of the C++ source and of a quantizer's numbers in a fraction of a second, for all shapes, and kept in
-Inductor's cache directory. Quantizers are named by their text (:meth:`QuantSpec.to_text`), as the operators that call
-this are (:mod:`fp4graph.kernels.operators`).
+A library is compiled from the C++ source and the constants of a quantizer, within a fraction of a second. It serves all
+shapes and stays in Inductor's cache directory. Functions take a spec as text (:meth:`QuantSpec.to_text`), like the
+operators (:mod:`fp4graph.kernels.library`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fp4graph.numerics.spec import QuantSpec
 #: Dtypes that the kernels read and write, by their names in C++; others go through fp32.
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 _STORED = {torch.uint8: "u8", torch.bfloat16: "u16", torch.float32: "float"}
-_AT, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_POINTER, _I64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
-# The structures are those of cpp/ in memory, field by field.
+# Each structure lies in memory like its C++ counterpart in cpp/, field by field.
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = [("data", _AT), *((name, _I64) for name in ("batch", "row", "column"))]
+    _fields_ = [("data", _POINTER), *((name, _I64) for name in ("batch", "row", "column"))]
 
 
 class Places(ctypes.Structure):
-    _fields_ = [("at", _AT), ("none", _I64)]
+    _fields_ = [("at", _POINTER), ("none", _I64)]
 
 
 class Shape(ctypes.Structure):
@@ -48,7 +48,7 @@ class Shape(ctypes.Structure):
 
 
 class Blockwise(ctypes.Structure):
-    _fields_ = [("data", _AT), *((name, _I64) for name in ("batch", "group", "line", "block", "lines"))]
+    _fields_ = [("data", _POINTER), *((name, _I64) for name in ("batch", "group", "line", "block", "lines"))]
 
 
 class BlockwiseParts(ctypes.Structure):
@@ -56,11 +56,11 @@ class BlockwiseParts(ctypes.Structure):
 
 
 class Rotation(ctypes.Structure):
-    _fields_ = [("signs", _AT), ("g", _I64), ("columns", _I64), ("unit", ctypes.c_float)]
+    _fields_ = [("signs", _POINTER), ("g", _I64), ("columns", _I64), ("unit", ctypes.c_float)]
 
 
 class KeyParts(ctypes.Structure):
-    _fields_ = [("key", _AT), ("step", _AT), ("salts", ctypes.POINTER(ctypes.c_int32)), ("count", _I64)]
+    _fields_ = [("key", _POINTER), ("step", _POINTER), ("salts", ctypes.POINTER(ctypes.c_int32)), ("count", _I64)]
 
 
 class Call(ctypes.Structure):
@@ -70,8 +70,8 @@ class Call(ctypes.Structure):
         ("x", Matrix),
         ("places", Places),
         ("y", Matrix),
-        ("codes", _AT),
-        ("scales", _AT),
+        ("codes", _POINTER),
+        ("scales", _POINTER),
         ("given", BlockwiseParts),
         ("rotation", Rotation),
         ("draw", KeyParts),
@@ -86,22 +86,22 @@ def at(tensor: Tensor | None) -> int | None:
 
 
 def matrix(x: Tensor) -> Matrix:
-    """Return ``x [B, R, C]`` or ``[R, C]`` as kernels take it."""
+    """Return the address and the strides of ``x [B, R, C]`` or ``[R, C]``."""
     return Matrix(x.data_ptr(), *x.stride()) if x.dim() == 3 else Matrix(x.data_ptr(), 0, *x.stride())
 
 
 def places(indices: Tensor | None, none: int) -> Places:
-    """Return columns to read instead of those of the same number; ``none`` stands for zeros."""
+    """Return the source columns: ``indices``, where the index ``none`` means zeros, or all columns in order."""
     return Places() if indices is None else Places(indices.data_ptr(), none)
 
 
 def rotation(by: BlockRotation | None, columns: int) -> Rotation:
-    """Return a rotation of lines of ``columns`` elements; zeros stand behind them."""
+    """Return a rotation of lines of ``columns`` elements, which kernels pad to whole blocks with zeros."""
     return Rotation() if by is None else Rotation(at(by.signs), by.block, columns, 1 / math.sqrt(by.block))
 
 
 def blockwise(given: Blocks, batches: int, rows: int) -> BlockwiseParts:
-    """Return what is given of the blocks of ``[batches, rows, C]``."""
+    """Return the numbers ``given`` by techniques for the blocks of a tensor ``[batches, rows, C]``."""
     return BlockwiseParts(*(_blockwise(part, batches, rows) for part in given))
 
 
@@ -116,7 +116,7 @@ def _blockwise(part: Tensor | None, batches: int, rows: int) -> Blockwise:
 
 
 def key_parts(draw: Draw | None) -> KeyParts:
-    """Return a source of random bits; the structure keeps the array of salts alive."""
+    """Return the key, step and salts of a draw; the structure keeps the array of salts alive."""
     if draw is None:
         return KeyParts()
     return KeyParts(at(draw.key), at(draw.step), _array(draw.salts), len(draw.salts))
@@ -134,7 +134,7 @@ _CALL = ctypes.POINTER(Call)
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A function of the formats P and Q and of the dtypes S and T, which a library of its own exports as ``run``."""
+    """The template of a C++ function ``run``. Specs P, Q and dtypes S, T instantiate it, each time in a new library."""
 
     code: str
     parameters: tuple[Any, ...] = (_CALL,)
@@ -146,17 +146,17 @@ REQUANTIZE = Entry("void run(const Call& call) {{ requantize<P, Q, {T}>(call); }
 UNPACK = Entry("void run(const Call& call) {{ unpack<P, {T}>(call); }}")
 SCALES = Entry(
     "void run(const {T}* z, {T}* scale, i64 count, int threads) {{ block_scales<Q>(z, scale, count, threads); }}",
-    (_AT, _AT, _I64, _INT),
+    (_POINTER, _POINTER, _I64, _INT),
 )
 #: The functions of cpp/common.cpp and their parameters.
 _COMMON: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("maxima_float", "maxima_bf16"), (_CALL, _I64, _I64)),
     **dict.fromkeys(("rotate_float", "rotate_bf16"), (_CALL, _INT)),
-    "groups": (_AT, _AT, _I64, _I64, _I64, _INT),
-    "fractions": (_AT, _AT, _I64, ctypes.c_float, _INT, _INT),
-    **dict.fromkeys(("selected_float", "selected_bf16", "chosen"), (_AT, _I64, _I64, _AT, _INT)),
-    **dict.fromkeys(("means_float", "means_bf16"), (_AT, _I64, _I64, _AT, _INT)),
-    "normal": (_AT, _I64, KeyParts, _INT),
+    "groups": (_POINTER, _POINTER, _I64, _I64, _I64, _INT),
+    "fractions": (_POINTER, _POINTER, _I64, ctypes.c_float, _INT, _INT),
+    **dict.fromkeys(("selected_float", "selected_bf16", "chosen"), (_POINTER, _I64, _I64, _POINTER, _INT)),
+    **dict.fromkeys(("means_float", "means_bf16"), (_POINTER, _I64, _I64, _POINTER, _INT)),
+    "normal": (_POINTER, _I64, KeyParts, _INT),
 }
 
 
@@ -164,13 +164,13 @@ _COMMON: dict[str, tuple[Any, ...]] = {
 def function(
     entry: Entry, dtype: torch.dtype, source: torch.dtype | None = None, **formats: str
 ) -> Callable[..., None]:
-    """Return an entry point that reads ``source``, or ``dtype``, and writes ``dtype``.
+    """Return ``run`` of an entry, compiled for sources of dtype ``source`` (None: ``dtype``) and results of ``dtype``.
 
     Args:
         formats: the texts of the specs P and Q.
 
     Raises:
-        Error: its library cannot be built or loaded, although that of :func:`common` was.
+        Error: the library cannot be built or loaded.
     """
     structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
     code = entry.code.format(T=DTYPES[dtype], S=DTYPES[source or dtype])
@@ -190,24 +190,24 @@ def load_common() -> None:
 
 def _named(file: str, code: str, name: str, parameters: tuple[Any, ...]) -> Callable[..., None]:
     try:
-        found: Any = _load(file, code)[name]
+        symbol: Any = _load(file, code)[name]
     except build.FAILURES as error:
         raise Error(
             f"a CPU kernel cannot be built and loaded, although others were: {build.reason(error)}. Start again with "
             "the environment variable FP4GRAPH_KERNELS=0, under which quantizers run as slower tensor code"
         ) from error
-    found.restype, found.argtypes = None, parameters
-    return found  # type: ignore[no-any-return]
+    symbol.restype, symbol.argtypes = None, parameters
+    return symbol  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _load(file: str, code: str) -> ctypes.CDLL:
-    """Return the library of a file of cpp/ with ``code`` behind it."""
+    """Return the library compiled from a file of cpp/ followed by ``code``."""
     return build.load(build.amalgamated(resources.files(__package__).joinpath("cpp"), file) + code)
 
 
 def _struct(name: str, spec: QuantSpec) -> str:
-    """Return the numbers of ``spec`` as the C++ reads them."""
+    """Return the C++ struct ``name`` with the constants of ``spec``."""
     numbers = constants(spec)
     values = {key.upper(): value for key, value in asdict(numbers).items() if not isinstance(value, str)}
     values |= {f"TIES_{ties.upper()}": numbers.ties == ties for ties in ("even", "up")}

@@ -64,7 +64,7 @@ def matrix_quantizer(x: Tensor, y: Tensor, direction: Direction, into: Bytes | N
     It keeps none of the tensors alive.
 
     Args:
-        direction: what is given is of the blocks of the whole batch.
+        direction: its ``given`` has numbers for the blocks of the whole batch.
         into: the bytes of the whole batch, of which matrix n's are written.
     """
     return functools.partial(
@@ -104,8 +104,8 @@ def requantize(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction
 
     Args:
         direction: without anything given, and without a rotation.
-        places: int64 ``[P]``, only if B is 1: ``y [1, R, P]`` is made of these lines of what was packed, and of zeros
-            where a place is their number.
+        places: int64 ``[P]``, only if B is 1: ``y [1, R, P]`` is quantized from these lines of the packed operand,
+            and from zeros where a place is the number of its lines.
     """
     call = _requantization(source, y, direction)
     call.shape = abi.Shape(*y.shape)

@@ -50,7 +50,7 @@ class Direction:
     Attributes:
         spec: with blocks that kernels know, as of :func:`fp4graph.kernels.devices.by_runs`.
         draw: needed if the spec rounds stochastically.
-        given: what techniques have made of the blocks.
+        given: the numbers that techniques give for the blocks.
         rotation: of the tensor before it is quantized, blocks along the same axis, which divide the spec's.
     """
 
@@ -73,8 +73,8 @@ class Direction:
         return self if rotation is None else replace(self, rotation=rotation)
 
     def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
-        """Return the parameters of an operator that takes :data:`DIRECTION`, or with what is ``given`` or a
-        ``rotation`` one of the structures below. Nothing is drawn from where the spec draws nothing.
+        """Return the parameters of an operator that takes :data:`DIRECTION`, or, with ``given`` or ``rotation``, one
+        of the structures below. The draw is left out if the spec needs no random bits.
 
         Raises:
             ValueError: the direction has parts that the operator does not take.
@@ -89,7 +89,7 @@ class Direction:
 
 
 def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Direction:
-    """Return a direction of its parameters; the rest are those of what is given, those of a rotation, or both."""
+    """Return the direction with these parameters; ``rest`` has those of ``given``, of a rotation, or of both."""
     draw = None if key is None else Draw(key, step, tuple(salts))
     count = len(Blocks._fields)
     given = Blocks(*rest[:count]) if len(rest) >= count else NOTHING_GIVEN
@@ -101,7 +101,7 @@ def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequen
 _DIRECTION = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
 _GIVEN = tuple(f"Tensor? {name}" for name in Blocks._fields)
 _ROTATION = ("Tensor? signs", "int block")  # 0 for none
-#: How operators take a :class:`Direction`: its spec and draw, and with that what is given, a rotation, or both.
+#: How operators take a :class:`Direction`: its spec and draw, then perhaps ``given``, a rotation, or both.
 DIRECTION = Structure(_DIRECTION, _direction)
 GIVEN = Structure((*_DIRECTION, *_GIVEN), _direction)
 ROTATED = Structure((*_DIRECTION, *_ROTATION), _direction)

@@ -58,7 +58,7 @@ def block_errors(
         values: fp32, in the blocked layout.
         z: the largest magnitude of each block; errors are in units of the power of two above it.
         measure: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
-        quotient: ``values`` again, to be read in their place; None where they are no quotient by one number.
+        quotient: the operand and the divisor of ``values``, which kernels read instead; None if divisors differ.
     """
     unit, nearest = _unit(z), replace(spec, rounding="nearest")
     if _serves(nearest, values.device):
@@ -87,8 +87,8 @@ def errs_less(
     if not _serves(nearest, values.device):
         first, second = (block_errors(values, scale, z, spec, measure, blocking) for scale in scales)
         return second < first
-    about = _axes(blocking), by_runs(nearest).to_text(), measure, units_of(most_elements(spec.block))
-    less: Tensor = torch.ops.fp4graph.errs_less(*_divided(values, quotient), *scales, _unit(z), *about)
+    arguments = _axes(blocking), by_runs(nearest).to_text(), measure, units_of(most_elements(spec.block))
+    less: Tensor = torch.ops.fp4graph.errs_less(*_divided(values, quotient), *scales, _unit(z), *arguments)
     return less
 
 
@@ -117,8 +117,8 @@ def group_moments(
         raise ValueError(f"groups of {length} elements do not consist of whole blocks of {spec.block}")
     if _serves(spec, values.device):
         together = length // spec.block
-        about = _axes(blocking), by_runs(spec).to_text(), together, largest, units_of(length)
-        squares, products = torch.ops.fp4graph.group_moments(*_divided(values, quotient), scale, *about)
+        arguments = _axes(blocking), by_runs(spec).to_text(), together, largest, units_of(length)
+        squares, products = torch.ops.fp4graph.group_moments(*_divided(values, quotient), scale, *arguments)
         return squares, products
     ratio, groups = scaling.ratio(values, scale, spec), Groups(blocking, length)
     elements, ratio = round_nearest(ratio, spec.element, spec.ties).double(), ratio.double()
@@ -158,9 +158,9 @@ def _chosen(x: _Divided, scale: Tensor | None, spec: QuantSpec, noise: Noise) ->
     texts = [by_runs(single).to_text() for single in singles]
     # Blocks that are whole lines are numbered as parts of one long line.
     matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
-    about = spec.selector, units_of(most_elements(spec.block)), matrix
+    arguments = spec.selector, units_of(most_elements(spec.block)), matrix
     key = noise.key if draws else None
-    result: Tensor = torch.ops.fp4graph.choose(*x, scale, key, _axes(blocking), *texts, *about)
+    result: Tensor = torch.ops.fp4graph.choose(*x, scale, key, _axes(blocking), *texts, *arguments)
     return result
 
 
@@ -212,7 +212,7 @@ class _Grid(ctypes.Structure):
 
 
 _LONGEST = 64  # of cpp/choices.h
-_AT, _DOUBLE = ctypes.c_void_p, ctypes.c_double
+_POINTER, _DOUBLE = ctypes.c_void_p, ctypes.c_double
 _TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 
 
@@ -227,7 +227,7 @@ def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file:
         f"void run(const {{S}}* values, const float* divisor, {tensors}, const BlockGrid& grid, double number, "
         f"double units, int threads) {{{{ ({known})({given}); }}}}"
     )
-    return Entry(code, (*[_AT] * (2 + len(names)), *_TAIL), file)
+    return Entry(code, (*[_POINTER] * (2 + len(names)), *_TAIL), file)
 
 
 _MOMENTS = _entry("group_moments", "const float* scale, double* squares, double* products", "Q", number=True)
@@ -288,7 +288,7 @@ def _errors(x: _Divided, scale: Tensor, unit: Tensor, axes: int, spec: str, meas
     return error
 
 
-def _fake_errors(x: _Divided, scale: Tensor, *about: object) -> Tensor:
+def _fake_errors(x: _Divided, scale: Tensor, *arguments: object) -> Tensor:
     return torch.empty_like(scale, dtype=torch.float64, memory_format=torch.contiguous_format)
 
 
@@ -301,7 +301,7 @@ def _errs_less(
     return less
 
 
-def _fake_errs_less(x: _Divided, scale: Tensor, *about: object) -> Tensor:
+def _fake_errs_less(x: _Divided, scale: Tensor, *arguments: object) -> Tensor:
     return torch.empty_like(scale, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
@@ -313,7 +313,7 @@ def _moments(
     return sums
 
 
-def _fake_moments(x: _Divided, scale: Tensor, *about: object) -> tuple[Tensor, Tensor]:
+def _fake_moments(x: _Divided, scale: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
     return _fake_errors(x, scale), _fake_errors(x, scale)
 
 
@@ -336,15 +336,15 @@ def _choose(
     viewed = grid.data_ptr() == values.data_ptr() and values.stride() == result.stride()
     held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
     if not (values.is_contiguous() or (in_order and viewed and held)):
-        about = scale, key, axes, first, second, measure, units, matrix
-        return result.copy_(_choose(_Divided(values.contiguous(), x.divisor), *about))
+        arguments = scale, key, axes, first, second, measure, units, matrix
+        return result.copy_(_choose(_Divided(values.contiguous(), x.divisor), *arguments))
     others = (*(None if each is None else each.contiguous() for each in (scale, key)), result)
     x = _Divided(values, x.divisor)
     _run(_CHOICES[measure], axes, x, others, quantize.EQUAL, units, matrix=matrix, P=first, Q=second)
     return result
 
 
-def _fake_choose(x: _Divided, *about: object) -> Tensor:
+def _fake_choose(x: _Divided, *arguments: object) -> Tensor:
     return torch.empty_like(x.values, dtype=torch.float32)
 
 

@@ -47,7 +47,7 @@ def largest_of_all(x: Tensor) -> Tensor:
 
 
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:
-    """Return ``part``, broadcastable to a statistic, as kernels take what is given of blocks.
+    """Return ``part``, broadcastable to a statistic, in the layout in which kernels take :class:`Blocks`.
 
     It has one element for each run of a line that lies in one block of :func:`by_runs`, or one element for all. Kernels
     of a CPU take it as it lies in memory (:class:`Blocks`), those of a GPU take it contiguous.
@@ -97,7 +97,7 @@ def quantize(
 
     Args:
         draw: needed if ``spec`` rounds stochastically.
-        given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
+        given: the numbers that techniques give for the blocks, ``[..., ceil(C/block)]`` or of one element.
         dtype: that the result of an fp32 ``x`` is cast to, where kernels write it; else it has that of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
@@ -195,8 +195,8 @@ def quantize_and_pack_columns(
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
     values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(*Source.of(x), *both)
-    about = columns.spec, x.shape[-2], dtype
-    return values, PackedOperand(codes, scales, *about, True, columns.given.factor, multiplier)
+    arguments = columns.spec, x.shape[-2], dtype
+    return values, PackedOperand(codes, scales, *arguments, True, columns.given.factor, multiplier)
 
 
 def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:

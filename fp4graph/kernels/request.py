@@ -98,7 +98,7 @@ class Request:
         columns: the quantizer of the other direction, where both are asked for.
         keeps: whether the other direction is asked for as bytes.
         transform: the name of the technique that transforms the operands of the GEMM, or None.
-        rotation: the block of the rotation that the transform is; None where it is another, or there is none.
+        rotation: the block length of the transform if it is a block rotation, else None.
         observed: whether somebody else needs the operand as a whole.
         residual: what splits a residual off the other operand, in words; None where nothing does.
     """

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from fp4graph.numerics.noise import Noise
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
-#: Errors of a block that differ by a smaller share count as equal: rounding of fp32 ratios may separate equal errors.
+#: Two errors of a block that differ by less than this share count as equal: rounding the fp32 ratios may separate them.
 EQUAL = 2.0**-20
 
 
 def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
     """Return ``x`` rounded to the values that ``spec`` can represent, in the shape and dtype of ``x``.
 
-    Computed in fp32, to which float64 is rounded first. A block that holds NaN or Inf becomes NaN (OCP's poisoned
-    block), a block of zeros stays zero, and a value beyond the range of the dtype becomes Inf, as in any cast (the
-    block's maximum may be rounded up past it).
+    The computation is in fp32; float64 is rounded to fp32 first. A block that holds NaN or Inf becomes NaN (OCP's
+    poisoned block), and a block of zeros stays zero. The block's maximum may be rounded up past the range of the dtype;
+    such a value becomes Inf, as in any cast.
 
     Args:
         x: floating point, at least one axis, any strides.
@@ -39,7 +39,8 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
 
     Raises:
         TypeError: ``x`` is not floating point, or ``spec`` is not a :class:`QuantSpec` (a :class:`fp4graph.SpecError`).
-        ValueError: ``spec`` needs random bits and there is no key, or ``x`` has too few axes for the block.
+        ValueError: ``spec`` needs random bits and ``key`` is None, ``key`` is another tensor, ``dim`` is out of range,
+            or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
     return blocking.join(dequantize(codes, scale, spec).to(x.dtype))
@@ -48,7 +49,7 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
 def quantize(
     x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None
 ) -> tuple[Blocking, Tensor, Tensor]:
-    """Return the parts of :func:`fake_quantize`: blocking; element values and scales, fp32, in the blocked layout."""
+    """Return the blocking of ``x``, its element values and its scales, both fp32 in the blocked layout."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not x.is_floating_point():
@@ -69,12 +70,13 @@ def quantize(
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return ``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule.
 
-    Where blocks choose between elements, values of the others are stretched to the maximum of the first.
+    If the spec has several element formats, each block takes the one with the least error. The values of the other
+    formats are stretched to the maximum of the first.
     """
     if not spec.others:
         return _round(u, spec.element, spec, noise)
-    # The candidates of a block share its scale, so errors of ratios compare like errors of dequantized values. In units
-    # of a power of two above the block's largest ratio, their sums are exact and the same in any order.
+    # The candidates of a block share its scale, so errors of ratios compare like errors of dequantized values. Division
+    # by a power of two above the block's largest ratio brings errors to [0, 1], as block_error needs.
     axes = noise.blocking.axes
     above = 2 * power_of_two(u.abs().amax(axes, keepdim=True)).clamp(min=_SMALLEST_NORMAL).double()
     chosen = least = None
@@ -96,12 +98,12 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     return chosen
 
 
-def _stretched(u: Tensor, to: ElementFormat, by: ElementFormat) -> Tensor:
-    """Return ``u``, fp32, stretched from the range of ``by`` to that of ``to``.
+def _stretched(u: Tensor, target: ElementFormat, origin: ElementFormat) -> Tensor:
+    """Return fp32 ``u`` times ``target.max / origin.max``, which maps the range of ``origin`` to that of ``target``.
 
     Multiplying first and dividing then, both correctly rounded, maps midpoints to midpoints.
     """
-    return u if to.max == by.max else u * to.max / constant(by.max, u)
+    return u if target.max == origin.max else u * target.max / constant(origin.max, u)
 
 
 def _round(u: Tensor, element: ElementFormat, spec: QuantSpec, noise: Noise) -> Tensor:

@@ -15,12 +15,12 @@ inline Spacing spacing(float u, int min_exponent, int mantissa) {
     return {as<float>(step), as<float>((254 << 23) - step)};
 }
 
-// How many binades above the lowest.
+// The number of the binade that `s` spaces, counted from the lowest of the format.
 inline i32 binade(Spacing s, int min_exponent, int mantissa) {
     return (as<i32>(s.step) >> 23) - (min_exponent + 127 - mantissa);
 }
 
-// The bits of z >= 0 as if its exponent were unbounded: those of subnormals normalised.
+// The bits of z >= 0 with an unbounded exponent: a subnormal z is normalised, and its exponent field is below 1.
 inline i32 unbounded(float z) {
     i32 bits = as<i32>(z);
     i32 normalised = as<i32>(static_cast<float>(bits)) - (149 << 23);
@@ -30,9 +30,9 @@ inline i32 unbounded(float z) {
 template <class F>
 inline float from_exponent(i32 exponent) {
     constexpr i32 lowest = F::S_MIN_EXPONENT - F::S_MANTISSA;
-    i32 within = min(max(exponent, lowest), F::S_TOP);
-    float normal = as<float>((within + 127) << 23), subnormal = as<float>(1 << min(max(within + 149, 0), 22));
-    float scale = within < -126 ? subnormal : normal;
+    i32 clamped = min(max(exponent, lowest), F::S_TOP);
+    float normal = as<float>((clamped + 127) << 23), subnormal = as<float>(1 << min(max(clamped + 149, 0), 22));
+    float scale = clamped < -126 ? subnormal : normal;
     if (F::S_MAX != pow2(F::S_TOP)) scale = exponent > F::S_TOP ? F::S_MAX : scale;
     return F::TO_ONE && exponent < lowest ? 1.0f : scale;
 }
@@ -72,14 +72,14 @@ inline float to_format(float ideal, u32 noise) {
 // The stored scale of a block whose statistic has these bits; NaN where the statistic is not finite.
 template <class F>
 inline float block_scale(i32 z, u32 noise) {
-    z &= ~SIGN;  // of a NaN that a technique gives: Inf/Inf has one on x86
-    float statistic = as<float>(min(z, INFINITE));  // sums of a NaN's bits would overflow
+    z &= ~SIGN;  // a technique may give a negative NaN: on x86 Inf/Inf is one
+    float statistic = as<float>(min(z, INFINITE));  // NaN becomes Inf: additions to its bits would overflow
     float scale = F::SHIFT >= 0 ? from_exponent<F>(((unbounded(statistic) + F::SHIFT) >> 23) - (127 + F::EMAX))
                                 : to_format<F>(F::ENCODE ? F::QMAX / statistic : statistic / F::QMAX, noise);
     return z < INFINITE ? scale : NOT_A_NUMBER;
 }
 
-// Powers of two divide exactly by their reciprocals, all of which are fp32 numbers; other scales do not.
+// x / scale. A power of two has an exact fp32 reciprocal, so multiplying by it is the same; other scales need `/`.
 template <class F>
 inline float divide(float x, float scale, float reciprocal) {
     return F::S_MANTISSA == 0 ? x * reciprocal : x / scale;
@@ -97,7 +97,7 @@ inline float dequantized(float q, float scale, float reciprocal) {
 
 }  // namespace
 
-// The scales of statistics z, by a rule that draws nothing.
+// Writes the scale of each statistic in z, by a rule without random bits.
 template <class F>
 void block_scales(const float* z, float* scale, i64 count, int threads) {
 #pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
