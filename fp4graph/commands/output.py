@@ -40,8 +40,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 
 
 def show(data: Any, *parts: RenderableType, page: str = "", as_json: bool) -> None:
-    """Print ``data`` as JSON, or ``parts`` and ``page`` for a person; the Markdown of a page is rendered only on a
-    terminal."""
+    """Print ``data`` as JSON, or else ``parts`` and ``page``; render the Markdown of ``page`` only on a terminal."""
     if as_json:
         print_json(data)
         return
@@ -71,7 +70,7 @@ def warn(message: str) -> None:
 
 
 class _PrintableConsole(Console):
-    """A console that escapes control characters in texts, such as those of policies and data."""
+    """A console that escapes control characters, which texts of policies and data may contain."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

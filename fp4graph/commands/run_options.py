@@ -1,4 +1,4 @@
-"""The settings of a run, as the options that train, compare and sweep share."""
+"""The command-line options for the settings of a run; ``train``, ``compare`` and ``sweep`` share them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def _options(
         str | None, _Option(help="Learning rate schedule: constant, cosine or timm. [the task's]")
     ] = None,
     warmup: Annotated[float | None, _Option(help="Warm-up as a share of the steps. [the task's]")] = None,
-    clip: Annotated[float | None, _Option(help="Largest norm of the gradient; 0 for any. [the task's]")] = None,
+    clip: Annotated[float | None, _Option(help="Clip the gradient to this norm; 0 does not clip. [the task's]")] = None,
     dtype: Annotated[
         str | None, _Option(help="Parameters' dtype: fp32, or bf16 without an fp32 copy. [the task's]")
     ] = None,
     autocast: Annotated[
         bool | None, _Option("--autocast/--no-autocast", help="GEMMs in bf16, parameters in fp32. [the task's]")
     ] = None,
-    validate_every: Annotated[int | None, _Option(help="Steps between validations. [about 20 in all]")] = None,
-    validation_batches: Annotated[int | None, _Option(help="The most batches of a validation. [all]")] = None,
+    validate_every: Annotated[
+        int | None, _Option(help="Steps between validations. [from the task's number of validations]")
+    ] = None,
+    validation_batches: Annotated[int | None, _Option(help="Largest number of batches in a validation. [all]")] = None,
     device: Annotated[
         str, _Option(help="cpu, cuda, cuda:1, ...; auto is CUDA if available. A sweep's workers share GPUs.")
     ] = "auto",

@@ -69,11 +69,11 @@ def sensitivity(
         d_br = L_b(all but u quantized, noise r) − L_b(all quantized, noise r)              with keep=True
 
     ``increase`` is the mean of d_b = mean_r d_br, and ``error`` its standard error s(d_b)/√B (for one batch, over the
-    d_r). For a unit without operands of fprop, L_b is the loss on the batch after ``steps`` steps of SGD on it, at the
-    learning rate η_b = decrease · |L_b| / ‖∇L_b‖². With ``keep``, estimates are negated: errors are taken to add up.
+    d_r). For a unit without operands of fprop, L_b is the loss after ``steps`` steps of SGD on the same batch, with the
+    learning rate η_b = decrease · |L_b| / ‖∇L_b‖². With ``keep``, ``estimate`` is minus that for quantizing u alone.
 
     Args:
-        model: a plain or an applied model. A policy's state, such as a moving average, begins anew at the weights.
+        model: a plain or an applied model. The state of techniques is initialized anew from its weights.
         loss: ``loss(model, batch)`` calls its argument ``model``, and returns a differentiable scalar.
         policies: a policy or a list of them, each as for :func:`fp4graph.apply`. Only the first phase of each counts.
         by: "site" (a module with all of its products), "block" (of a repeated stack; a site outside every block is a
@@ -82,7 +82,7 @@ def sensitivity(
         exact: False skips the measurement and only estimates (:mod:`fp4graph.lab.estimates`).
         repeats: the number of seeds of noise, if a policy draws.
         terms: the number of terms that a batch's loss averages: images, or the tokens of a language model. By default
-            the length of the first axis of the first tensor of a batch.
+            the length of the first axis of the first tensor in the first batch.
         known: scores of an earlier call with the same arguments, which are not measured again.
         report: is called with each new score.
 
@@ -146,8 +146,8 @@ def _mean(differences: Sequence[Sequence[float]]) -> tuple[float, float]:
     means = [statistics.fmean(row) for row in differences]
     if not all(map(math.isfinite, means)):
         return math.inf, math.nan
-    pairs = means if means[1:] else list(*differences)
-    error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if pairs[1:] else math.nan
+    samples = means if means[1:] else list(*differences)
+    error = statistics.stdev(samples) / math.sqrt(len(samples)) if samples[1:] else math.nan
     return statistics.fmean(means) if means else math.nan, error
 
 
@@ -162,7 +162,7 @@ class _Twin:
     def __init__(
         self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any], decrease: float
     ) -> None:
-        self.model: nn.Module = copy.deepcopy(unwrapped(model), {PLAIN: True})
+        self.model: nn.Module = copy.deepcopy(unwrapped(model), {PLAIN: True})  # without a policy
         self.batches, self._loss, self._data = range(len(batches)), loss, batches
         self._state: list[tuple[Tensor, Tensor]] = []
         self.exact: list[float] = []
@@ -242,7 +242,7 @@ class _Twin:
 
 
 class _Study:
-    """Measures the ``units`` of a model under one policy, by name and in the order of the model."""
+    """Measures a model under one policy. ``units`` maps names to units, in the order of the model."""
 
     def __init__(self, twin: _Twin, policy: Policy, kinds: Sequence[str], site_of: Mapping[str, str]) -> None:
         if not policy.quantizes:
@@ -278,7 +278,7 @@ class _Study:
                 self.units[", ".join(str(labels[kind]) for kind in kinds)].append((name, operand))
 
     def _use(self, parts: _Parts) -> None:
-        """Apply to the twin the policy that quantizes only ``parts``."""
+        """Quantize only ``parts`` of the twin, by the study's policy."""
         groups: defaultdict[frozenset[Operand], set[str]] = defaultdict(set)
         for site, operands in _by_site(parts).items():
             groups[operands].add(site.removeprefix("(root)"))
@@ -293,7 +293,7 @@ class _Study:
         self._twin.use(Policy(name=self.policy.name, rules=tuple(rules), default=DEFAULT) if rules else None)
 
     def differences(self, parts: _Parts, *, keep: bool, repeats: int, steps: int) -> list[list[float]]:
-        """Return the loss increase that a unit causes, ``[batches][seeds]``."""
+        """Return d_br of a unit (see :func:`sensitivity`), ``[batches][seeds]``."""
         seeds, steps = range(repeats if self._draws else 1), steps if _measure(parts) == "step" else 0
         unit, reference = frozenset(parts), frozenset[tuple[str, Operand]]()
         if keep:

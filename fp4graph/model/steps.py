@@ -20,7 +20,8 @@ class Steps:
 
     Attributes:
         root_state: holds the count; None where no phase quantizes anything, and until the model is prepared.
-        trained: number of finished training forwards in this phase; those of parts count when they begin.
+        trained: number of training forwards in this phase. A call of the model counts when it ends; calls of single
+            modules count, as one forward, when the first of them begins.
     """
 
     def __init__(self, plan: PhasePlan, seed: int, current: CurrentForward) -> None:
@@ -49,17 +50,17 @@ class Steps:
     def begin(self, *, training: bool) -> None:
         """Make state and the step tensor ready for a forward.
 
-        Before the first forwards, state is computed from the present weights (initialized after apply(), sharded, or
-        received from another rank) and made equal on all ranks of a DDP.
+        While the count is 0, state is computed anew from the weights: they may have been initialized after apply(),
+        sharded, or received from another rank. The first training forward of a DDP synchronizes state over its ranks.
         """
         if self.root_state is None:
             return
         if not self.trained:
-            with torch.inference_mode(False):  # tensors made in it could not be trained with
-                for each in state.states(self._plan.root):
+            with torch.inference_mode(False):  # training cannot use tensors made in inference mode
+                for module_state in state.states(self._plan.root):
                     if self.root_state.count == 0:
-                        each.restart()
-                    each.settle(device_of(each.module, device_of(self._plan.root)))
+                        module_state.restart()
+                    module_state.settle(device_of(module_state.module, device_of(self._plan.root)))
         wrapper = torch_internals.active_ddp()
         if training and wrapper is not None and wrapper is not self._wrapper:
             distributed.synchronize(wrapper, self.root_state, self._plan.weights)

@@ -18,7 +18,7 @@ NAMES = {
     "optimizer": ("adam", "adamw", "sgd", "stablespam"), "dtype": ("fp32", "bf16"),
     "schedule": ("constant", "cosine", "timm"), "backend": BACKENDS,
 }  # fmt: skip
-#: The fields that are numbers, the requirement in words and as a half-open interval, and their type.
+#: Rows of numeric fields, their requirement in words, the same as a half-open interval, and their type.
 NUMBERS = (
     (("batch_size", "accumulate", "steps", "validate_every", "validation_batches"), "a whole number of at least 1",
      (1, sys.maxsize), int),
@@ -32,18 +32,18 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a training run, as plain data. For None, the task's recipe chooses.
+    """The settings of a training run, as plain data. A setting of None takes its value from the task's recipe.
 
     ``fp4graph train --help`` explains the options of the same names.
 
     Attributes:
-        policy: a shipped policy's name, a policy file's path, or a policy as data; includes loss scaling.
-        optimizer: stablespam counts in Ω like the technique ``stable_spam``.
+        policy: a shipped policy's name, a policy file's path, or a policy as data. It also sets loss scaling.
+        optimizer: stablespam adds as much to Ω as the technique ``stable_spam``.
         optimizer_options: arguments of the optimizer's constructor besides lr and weight_decay.
         seed: of weights, the order of data, the model's random numbers, the policy's noise, and synthetic data.
         weight_decay: of weights; vectors (biases, norms' gains) do not decay.
-        schedule: constant, or cosine to a hundredth of lr, after warm-up. ``timm`` is the cosine of timm's scheduler,
-            whose warm-up begins at 1e-6 and replaces the beginning of the cosine.
+        schedule: after warm-up, constant or a cosine down to lr/100. ``timm`` is the cosine of timm's scheduler: the
+            warm-up starts at a learning rate of 1e-6 and replaces the first steps of the cosine.
     """
 
     task: str
@@ -100,7 +100,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Validation:
-    """Means after ``step`` steps: ``train_loss`` since the last validation, the others over the validation samples."""
+    """Means after ``step`` steps: ``train_loss`` over the steps since the previous validation, the others over the
+    validation samples."""
 
     step: int
     train_loss: float
@@ -113,12 +114,12 @@ class Outcome:
     """The outcome of a run; losses are NaN if it diverged.
 
     Attributes:
-        validation_loss: the loss after the last step, the M of the score.
-        train_loss: mean over the steps since the last validation but one.
+        validation_loss: the loss after the last step, M in the formula of the score.
+        train_loss: mean over the steps between the last two validations.
         seconds: wall time of training, validations and compilation, without preparing data and model.
         diverged: a loss became NaN or infinite, which ended the training.
         complexity: Ω, of the policy and the optimizer.
-        quantized, sites: the number of quantized matrix products of the model, and of all.
+        quantized, sites: the number of the model's quantized matrix products, and of all its matrix products.
     """
 
     validation_loss: float
