@@ -50,19 +50,19 @@ def export(
 ) -> Path:
     """Write the model as a checkpoint of FP4 weights that other programs load and serve.
 
-    The weights equal those of an eval forward now: they are quantized by the policy, with its techniques and their
+    The weights equal those of a forward in eval mode: the policy quantizes them, with its techniques and their present
     state. Weights that the policy keeps are written in their dtype. Under ``torch.autocast`` weights are quantized from
     autocast's dtype, as in a forward; call export() in the same context as the model.
 
     Args:
-        model: an applied model that was called at least once since.
+        model: an applied model that was called at least once after ``apply``.
         directory: a new folder. It appears when everything is written.
         format: ``compressed-tensors`` (MXFP4, NVFP4), ``modelopt`` (NVFP4) or ``gpt-oss`` (experts of GPT-OSS in
             MXFP4).
         activations: whether the configuration describes the quantizers of activations. False exports only weights.
-        calibration: batches on which the tensor scales of activations are measured, if the policy has such scales;
-            servers read constants. Each batch is a mapping of keywords, a tuple of arguments, the only argument, or a
-            function that calls the model. Without batches only weights are exported, with a PolicyWarning.
+        calibration: batches for a policy with tensor scales of activations. Servers read these scales as constants, so
+            export measures them. A batch is a mapping of keywords, a tuple or list of arguments, a single argument, or
+            a function that calls the model. Without batches export warns (PolicyWarning) and writes only weights.
         sibling_scales: the treatment of matrices that servers fuse (query, key and value; gate and up), if their tensor
             scales differ. Servers read one scale for a fused matrix. ``refuse`` raises an error. ``share`` writes one
             scale and rounds the block scales to it; the relative error of each group is printed, and recorded in
@@ -141,7 +141,7 @@ def _write(
         print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({errors})")
     state_dict = state.strip(root.state_dict())
     kept = {name: x for name, x in state_dict.items() if name not in done and isinstance(x, Tensor)}
-    write_tensors(folder, tensors | layout.kept(root, _once(kept)), max_shard_size)
+    write_tensors(folder, tensors | layout.kept(root, _without_aliases(kept)), max_shard_size)
     layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
     if changes:
         write_json(folder / "sibling_scales.json", changes)
@@ -184,7 +184,7 @@ def _scales(
     return scales, True
 
 
-def _once(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_aliases(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``kept`` with only the first name of each shared tensor, because readers tie the others themselves."""
     seen: set[tuple[Any, ...]] = set()
     unique = {}

@@ -50,7 +50,7 @@ def packed_weights(
     ...     server.load(matrix)
 
     Args:
-        model: an applied model that was called at least once since.
+        model: an applied model that was called at least once after ``apply``.
         sent: digests by name, empty at first. Matrices whose bytes are those of their digest are left out. A matrix
             counts as sent when the caller asks for the next one, so that a failed transfer is repeated.
         sibling_scales: ``refuse`` raises an error if the tensor scales of matrices differ that servers fuse (query, key

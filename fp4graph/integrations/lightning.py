@@ -34,8 +34,8 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
 
     Raises:
         Mismatch: a checkpoint of another policy or seed, or of none, is loaded.
-        Error: the LightningModule has no such part, or ``part`` is needed to choose one; or, when training begins, the
-            policy scales the loss, which needs ``precision="16-mixed"``.
+        Error: the LightningModule has no such part, ``part`` is needed to choose one, or training begins without
+            ``precision="16-mixed"`` under a policy that scales the loss.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
         policy = require_runtime(self._model, "FP4GraphLightningCallback").policy
         if grad_scaler(self._model).is_enabled() and getattr(trainer.precision_plugin, "scaler", None) is None:
             raise Error(
-                f"policy {policy.name!r} scales the loss, which Lightning does only with precision='16-mixed'; set it"
+                f"policy {policy.name!r} scales the loss; Lightning does so only with precision='16-mixed': set it"
             )
         steps = trainer.estimated_stepping_batches if policy.phases else math.inf
         if math.isfinite(steps):

@@ -36,8 +36,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
 
     Raises:
         Mismatch: training resumes from a checkpoint of another policy or seed, or from one without a policy.
-        Error: the callback was added to the Trainer too late to resume or to evaluate; or, when training begins, the
-            policy scales the loss, which needs ``fp16=True``.
+        Error: the callback was added to the Trainer too late to resume or to evaluate, or training begins without
+            ``fp16=True`` under a policy that scales the loss.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         """Prepare the optimizer, after model and optimizer were made and a checkpoint was loaded."""
         assert model is not None
         assert optimizer is not None
-        # Trainer(model_init=...) has made a new model, or trainer.add_callback() was called late.
-        if runtime_of(model) is None:
+        if runtime_of(model) is None:  # Trainer(model_init=...) made a new model, or add_callback() was called late
             if state.global_step > 0:
                 raise Error(
                     "training resumes, but no policy was applied when the checkpoint was loaded: give the model and "
@@ -97,7 +96,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         # Accelerate's wrapper has no hooks.
         inner = getattr(optimizer, "optimizer", optimizer)
         if grad_scaler(model).is_enabled() and getattr(optimizer, "scaler", None) is None:
-            raise Error(f"policy {self.policy.name!r} scales the loss, which Trainer does only with fp16=True; set it")
+            raise Error(f"policy {self.policy.name!r} scales the loss; Trainer does so only with fp16=True: set it")
         prepare_optimizer(model, inner)
 
     def on_prediction_step(self, *_: Any, model: nn.Module | None = None, **others: Any) -> None:

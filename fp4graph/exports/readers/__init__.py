@@ -46,7 +46,7 @@ def read(folder: str | PathLike[str], server: str = "vllm") -> dict[str, Fused]:
 
 
 def fuse(tensors: Mapping[str, Any], config: Mapping[str, Any], server: str = "vllm") -> dict[str, Fused]:
-    """Return the quantized layers that ``server`` makes of a checkpoint, by their names in the server.
+    """Return the quantized layers that ``server`` builds from a checkpoint, by their names in the server.
 
     ``model.layers.0.self_attn.qkv_proj`` has the rows of q, k and v; ``...mlp.gate_up_proj`` those of gate and up;
     ``...mlp.experts.w13`` and ``.w2`` are ``[E, N, K]``. Other quantized layers keep their names. Layers in high

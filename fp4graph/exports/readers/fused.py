@@ -54,7 +54,7 @@ class Activations:
             ServerError: the kind is ``mxfp4``, whose scales are rounded by the kernel.
         """
         if self.kind == "mxfp4":
-            raise ServerError("activations in MXFP4 are rounded by the server's kernel, for which there is no one rule")
+            raise ServerError("activations in MXFP4 are rounded by the server's kernel, and kernels differ")
         if self.scale is None or self.divisor is None:
             return x
         blocks = x.reshape(*x.shape[:-1], -1, 16)

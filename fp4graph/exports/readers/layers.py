@@ -1,4 +1,4 @@
-"""Gathers the tensors of a checkpoint into the layers that servers make of them: fused matrices and stacked experts."""
+"""Gathers the tensors of a checkpoint into the layers of servers: fused matrices and stacked experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each server makes of a layer: its one tensor scale, its rule for activations, or a refusal.
+"""How each server loads a layer: its one tensor scale, its rule for activations, or a refusal.
 
 Written from these sources, of which no code is taken:
 
@@ -33,7 +33,7 @@ class Server:
 
     Attributes:
         version: the release, or the commit of the file about linear layers.
-        load: returns the layer that the server makes of the tensors of a checkpoint; raises a ServerError if it cannot.
+        load: returns the layer that the server builds from a checkpoint's tensors; raises a ServerError if it cannot.
     """
 
     version: str
@@ -53,7 +53,7 @@ def _vllm(layer: Layer) -> Fused:
 
 
 def _sglang(layer: Layer) -> Fused:
-    """Take the scales that vLLM takes, but refuse what has none in common if only weights are quantized."""
+    """Take the scales that vLLM takes; refuse differing scales in compressed-tensors if only weights are quantized."""
     scheme = layer.scheme
     if scheme.weights == "mxfp4":
         if scheme.layout == "compressed-tensors" and not layer.stacked:
