@@ -30,8 +30,8 @@ class ConditionalScaling(Technique):
     Case 2, otherwise: a = (T − t)/(Qmax/g̃ − Qmax/g), b = T − a·Qmax/g̃, s̃_p = a·s_p + b,
     h(X) = γ/q(s̃_p) · Q(q(s̃_p)/γ · X) with γ = g·T/Qmax.
 
-    Both cases are h(X) = γ·f(X/γ) with an encode quantizer f and a group scale γ. In case 1 γ = C, and f chooses its
-    block scales by the statistic of X/γ; in case 2 f receives the statistic Qmax/s̃_p. In case 2 every element
+    Both cases are h(X) = γ·f(X/γ) with an encode quantizer f and a group scale γ. In case 1 γ = C, and f computes its
+    block scales from the amax of X/γ; in case 2 f receives the statistic Qmax/s̃_p. In case 2 every element
     becomes zero: with r = g/m_p in [1, g/g̃] the largest ratio of a block is
     Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T. For E4M3 this is 5e-5, and a ratio below a quarter rounds
     to zero. An operand of zeros stays zero.
@@ -76,19 +76,19 @@ class TwoCaseScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> tuple[Tensor, Tensor]:
         """Return γ of the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
         assert context.spec is not None
-        qmax, number = context.spec.element.max, context.spec.scale.format
+        qmax, scales = context.spec.element.max, context.spec.scale.format
         tensor = Groups(context.blocking, "tensor")
         g = tensor.reduce(z, "amax")
-        # Inf if all are zero.
+        # Inf if every block statistic is zero.
         smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax", fill=-torch.inf)
         data_range = g / smallest
-        centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
-        # s̃_p is computed as t + a·(s_p - Qmax/g), which equals a·s_p + b; b is a difference of nearly equal
+        centred = root(g) * root(smallest) * (math.sqrt(scales.max * scales.min) / qmax)
+        # s̃_p is computed as t + a·(s_p - Qmax/g) and not as a·s_p + b, because b is a difference of nearly equal
         # numbers. s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
         span = data_range.clamp(max=FP32.max) - 1
-        affine = number.min + (number.max - number.min) * (((g / z).clamp(max=FP32.max) - 1) / span)
-        fits = data_range <= number.max / number.min
-        gamma = torch.where(g == 0, 1.0, torch.where(fits, centred, g * (number.max / qmax)))
+        affine = scales.min + (scales.max - scales.min) * (((g / z).clamp(max=FP32.max) - 1) / span)
+        fits = data_range <= scales.max / scales.min
+        gamma = torch.where(g == 0, 1.0, torch.where(fits, centred, g * (scales.max / qmax)))
         return gamma, torch.where((z == 0) | fits, z / gamma, torch.full_like(affine, qmax) / affine)
 
 

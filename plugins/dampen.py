@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dampen(Technique):
-    """Adds a term λ·‖W − Q(W)‖² to the loss, which draws each weight away from the thresholds of its quantizer.
+    """Adds λ·‖W − Q(W)‖² to the loss, to draw each weight away from the rounding thresholds of its quantizer.
 
     W [N, K] is a quantized weight, Q(W) its quantized value, taken as a constant, and ‖·‖ the Frobenius norm. The
     gradient of the term is added before the optimizer's step: dW ← dW + 2λ·(W − Q(W)). λ is ``strength``; with
@@ -29,15 +29,15 @@ class Dampen(Technique):
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", write it. Nagel et al. clip W to the range of Q first,
-    so that the term leaves weights beyond the range alone; with scales that clip no weight, as TetraJet's, this is the
-    same. Their code lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and divides the term by
-    K, which sec. 4.2 does not; rules with a ``strength`` of their own do the same.
+    so that the term does not pull weights beyond the range. If scales clip no weight, as in TetraJet, clipping changes
+    nothing. Their code lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and divides the term
+    by K, unlike sec. 4.2; to do the same, give the layers of each K a rule with ``strength`` divided by K.
 
     Stage: optimizer, before the step.
 
     Cost: the weight's quantizer once more at each step, and one addition per element.
 
-    The complexity weight is ours: 0.5, which Table 2's rules give for unfusable O(n) work with O(1) memory.
+    The complexity weight is ours: 0.5, by Table 2 of the design-space paper for unfusable O(n) work with O(1) memory.
 
     Use it to compare remedies for oscillation. In pre-training it hardly reduces oscillation (Chen et al., Table 4 and
     Figure 6); ``q_ema`` and ``q_ramping`` do.
@@ -48,7 +48,7 @@ class Dampen(Technique):
     complexity: ClassVar[float] = 0.5
     on_weight: ClassVar[bool] = True
 
-    strength: Positive = Field(0.01, description="λ; its final value, if it rises.")
+    strength: Positive = Field(0.01, description="λ, or the final λ if total_steps is set.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which λ is 0.")
 

@@ -23,20 +23,20 @@ class FourOverSix(Technique):
 
     E2M1 has no value between 4 and 6. If the maximum M is scaled to 6, an element of 5/6·M errs by M/6; if it is scaled
     to 4, no element errs by more than M/8, but small elements round more coarsely. The two scales are S_6 = q(Z/6) and
-    S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), where q is the spec's own rule; x̂_6 and x̂_4 are the block
-    rounded to nearest under each. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for ties.
+    S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), where q rounds a scale as the spec says; x̂_6 and x̂_4 are
+    the block rounded to nearest under each. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for ties.
     ``measure`` is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale
-    format's maximum takes 6. If elements are rounded stochastically, the choice is still that of rounding to nearest.
+    format's maximum takes 6. The choice compares errors of RTN even if the spec rounds elements stochastically.
 
     Source: Cook et al. 2025, "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling", for NVFP4
     and with mean squared error; the other measures are from the authors' code. E4M3 scales need a tensor scale that
-    leaves room for 1.5 times the largest block scale: the authors scale to 256 in place of 448 (1.5·256 = 384), which
-    is ``tensor_scaling: {target: 256}``, declared beside this technique.
+    leaves room for 1.5 times the largest block scale. The authors scale to 256 instead of 448 (1.5·256 = 384); declare
+    ``tensor_scaling: {target: 256}`` beside this technique to do the same.
 
     Stage: scale.
 
-    Cost: every block is rounded twice to find its scale. The complexity weight is ours: 0.5, Table 2's fusable O(n),
-    since a block and its errors stay in registers.
+    Cost: every block is rounded twice to find its scale. The complexity weight is ours: 0.5, by Table 2 of the
+    design-space paper for fusable O(n) work, since a block and its errors stay in registers.
 
     Use it with scales that have mantissa bits (NVFP4). With power-of-two scales S_4 is S_6 or 2·S_6, and the
     grid of 2·S_6 adds no value below 6·S_6: the technique can then only undo clipping (scales rounded down or to
@@ -82,8 +82,8 @@ class FourOrSix(BlockScale):
         spec = context.spec
         assert spec is not None
         six, four = (statistics.block_scale(z * stretch, spec) for stretch in (1.0, 6 / 4))
-        about = z, spec, self.options.measure, context.blocking, context.quotient
-        chooses_four = measures.errs_less(values, (six, four), *about)
+        arguments = z, spec, self.options.measure, context.blocking, context.quotient
+        chooses_four = measures.errs_less(values, (six, four), *arguments)
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)
         return torch.where(chooses_four, four, six)

@@ -15,7 +15,7 @@ from fp4graph.technique import Operands, Part, SiteView, Wrapper
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
+_LARGEST_DENOMINATOR = 10**9  # of 1 - α as a fraction; times the number of elements, its terms must fit 64 bits
 
 
 class OutlierClamp(Technique):
@@ -25,26 +25,26 @@ class OutlierClamp(Technique):
     of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
     α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
     Every expert of a grouped product has its own quantiles. Thus c elements at either end are clamped, or fewer if they
-    tie with the threshold. A threshold is always an element and never interpolated: it does not depend on the way of
-    computing it, no element is changed by less than its distance to another one, and −X has the thresholds of X with
-    signs and places swapped. Scales then follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays
+    tie with the threshold. A threshold is an element of X, never interpolated. It therefore does not depend on how it
+    is computed, and −X has the thresholds of X, negated and swapped; a clamped element becomes equal to another
+    element. Scales then follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays
     in the GEMM's dtype; Q's argument plus ΔX is X to half a unit in the last place of ΔX. ``residual: false`` leaves ΔX
     out.
 
     NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
     value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
-    the elements are those of the new basis, with its padding.
+    quantiles and clamping are those of the transformed X, padding included.
 
     Source: Wang et al. 2025, "Optimizing Large Language Model Training Using FP4 Quantization", outlier clamping and
     compensation, for activations, with α 0.999, 0.99 and 0.97 compared. The authors' code (MS-AMP) sorts the tensor
-    and takes the places ⌊(1 − α)·n⌋ and ⌊α·n⌋, at the upper end at most one place further out; its layers leave the
+    and takes the places ⌊(1 − α)·n⌋ and ⌊α·n⌋; the second is at most one place above ours. Its layers leave the
     residual out, as ``residual: false`` does.
 
     Stage: split.
 
     Cost: a selection over the whole tensor, twice, before the first block can be quantized, and with the residual a
-    second, sparse GEMM. The complexity weight is ours: 2.0 with the residual, as Table 2 gives 2 to 3 for unfusable
-    work with O(n) memory; 0.5 without it, for unfusable O(n) work with O(1) memory, a radix selection of two elements.
+    second, sparse GEMM. The complexity weight is ours, by Table 2 of the design-space paper: 2.0 with the residual
+    (unfusable, O(n) memory: 2 to 3); 0.5 without it (unfusable, O(1) memory), for a radix selection of two elements.
 
     Use it on activations with outliers in a few channels.
     """
@@ -62,7 +62,7 @@ class OutlierClamp(Technique):
 
     @property
     def complexity(self) -> float:
-        """2.0 with the residual, 0.5 without it; ours."""
+        """Our weights: 2.0 with the residual, 0.5 without it."""
         return 2.0 if self.residual else 0.5
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
@@ -84,13 +84,13 @@ class SplitOutliers(Wrapper):
 
     def thresholds(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return x_low and x_high, 0-d; in a grouped product those of each expert, broadcastable to ``x``."""
-        finite = torch.where(x == x, x, math.inf)
+        ordered = torch.where(x == x, x, math.inf)  # NaN as the largest value
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.options.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
         if (segments := context.blocking.segments) is not None:
-            return segments.order_statistics(finite, share)
-        n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements
-        return context.order_statistics(finite.reshape(-1), n * share.numerator // share.denominator)
+            return segments.order_statistics(ordered, share)
+        n = math.prod(x.shape)  # not from reshape(-1): Dynamo cannot retrace its numel for a tensor of no elements
+        return context.order_statistics(ordered.reshape(-1), n * share.numerator // share.denominator)
 
 
 @hookimpl

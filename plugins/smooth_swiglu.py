@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU: normalizes the channels of silu(gate)·up before they are quantized; the next weight absorbs it."""
+"""Smooth-SwiGLU: divides the channels of silu(gate)·up by their amax, and multiplies the next weight by it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class SmoothSwiglu(Technique):
 
     Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). GPT-OSS's activation,
     gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is excluded: its channels cannot grow beyond the clamps, 7·8 in
-    magnitude. If the technique acts nowhere in a model, the model's first forward warns. dgrad and wgrad quantize the
-    operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
+    magnitude. If the technique acts nowhere in a model, the model's first forward warns. dgrad and wgrad are
+    not scaled; with ``source: fprop`` they quantize fprop's dequantized operands after S is undone.
 
     Cost: a maximum over the tokens of X, which no block-wise kernel sees, and a multiplication of X and of W. The
-    complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
+    complexity weight is ours: 0.5, by Table 2 of the design-space paper for unfusable O(n) with O(1) memory (K values).
 
     Use it for models with SwiGLU trained long enough to grow such channels. The spread moves into W, whose blocks run
     along the same channels, so it pays where activations are quantized more coarsely than weights. A rule with
@@ -61,21 +61,21 @@ class ChannelScales(PairTransform):
     options: SmoothSwiglu
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return s, fp32 ``[..., 1, K]``; with experts s of each token's expert ``[T, K]`` and all ``[E, 1, K]``."""
+        """Return s, fp32 ``[..., 1, K]``; with experts s of each token ``[T, K]`` and of each expert ``[E, 1, K]``."""
         if (segments := context.blocking.segments) is not None:
-            experts = segments.of_own
+            experts = segments.of_own  # padding belongs to no expert
             assert experts.ids is not None, "the left operand of experts holds tokens"
             s = self._rounded(experts.table(left.to(torch.float32).abs(), 0, 1))
             of_tokens = torch.where((experts.ids == experts.count)[:, None], 1.0, s[experts.ids])
             return of_tokens, s[: experts.count, None]
         return (self._rounded(maximum(left.to(torch.float32).abs(), (left.dim() - 2,))),)
 
-    def _rounded(self, s: Tensor) -> Tensor:
-        """Return s for the largest magnitudes ``s``, in their shape."""
-        ordinary = (s > 0) & (s < torch.inf)
+    def _rounded(self, amax: Tensor) -> Tensor:
+        """Return s, in the shape of ``amax``."""
+        ordinary, s = (amax > 0) & (amax < torch.inf), amax
         if self.options.power_of_two:
             # Adding the largest mantissa and then clearing the mantissa rounds up.
-            bits = (s.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
+            bits = (amax.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
             s = bits.view(torch.float32)
         return torch.where(ordinary, s, 1.0)
 
