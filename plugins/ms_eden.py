@@ -20,8 +20,8 @@ from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SQUARE_BOUND = 128.0  # of (x/S)²: abs(x/S) reaches Qmax/fill · 3/2 = 9.7 if a subnormal S of 3/2 units became one
-_FILL_DIVISOR = 4  # a group of which an expert's tokens fill less than 1/4 (32 of 128) is rounded stochastically
+_SQUARE_BOUND = 128.0  # bound of (x/S)²: abs(x/S) <= Qmax/fill·3/2 = 9.7, with the 3/2 of a subnormal S rounded to 1
+_FILL_DIVISOR = 4  # a group is rounded stochastically if an expert's tokens fill less than 1/4 of it (32 of 128)
 
 
 class MSEden(Technique):
@@ -31,24 +31,24 @@ class MSEden(Technique):
     with g its absolute maximum, and cut into blocks with S = q(fill·Z/6). Its elements are q_i = nearest(u_i), u_i =
     x_i/(γ·S). Then c = Σ u_i² / Σ u_i·q_i for each group, 1 where every q_i is 0, and the stored scale of each of its
     blocks is S' = SR(c·S), rounded stochastically to the scale format. So the component of c·q along u is u, whatever
-    the rounding, and the random rotation turns all other errors into noise: the expectation of the product of two such
-    operands comes near to the product. (The sums weigh all blocks of a group alike, as in the authors' code; after the
+    the rounding, and the random rotation turns all other errors into noise: the expected product of two such operands
+    is close to the exact product. (The sums weigh all blocks of a group alike, as in the authors' code; after the
     rotation their scales are nearly equal.) ``fill`` below 1 lets a block's largest values exceed 6 and be clipped,
     which lowers the squared error; the factor makes up for the bias.
 
-    For components beside u the paper needs a uniformly random rotation; random signs with a Hadamard matrix come near
-    if much of a group is filled. In wgrad zeros pad an expert's tokens to whole groups. One that is filled to less than
-    a quarter would be biased by up to 7 % (docs/experts.md), and is rounded stochastically, without bias: S = q(Z/6)
-    rounded up, which clips nothing, and S' = S. In an ordinary layer whose tokens or outputs 128 does not divide, the
-    last group keeps its bias.
+    For components beside u the paper needs a uniformly random rotation. Random signs and a Hadamard matrix approximate
+    one if most of a group is filled. In wgrad, zeros pad an expert's tokens to whole groups. A group that tokens fill
+    to less than a quarter would be biased by up to 7 % (docs/experts.md). It is rounded stochastically, without bias:
+    S = q(Z/6) is rounded up, so that nothing is clipped, and S' = S. If 128 does not divide the tokens or outputs of
+    an ordinary layer, the last group keeps its bias.
 
     Source: Panferov et al. 2026, "Quartet II: Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient
     Estimation", and their code (groups of 128, fill 17/16·0.93, scales to 255.99; one rotation per backward, ours two).
 
     Stages: scale (group scale and block scale), element rounding, rescale.
 
-    Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
-    complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
+    Cost: two sums and one random number per block, where stochastic rounding has one per element. The complexity
+    weight is ours: 0.5, tensor scale included, by Table 2 of the design-space paper for fusable O(n) work.
 
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
@@ -60,7 +60,7 @@ class MSEden(Technique):
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
     fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="A block's maximum is scaled to 6 divided by fill.")
-    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block's scale; leaves room for c.")
+    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block scale before c multiplies it.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
@@ -69,23 +69,23 @@ class MSEden(Technique):
         if rotation.block != self.block:
             raise ValueError(f"its groups must be hadamard's: hadamard has block {rotation.block}, not {self.block}")
         if rotation.kind == "deterministic":
-            raise ValueError("it is unbiased under a random rotation alone; hadamard needs a kind that draws signs")
+            raise ValueError("it is unbiased only under a random rotation; hadamard needs a kind that draws signs")
         if rotation.resample == "never":
-            raise ValueError("it is unbiased over signs that hadamard draws anew; leave its option resample out")
+            raise ValueError("it is unbiased only if hadamard draws new signs; leave out hadamard's option resample")
         for operand, spec in self.specs_listed(specs).items():
             if operand.gemm not in rotation.rotated:
                 raise ValueError(f"{operand} is not rotated; add {operand.gemm} to the scope of hadamard")
             if not isinstance(spec.block, int) or self.block % spec.block:
-                raise ValueError(f"block {self.block} is no multiple of the block of {operand}, {spec.block}")
+                raise ValueError(f"block {self.block} is not a multiple of the block of {operand}, {spec.block}")
             if "stochastic" in (spec.rounding, spec.scale.rounding):
                 raise ValueError(f"{operand} rounds stochastically already; drop that, or this technique")
-            number = spec.scale.format
-            if spec.scale.convention != "decode" or not number.mantissa_bits or not number.has_zero:
-                raise ValueError(f"it rounds decode scales between neighbours; {operand} has {number.name} scales")
+            scales, kind = spec.scale.format, spec.scale.convention
+            if kind != "decode" or not scales.mantissa_bits or not scales.has_zero:
+                raise ValueError(f"it needs decode scales such as e4m3; {operand} has {kind} {scales.name} scales")
             checks.check_target(self.target, operand, spec.scale)
         for name in ("tensor_scaling", "four_over_six", "macro_block_scaling"):
             if name in techniques and (both := techniques[name].operands_listed & self.operands_listed):
-                raise ValueError(f"it scales {min(both)} by itself; take its operands out of those of {name}")
+                raise ValueError(f"it scales {min(both)} itself; take its operands out of {name}'s")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         scale = UnbiasedScale(options=self)
@@ -113,14 +113,14 @@ class UnbiasedScale(BlockScale):
         chosen = statistics.block_scale(z * self.options.fill, spec)
         if (sparse := groups.sparse(_FILL_DIVISOR)) is None:
             return chosen
-        above = statistics.block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
-        return torch.where(sparse, above, chosen)
+        rounded_up = statistics.block_scale(z, replace(spec, scale=replace(spec.scale, rounding="toward_positive")))
+        return torch.where(sparse, rounded_up, chosen)
 
     def rescale(self, quantization: Quantization, context: Context) -> Tensor:
         """Return S' = SR(c·S)."""
         q, length = quantization, self.options.block
-        about = q.spec, q.blocking, _SQUARE_BOUND, length, q.quotient
-        squares, products = measures.group_moments(q.values, q.scale, *about)
+        arguments = q.spec, q.blocking, _SQUARE_BOUND, length, q.quotient
+        squares, products = measures.group_moments(q.values, q.scale, *arguments)
         factor = torch.where(products == 0, 1.0, squares / products)
         corrected = (q.scale.double() * factor).to(torch.float32).clamp(max=q.spec.scale.format.max)
         scale = round_stochastically(corrected, q.spec.scale.format, context.noise.block_bits())
@@ -129,14 +129,14 @@ class UnbiasedScale(BlockScale):
 
 
 class StochasticWhereSparse(Rounding):
-    """Rounds stochastically those groups of an expert that tokens fill to less than a quarter."""
+    """Rounds sparse groups stochastically: those that an expert's tokens fill to less than a quarter."""
 
     mixes = "expert"
     draws = True
     options: MSEden
 
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
-        """Return the elements of groups that are hardly filled rounded stochastically, the others to nearest."""
+        """Round the elements of sparse groups stochastically, all others to nearest; None where none can be sparse."""
         assert context.spec is not None
         if (sparse := Groups(context.blocking, self.options.block).sparse(_FILL_DIVISOR)) is None:
             return None

@@ -17,14 +17,14 @@ from fp4graph.training import oscillation
 class OsciReset(Technique):
     """Sets weights that move much less than their quantized values to these values, once in every period.
 
-    A period begins after step ``start``, and again after each ``every`` steps; with ``absolute_steps``, as in the
-    authors' code, after every step from ``start`` on whose number is a multiple of ``every``. W and Q(W) are stored,
+    The first period begins after step ``start``, and each lasts ``every`` steps. With ``absolute_steps``, as in the
+    authors' code, periods begin after the steps >= ``start`` that are multiples of ``every``. W and Q(W) are stored,
     and over the next ``track`` steps
 
         D = Σ abs(ΔW),   D_q = Σ abs(ΔQ(W))
 
     are summed for each element. One step later, w ← Q(w) where D_q/D ≥ ``threshold``; an element that did not move has
-    the ratio 0. Q(w) is the middle of the range of numbers that round to it, and the weight has to leave that range
+    the ratio 0. Q(w) lies inside the range of numbers that round to it, and the weight has to leave that range
     before it flips again. The optimizer's moments do not change. Input channels that ``out_control`` multiplies
     separately are left out, as in the authors' code.
 
@@ -36,8 +36,8 @@ class OsciReset(Technique):
     Stage: optimizer, after the step.
 
     Cost: four tensors of the weight's size and one more pass of the weight's quantizer per step, while elements are
-    tracked. The complexity weight is ours: 2.0, the least that Table 2's rules give for unfusable work with O(n)
-    memory, because it is idle for most of a period.
+    tracked. The complexity weight is ours: 2.0, the least by Table 2 of the design-space paper for unfusable work with
+    O(n) memory, because the technique is idle for most of a period.
 
     Use it late in a training, when learning rates are small and weights oscillate. Forward weights must round to
     nearest: a quantizer that draws noise moves without the weight.
@@ -61,7 +61,7 @@ class OsciReset(Technique):
     def _fits(self) -> OsciReset:
         if self.track + 2 > self.every:
             raise ValueError(
-                f"track {self.track} steps, one to begin and one to reset are more than every {self.every}; "
+                f"every must be at least {self.track + 2} (track, a step to begin, a step to reset), not {self.every}; "
                 "lower track or raise every"
             )
         return self
@@ -84,23 +84,23 @@ class ResetOscillating(OptimizerHook):
         """Store W and Q(W), sum distances, or reset."""
         options = self.options
         memory, weight = update.memory, update.parameter
-        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU: reading it does not wait
+        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64))  # on the CPU: reading it never waits
         steps += 1
         if steps < options.start:
             return
-        place = (int(steps) - (0 if options.absolute_steps else options.start)) % options.every
-        if place == 0:
+        position = (int(steps) - (0 if options.absolute_steps else options.start)) % options.every
+        if position == 0:
             oscillation.begin(update)
         elif "last" not in memory:  # the period began before start, or the options changed in the middle of one
             return
-        elif place <= options.track:
+        elif position <= options.track:
             oscillation.add(update)
         else:
             moved, moved_q = oscillation.end(memory)
             oscillates = (moved > 0) & (moved_q >= options.threshold * moved)
-            apart = update.apart()
-            if apart is not None:
-                oscillates &= ~apart
+            multiplied_apart = update.apart()
+            if multiplied_apart is not None:
+                oscillates &= ~multiplied_apart
             weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
 
 

@@ -1,4 +1,4 @@
-"""Outlier fallback: gives the blocks that lose the most to zero a second quantized pass over their residual."""
+"""Outlier fallback: quantizes the residual too, in the blocks whose largest elements became zero, and adds it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class OutlierFallback(Technique):
 
     Stage: around the quantizer. Surrogate gradients are those of the first pass.
 
-    Cost: a second quantizer, n/l scores and, with ``fraction``, a choice of the largest; on hardware φ more
-    multiplications. The complexity weight is ours: 1.5, Table 2's O(n/l) memory, for the scores and the second set of
-    scales.
+    Cost: a second quantizer, n/l scores and, with ``fraction``, a choice of the largest; hardware would multiply φ
+    of the blocks twice. The complexity weight is ours: 1.5, by Table 2 of the design-space paper for O(n/l) memory,
+    for the scores and the second set of scales.
 
     Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
     blocks of a whole operand, so the other tokens influence which blocks of a token fall back. A token may therefore
@@ -57,10 +57,10 @@ class OutlierFallback(Technique):
 
     operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")
     fraction: float | None = Field(
-        None, gt=0, le=1, description=f"Share of blocks that get a second pass; {_DEFAULT_FRACTION} without threshold."
+        None, gt=0, le=1, description=f"Share of blocks that get a second pass; {_DEFAULT_FRACTION} if none is set."
     )
     threshold: float | None = Field(
-        None, ge=0, lt=1, description="Share of the largest magnitude; blocks that lose more to zero get a second pass."
+        None, ge=0, lt=1, description="Share of the amax; a block with a larger element that becomes zero is chosen."
     )
     granularity: Literal["tensor", "row"] = Field("tensor", description="Blocks that compete: of an operand or a line.")
 
@@ -75,7 +75,7 @@ class OutlierFallback(Technique):
         for operand, spec in self.specs_listed(specs).items():
             if self.granularity == "row" and not isinstance(spec.block, int):
                 raise ValueError(
-                    f"with granularity: row the blocks of one line compete, and those of {operand} are {spec.block}; "
+                    f"with granularity: row the blocks of one line compete; the block of {operand} is {spec.block}; "
                     "use blocks of a fixed length, or leave granularity out"
                 )
 
@@ -102,8 +102,8 @@ class SecondPass(Wrapper):
         else:
             finite = context.maxima(torch.where(first == first, exact, 0.0))
             chosen = lost > self.options.threshold * Groups(blocking, self.options.granularity).reduce(finite, "amax")
-        kept = blocking.split(first)
-        return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
+        once = blocking.split(first)
+        return blocking.join(torch.where(chosen, once + blocking.split(second), once)).to(x.dtype)
 
     def _largest(self, score: Tensor, context: Context) -> Tensor:
         """Return the ⌈φ·n/l⌉ blocks with the largest scores, separately for each expert or line."""

@@ -69,7 +69,7 @@ class StepGradient(Technique):
         return value
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> StepGradient:
+    def _options_fit_kind(self) -> StepGradient:
         check_kind(self, {"k": ("dge",), "temperature": ("sigmoid",), "knots": ("spline",)})
         lower, upper = self.bounds
         if upper is not None and lower > upper:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class TensorScalingGradient(Technique):
     """Differentiates the tensor scale too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
 
-    f' is the derivative of the block quantizer with the policy's other techniques, where γ of macro blocks is constant.
-    ``kind`` chooses g and dg/dX, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x)
-    at its first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dg/dx =
+    f' is the derivative of the block quantizer with the policy's other techniques; it treats γ of macro blocks as a
+    constant. ``kind`` chooses g and dg/dX, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx =
+    sign(x) at the first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β, for all six operands, dg/dx =
     softmax(β·abs(x))·sign(x); ``hybrid`` the maximum with the softmax's gradient; ``ste`` the maximum with dg/dx = 1;
     ``ignore``, the default, treats γ as a constant and costs nothing. β is absolute unless ``relative`` divides it by
-    g's maximum.
+    max abs(x) of the group.
 
     Source: "Elucidating the design space of FP4 training", Corollary 1 and Eq. 3, Table 1. Its search space tries
     ignore, absmax and STE.
@@ -55,7 +55,7 @@ class TensorScalingGradient(Technique):
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
 
     @model_validator(mode="after")
-    def _of_its_kind(self) -> TensorScalingGradient:
+    def _options_fit_kind(self) -> TensorScalingGradient:
         check_kind(self, dict.fromkeys(("beta", "relative"), ("softmax", "hybrid")))
         return self
 
@@ -67,7 +67,7 @@ class TensorScalingGradient(Technique):
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a held γ, which does not depend on X."""
         if self.kind != "ignore" and getattr(techniques["tensor_scaling"], "hold_steps", 1) > 1:
-            raise ValueError("a held tensor scale has no gradient; use tensor_scaling with hold_steps: 1, or ignore")
+            raise ValueError("a held tensor scale has no gradient; use kind: ignore, or tensor_scaling's hold_steps: 1")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason for ``absmax`` if the quantizer returns a group's maximum unchanged."""

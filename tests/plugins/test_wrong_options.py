@@ -57,7 +57,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "mean_split": [({"operands": ["weights"]}, "cannot act on 'weights'")],
     "osci_reset": [
-        ({"every": 51}, "track 50 steps, one to begin and one to reset are more than every 51"),
+        ({"every": 51}, r"every must be at least 52 .*, not 51; lower track"),
         ({"threshold": 1}, "threshold must be above 1"), ({"start": -1}, "start must be at least 0"),
     ],
     "out_control": [
@@ -179,7 +179,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         ({}, scaled() | {"after": [{"hadamard": {"block": 16}}]}, "hadamard changes fprop.weight too"),
         ({}, LEARNED | scaled(granularity="row"), "granularity: tensor"),
         ({}, LEARNED | scaled(target=256), "target of 448"),
-        ({}, scaled(operands=["inputs"]), "operands with fprop.weight"),
+        ({}, scaled(operands=["inputs"]), "tensor_scaling must act on fprop.weight"),
         ({}, LEARNED | {"more": []}, "tensor_scaling"),
     ],
     "loss_scaling": [({}, {"quantize": TIES_UP}, "move it to the policy's techniques")],
@@ -202,14 +202,14 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
             ({}, {"more": [{"hadamard": {"scope": "all", "block": 128, "kind": "deterministic"}}]},
              "a kind that draws signs"),
             ({}, {"more": [{"hadamard": {**ROTATED["hadamard"], "resample": "never"}}]},
-             "leave its option resample out"),
+             "leave out hadamard's option resample"),
             ({}, {"more": [{"hadamard": {"scope": ["wgrad"], "block": 128}}]}, "dgrad.* is not rotated"),
             ({}, {"more": []}, "hadamard"),
-            ({}, {"quantize": {**NVFP4, "block": [16, 16]}}, "no multiple of the block"),
+            ({}, {"quantize": {**NVFP4, "block": [16, 16]}}, "not a multiple of the block of dgrad"),
             ({}, {"quantize": {**NVFP4, **DRAWN}}, "rounds stochastically already"),
             ({}, {"quantize": {**NVFP4, "scale": {"format": "e8m0"}}}, "e8m0 scales"),
             ({"target": 500}, {}, "above the largest scale"),
-            ({}, {"after": ["tensor_scaling"]}, "take its operands out of those of tensor_scaling"),
+            ({}, {"after": ["tensor_scaling"]}, "take its operands out of tensor_scaling's"),
             ({"fill": 1.2}, {}, "fill"),
             ({"operands": ["forward"]}, {}, "cannot act on 'forward'"),
         )
@@ -228,7 +228,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     ],
     "outlier_fallback": [
         ({"granularity": "row"}, {"quantize": quantizer(block)},
-         r"blocks of one line compete, and those of fprop\.input are") for block in ("row", "tensor", [4, 32])
+         r"blocks of one line compete; the block of fprop\.input is") for block in ("row", "tensor", [4, 32])
     ],
     "q_ema": [
         *(({}, rest, r"fprop\.weight already rounds stochastically") for rest in (WEIGHT_DRAWN, FORWARD_DRAWN)),
