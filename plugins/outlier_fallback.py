@@ -57,7 +57,7 @@ class OutlierFallback(Technique):
 
     operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")
     fraction: float | None = Field(
-        None, gt=0, le=1, description=f"Share of blocks that get a second pass; {_DEFAULT_FRACTION} if none is set."
+        None, gt=0, le=1, description=f"Share of chosen blocks; {_DEFAULT_FRACTION} unless threshold is set."
     )
     threshold: float | None = Field(
         None, ge=0, lt=1, description="Share of the amax; a block with a larger element that becomes zero is chosen."
