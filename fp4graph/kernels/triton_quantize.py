@@ -12,8 +12,7 @@ twice. 4096 elements are 32 for each thread of four warps: enough loads in fligh
 enough to stay in a thread's registers.
 
 The numerics and the names of their parts are those of ``numerics/scaling.py``, ``rounding.py`` and ``noise.py``:
-exponents as integers, no logarithm, division correctly rounded (or by exact reciprocals, where scales are powers of
-two).
+exponents as integers, no logarithm, division correctly rounded (by exact reciprocals, where scales are powers of two).
 """
 
 from __future__ import annotations

@@ -304,6 +304,15 @@ def test_machine_code(name, gpu, operator, compiler):
     assert binary.registers <= 255
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("operator", "most"), [("quantize", 8), ("quantize columns", 16), ("quantize_both", 24)])
+def test_divisions(operator, most, compiler):
+    """Of the 32 elements that a thread holds of each tile, none is divided by IEEE's division, which takes 18
+    instructions: only the numbers of the blocks are."""
+    binary = compiler(compiled, absent.H200, *pairs()["nvfp4:input"], operator)
+    assert binary.ptx.count("div.rn.f32") <= most
+
+
 def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> absent.Binary:
     """The kernel as an operator launches it on or for a bf16 tensor."""
     used = USES[operator]
