@@ -135,8 +135,8 @@ class ConditionGradients(OptimizerHook):
 
 def _unfit(optimizer: torch.optim.Optimizer, what: str) -> Error:
     return Error(
-        f"technique stable_spam conditions the gradients of an optimizer of Adam's kind, with momenta betas and the "
-        f"moments exp_avg and exp_avg_sq, which it resets; {type(optimizer).__name__} {what}. Use torch.optim.AdamW, "
+        f"technique stable_spam scales betas[0] and resets the moments exp_avg and exp_avg_sq, so it needs an "
+        f"optimizer of Adam's kind; {type(optimizer).__name__} {what}. Use torch.optim.AdamW, "
         "or take stable_spam out of the policy"
     )
 

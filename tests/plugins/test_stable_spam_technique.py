@@ -1,4 +1,4 @@
-"""stable_spam around other optimizers against fp4graph.optim.StableSPAM, which has tests against the equations."""
+"""stable_spam around other optimizers equals fp4graph.optim.StableSPAM, which tests/training checks on its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAM = {"lr": 0.02, "betas": (0.85, 0.99), "weight_decay": 0.1}
 
 
 class Several(nn.Module):
-    """A linear that nothing uses, so that only the gradients given here count, and parameters of all shapes."""
+    """Parameters of all shapes, and a linear. No test calls the model: all gradients are prescribed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def assert_close(model, other, **tolerances):
 
 
 @pytest.mark.parametrize("changed", [{}, {"total_steps": None}, {"reset_interval": None}, {"reset_interval": 1}])
-def test_fused_adamw_under_it_is_stable_spam_to_the_bit(changed):
+def test_fused_adamw_under_the_technique_equals_the_optimizer_to_the_bit(changed):
     (model, optimizer), (reference, spam) = both(options={**CONDITIONING, **changed})
     for grads in gradients(45):
         push(optimizer, model.parameters(), [grads])
@@ -90,16 +90,16 @@ def test_other_adamws_differ_by_rounding(foreach):
 
 
 def test_gradients_are_conditioned_in_place_and_in_batches(monkeypatch):
-    expected, optimizer = prepared(fused_adamw, CONDITIONING)
+    expected, whole = prepared(fused_adamw, CONDITIONING)
     stream = gradients(12)
-    push(optimizer, expected.parameters(), stream)
+    push(whole, expected.parameters(), stream)
     monkeypatch.setattr(conditioning, "CPU_BATCH", 100)
-    model, its = prepared(fused_adamw, CONDITIONING)
-    push(its, model.parameters(), stream[:-1])
+    model, batched = prepared(fused_adamw, CONDITIONING)
+    push(batched, model.parameters(), stream[:-1])
     grads = [g.clone() for g in stream[-1]]
     for p, g in zip(model.parameters(), grads, strict=True):
         p.grad = g
-    its.step()
+    batched.step()
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
@@ -118,19 +118,19 @@ def test_several_dtypes_and_empty_parameters():
 
 
 class Subclass(torch.Tensor):
-    """As DTensor is: no plain tensor, so one by one."""
+    """Not a plain tensor, like DTensor, so its gradients are conditioned one by one."""
 
 
 def test_other_tensors_go_one_by_one():
-    expected, optimizer = prepared(fused_adamw, CONDITIONING)
-    model, its = prepared(partial(adamw, foreach=False), CONDITIONING)
-    push(optimizer, expected.parameters(), gradients(12))
+    expected, reference = prepared(fused_adamw, CONDITIONING)
+    model, optimizer = prepared(partial(adamw, foreach=False), CONDITIONING)
+    push(reference, expected.parameters(), gradients(12))
     wrapped = [[None if g is None else g.as_subclass(Subclass) for g in grads] for grads in gradients(12)]
-    push(its, model.parameters(), wrapped)
+    push(optimizer, model.parameters(), wrapped)
     assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_acts_beside_a_quantizing_rule_and_after_what_is_declared_before_it():
+def test_it_conditions_gradients_of_quantized_weights_after_the_techniques_declared_before():
     techniques = [{"dampen": {"strength": 0.5}}, {"stable_spam": CONDITIONING}]
     data = one_rule(quantize=quantizer(16), default="keep", techniques=techniques)
     model = applied(nn.Linear(16, 4, bias=False), data)
@@ -154,7 +154,7 @@ TIMM = [
     "adamw", "adamwlegacy", "cadamw", "nadamw", "nadamlegacy", "radamlegacy", "lamb", "lambc", "adamp", "adabelief",
     "radabelief", "adan", "laprop", "mars",
     pytest.param("novograd", marks=pytest.mark.skipif(
-        timm.__version__ < "1.0.31", reason="its step divides p.grad in place, which this test feeds to the other"
+        timm.__version__ < "1.0.31", reason="its step divides p.grad in place, and this test reads p.grad afterwards"
     )),
 ]  # fmt: skip
 
@@ -170,10 +170,10 @@ def test_after_a_reset_the_optimizer_is_as_new(name):
     push(optimizer, model.parameters(), stream[:3])
     former = [p.detach().clone() for p in model.parameters()]
     fresh = nn.ParameterList([p.clone() for p in former])
-    its = optimizer_named(name, fresh.parameters())
+    new = optimizer_named(name, fresh.parameters())
     for grads in stream[3:6]:
         push(optimizer, model.parameters(), [grads])
-        push(its, fresh.parameters(), [[p.grad for p in model.parameters()]])  # conditioned already
+        push(new, fresh.parameters(), [[p.grad for p in model.parameters()]])  # conditioned already
         assert same(model.parameters(), fresh.parameters())
     assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), former, strict=True))
 
@@ -202,7 +202,7 @@ def test_resets_reach_parameters_without_a_gradient():
 )  # fmt: skip
 def test_optimizers_without_adams_moments_are_refused(make, message):
     model, optimizer = prepared(make)
-    with pytest.raises(fp4graph.Error, match=f"with momenta betas .*; {message}.*Use torch.optim.AdamW"):
+    with pytest.raises(fp4graph.Error, match=f"needs an optimizer of Adam's kind; {message}.*Use torch.optim.AdamW"):
         push(optimizer, model.parameters(), gradients(1))
 
 
@@ -235,7 +235,7 @@ def test_the_users_momenta_come_back():
     assert [beta1 / 0.85 for beta1, _ in seen] == pytest.approx(expected)
 
 
-def test_a_step_that_raises_does_not_keep_them():
+def test_a_step_that_raises_does_not_keep_scheduled_momenta():
     model, optimizer, seen = watched({"total_steps": 3})
     push(optimizer, model.parameters(), gradients(1))
     interrupted = optimizer.register_step_pre_hook(lambda o, args, kwargs: 1 / 0)
@@ -247,16 +247,16 @@ def test_a_step_that_raises_does_not_keep_them():
     assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
 
 
-def test_a_schedule_of_momenta_goes_on():
+def test_a_scheduler_of_momenta_is_not_disturbed():
     model, optimizer = prepared(lambda p: torch.optim.AdamW(p, lr=0.01), {"total_steps": 10})
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=10)
     plain = torch.optim.AdamW(Several().parameters(), lr=0.01)
-    its = torch.optim.lr_scheduler.OneCycleLR(plain, 0.01, total_steps=10)
+    reference = torch.optim.lr_scheduler.OneCycleLR(plain, 0.01, total_steps=10)
     for grads in gradients(8):
         push(optimizer, model.parameters(), [grads])
         plain.step()
         scheduler.step()
-        its.step()
+        reference.step()
         assert optimizer.param_groups[0]["betas"] == plain.param_groups[0]["betas"]
 
 
@@ -274,7 +274,7 @@ def test_a_group_added_later_joins_the_schedule():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["fused", "AdamW", "lamb", "adan"])
-def test_a_resumed_run_is_the_run(dtype, name):
+def test_a_resumed_run_equals_the_whole_run(dtype, name):
     make = partial(optimizer_named, name)
     assert_resumes(lambda: prepared(make, CONDITIONING, dtype), gradients(40, dtype), at=17)
 
@@ -285,11 +285,11 @@ def test_a_distributed_checkpoint_resumes_too():
     stream = gradients(20)
     push(optimizer, model.parameters(), stream[:9])
     state, weights = copy.deepcopy((get_optimizer_state_dict(model, optimizer), model.state_dict()))
-    other, its = prepared(fused_adamw, CONDITIONING)
-    set_optimizer_state_dict(other, its, state)
+    other, resumed = prepared(fused_adamw, CONDITIONING)
+    set_optimizer_state_dict(other, resumed, state)
     other.load_state_dict(weights)
-    for each, which in ((model, optimizer), (other, its)):
-        push(which, each.parameters(), stream[9:])
+    push(optimizer, model.parameters(), stream[9:])
+    push(resumed, other.parameters(), stream[9:])
     assert same(model.parameters(), other.parameters())
 
 
