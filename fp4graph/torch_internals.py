@@ -1,8 +1,8 @@
-"""Every use of torch beyond its public interface, one function for each.
+"""Uses of torch beyond its public interface, one function for each.
 
-No other file names a private module or attribute of torch; tests/test_torch_internals.py reads all files, and has a
-test for each function. Docstrings say why there is no public way, and on which versions of torch the test has passed.
-Dynamo and Inductor are slow to import, so the functions that need them import them.
+Besides this file only three files of kernels/ name private parts of torch. tests/test_torch_internals.py says why,
+checks all files, and has a test for each function. Docstrings say why there is no public way, and on which versions of
+torch the test has passed. Dynamo and Inductor are slow to import, so the functions that need them import them.
 """
 
 from __future__ import annotations

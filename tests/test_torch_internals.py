@@ -1,4 +1,4 @@
-"""The private parts of torch that the package uses: each does what its function says, and one file alone names them."""
+"""Every function of torch_internals does what it says. Only that file and ALLOWED name private parts of torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ALLOWED = {
     "fp4graph/kernels/build.py": "compiles and caches kernels the way Inductor compiles and caches its own",
     "fp4graph/kernels/triton_trial.py": "leaves the modes of a trace to run a kernel once on real tensors",
 }
-#: Names with an underscore that torch documents, and names of operators, which graphs hold.
+#: Not counted as private: names with an underscore that torch documents, and names of operators.
 DOCUMENTED = re.compile(r"torch\._foreach_\w+|torch\.ops\..*|.*\.__\w+__")
 CHECKED = re.compile(r"Checked\s+on\s+torch\s+2\.13\s+to\s+2\.15\.")
 
 
 def private_names(source: str) -> set[str]:
-    """Return the private modules and attributes of torch that a file names, as dotted names, and the texts that name
-    a private attribute of Dynamo.
+    """Return the private modules and attributes of torch that a file names, as dotted names, and its strings that
+    are names of private attributes of Dynamo.
 
     Attributes of objects that torch makes, such as ``module._parameters``, are not seen: only a name that begins with
     an import of torch is known to be torch's.
@@ -100,7 +100,7 @@ FUNCTIONS = [node for node in ast.parse((ROOT / FILE).read_text("utf-8")).body i
 
 @pytest.mark.parametrize("name", [node.name for node in FUNCTIONS])
 def test_every_function_has_a_test_and_says_where_it_was_checked(name):
-    assert f"test_{name}" in globals() or name in {*INSIDE, *(function.__name__ for function, *_ in ANSWERS)}
+    assert f"test_{name}" in globals() or name in {*IN_CONTEXT, *(function.__name__ for function, *_ in RESULTS)}
     assert CHECKED.search(str(getattr(internals, name).__doc__))
 
 
@@ -125,8 +125,8 @@ class Kept:
         return gm.forward
 
 
-#: What some functions say of their surroundings: a context, and the answer outside of it and inside.
-INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+#: For functions that depend on a context: the context, the result outside the context, and the result inside.
+IN_CONTEXT: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "stance": (lambda: torch.compiler.set_stance("force_eager"), "default", "force_eager"),
     "has_saved_tensor_hooks": (torch.autograd.graph.save_on_cpu, False, True),
     "is_forward_mode_active": (torch.autograd.forward_ad.dual_level, False, True),
@@ -135,8 +135,8 @@ INSIDE: dict[str, tuple[Callable[[], Any], Any, Any]] = {
 
 
 aten, LAYER = torch.ops.aten, nn.Linear(2, 2)
-#: What other functions say of an argument.
-ANSWERS = (
+#: For functions of one argument: the function, the argument, the result.
+RESULTS = (
     *((internals.packet_of, op, aten.mm) for op in (aten.mm.default, aten.mm)),
     *((internals.packet_of, op, op) for op in (torch.mm, "relu")),
     *((internals.qualified_name, op, "aten::mm") for op in (aten.mm.default, aten.mm)),
@@ -152,16 +152,16 @@ ANSWERS = (
 )
 
 
-@pytest.mark.parametrize(("function", "argument", "answer"), ANSWERS, ids=lambda x: re.split(r"\(| at 0x", str(x))[0])
-def test_answers(function, argument, answer):
+@pytest.mark.parametrize(("function", "argument", "result"), RESULTS, ids=lambda x: re.split(r"\(| at 0x", str(x))[0])
+def test_result(function, argument, result):
     found = function(argument)
-    assert type(found) is type(answer)
-    assert found == answer
+    assert type(found) is type(result)
+    assert found == result
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_inside(name):
-    function, (context, outside, inside) = getattr(internals, name), INSIDE[name]
+@pytest.mark.parametrize("name", IN_CONTEXT)
+def test_result_in_context(name):
+    function, (context, outside, inside) = getattr(internals, name), IN_CONTEXT[name]
     assert function() == outside
     with context():
         assert function() == inside
@@ -193,7 +193,7 @@ def test_frame_hook():
 
     def function(x):
         for _ in range(1):
-            torch._dynamo.graph_break()  # Dynamo does not compile this frame, and goes on with what the frame calls
+            torch._dynamo.graph_break()  # Dynamo skips this frame, but compiles the functions it calls
         seen.append(callable(internals.frame_hook()))
         outside()
         return x + 1
