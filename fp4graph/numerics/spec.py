@@ -152,10 +152,10 @@ class QuantSpec:
     """The complete quantizer of one operand.
 
     Each block may choose between several elements, as IF4 chooses between E2M1 and INT4 (Cook et al. 2026, "Adaptive
-    Block-Scaled Data Types"). The block's scale is that of the first. The values of the others are stretched to the
-    same maximum, INT4's by 6/7 beside E2M1. A block takes the element with the least error by ``selector`` after
-    rounding to nearest, and the first of elements with equal errors. Blocks that round stochastically choose in the
-    same way, so that the choice does not depend on the draw.
+    Block-Scaled Data Types"). The block's scale is that of the first element. The values of the others are stretched
+    to the maximum of the first: by 6/7 for INT4 after E2M1. A block takes the element with the least error by
+    ``selector`` after rounding to nearest, and the first of elements with equal errors. Blocks that round
+    stochastically choose in the same way, so that the choice does not depend on the draw.
 
     Attributes:
         element: the values that an element may have, as a name or an :class:`ElementFormat`; or a list of these, from

@@ -1,4 +1,4 @@
-"""Blocks that choose between elements, against exact sums of errors of a scalar oracle."""
+"""Blocks that choose between elements, compared with a scalar oracle that sums errors exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURES = {
     "amax": lambda errors: max(abs(e) for e in errors),
 }
 IF4 = QuantSpec(["e2m1", "int4"], 16, ScaleSpec("e4m3"))
-COARSE = replace(INT4, name="int4_3", max=3.0)  # 0, 2, 4 and 6 beside E2M1
+COARSE = replace(INT4, name="int4_3", max=3.0)  # 0, 2, 4 and 6 when stretched to the maximum of E2M1
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +40,7 @@ def grid(element: ElementFormat, largest: float) -> list[Fraction]:
 
 
 def nearest(u: Fraction, values: Sequence[Fraction]) -> Fraction:
-    """The nearest of ``values`` to ``u``, ties to the even place; nothing is drawn in data of this file."""
+    """The nearest of ``values`` to ``u``, with the sign of ``u``; a tie goes to the even index."""
     place = min(range(len(values)), key=lambda i: (abs(abs(u) - values[i]), i % 2))
     return values[place] * (1 if u >= 0 else -1)
 
@@ -58,7 +58,7 @@ def expected(block: Sequence[float], spec: QuantSpec) -> tuple[list[Fraction], i
 
 
 def places_of(x: Tensor, spec: QuantSpec, rows: int, columns: int) -> set[int]:
-    """Compare each block of so many rows and columns with exact arithmetic; return the places that were chosen."""
+    """Compare each block of ``rows`` × ``columns`` with exact arithmetic; return the places of the chosen elements."""
     got, places = fp4graph.fake_quantize(x, spec).double(), set()
     for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
         inside = slice(i, i + rows), slice(j, j + columns)
@@ -86,18 +86,18 @@ def test_a_block_of_any_shape_chooses_once(block, size, shape):
     places_of(gaussian(*shape, seed=1), replace(IF4, block=block), *size)
 
 
-def test_of_equal_errors_the_first_element_is_chosen():
+def test_a_block_with_equal_errors_takes_the_first_element():
     """u = 29/7 lies between E2M1's 4 = 28/7 and INT4's 5·6/7 = 30/7; the block's maximum is a value of both."""
     x = torch.zeros(16)
     x[0], x[1] = 42.0, 29.0
-    for elements, expected in ((("e2m1", "int4"), 28.0), (("int4", "e2m1"), 30.0)):
+    for elements, value in ((("e2m1", "int4"), 28.0), (("int4", "e2m1"), 30.0)):
         q = fp4graph.fake_quantize(x, QuantSpec(elements, 16, ScaleSpec("fp32")))
-        assert q[:2].tolist() == [42.0, expected]
+        assert q[:2].tolist() == [42.0, value]
 
 
 @pytest.mark.slow
 def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
-    """By rounding to nearest: a choice of the better draw would have another mean."""
+    """The choice is by RTN errors. Choosing the element with the better draw would bias the mean."""
     x = gaussian(8, 16, seed=2)
     stochastic = replace(IF4, rounding="stochastic", scale=ScaleSpec("fp32"))
     draws = torch.stack([fp4graph.fake_quantize(x, stochastic, key=make_key(seed)) for seed in range(600)])
@@ -106,7 +106,7 @@ def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
         _, place = expected(line.tolist(), replace(stochastic, rounding="nearest"))
         values = torch.tensor([float(v) for v in grid(stochastic.elements[place], 6.0)])
         off = ((drawn / scale).abs()[..., None] - values).abs().amin(-1)
-        assert off.max() < 1e-5  # all draws are of the element that errs less to nearest
+        assert off.max() < 1e-5  # all draws are values of the element with the least RTN error
     widest = 2 * x.abs().amax(1, keepdim=True) / 6  # the gap between 4 and 6
     assert ((draws.mean(0) - x).abs() < 4 * widest / 2 / 600**0.5 + 1e-6).all()
 
@@ -119,7 +119,7 @@ def test_a_poisoned_block_is_nan_and_its_neighbours_are_not():
     assert (fp4graph.fake_quantize(torch.zeros(2, 16), IF4) == 0).all()
 
 
-def test_a_set_is_plain_data():
+def test_a_list_of_elements_is_plain_data():
     assert (IF4.element, IF4.others, IF4.elements, IF4.selector) == (E2M1, (INT4,), (E2M1, INT4), "mse")
     assert QuantSpec.from_text(IF4.to_text()) == IF4
     assert hash(replace(IF4, block=16)) == hash(IF4)
@@ -156,11 +156,11 @@ def test_a_finer_element_may_follow_a_coarse_one():
     assert 1 in {expected(line.tolist(), finer_later)[1] for line in gaussian(20, 16)}  # blocks choose the second
 
 
-def test_what_cannot_hold_the_choice_says_so():
+def test_packing_kernels_and_bf16_refuse_a_choice():
     with pytest.raises(fp4graph.SpecError, match=r"e2m1\|int4\) cannot be packed.*name one element"):
         fp4graph.pack(gaussian(2, 16), IF4)
     assert CPU.unknown(IF4)
     assert CPU.unpacked(IF4)
     assert GPU.unknown(IF4) == "a choice between e2m1 and int4"
     assert in_bfloat16(replace(IF4, others=(), selector=None))
-    assert not in_bfloat16(IF4)  # 6/7 is no bf16 number
+    assert not in_bfloat16(IF4)  # bf16 does not represent 6/7
