@@ -1,4 +1,4 @@
-"""What every program is held to: it trained, its products were quantized, and it warned of nothing else."""
+"""What the tests of all programs check: the quantized products, the warnings, and the parameters that train."""
 
 import warnings
 from collections import Counter
@@ -39,18 +39,18 @@ def products(monkeypatch):
 
 
 @pytest.fixture
-def said(recwarn):
-    """Return the texts of our own warnings so far."""
+def policy_warnings(recwarn):
+    """Make a function that returns the texts of fp4graph's warnings so far."""
     warnings.simplefilter("always", PolicyWarning)
     return lambda: [str(w.message) for w in recwarn if issubclass(w.category, PolicyWarning)]
 
 
 @pytest.fixture
-def moved():
-    """Make a function that tells which parameters of a model have changed since."""
+def watch_parameters():
+    """Make ``watch(model)``: it records the parameters, and returns a function that names those that have changed."""
 
-    def since(model):
+    def watch(model):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         return lambda: {name for name, p in model.named_parameters() if not torch.equal(p, before.get(name, p))}
 
-    return since
+    return watch

@@ -40,9 +40,9 @@ def trained(run, policy="tetrajet", **options):
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, said):
+def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, policy_warnings):
     model, losses = trained(lambda model: model(IMAGES, TEXTS), policy)
-    assert not said()
+    assert not policy_warnings()
     counted = dict(products)
     assert set(counted.values()) == {3}
     assert len(counted) == 2 * 2 * 4  # in and out projection, two linears; two layers of two towers
@@ -54,19 +54,19 @@ def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, said):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert runtime_of(model).count == runtime_of(other).count == 3
     # Once for each module that its methods call.
-    assert {text.split("'")[1].split(".")[0] for text in said()} == {"visual", "transformer"}
+    assert {text.split("'")[1].split(".")[0] for text in policy_warnings()} == {"visual", "transformer"}
 
 
-def test_encoders_are_compiled_where_they_are_named(products, said):
+def test_encoders_are_compiled_where_they_are_named(products, policy_warnings):
     model, losses = trained(by_encoders, methods=["encode_image", "encode_text"])
     assert losses[-1] < losses[0]
     assert set(products.values()) == {3}
     assert len(products) == 2 * 2 * 4
     assert runtime_of(model).count == 2 * 3  # each call of a method is a forward
-    assert not said()
+    assert not policy_warnings()
 
 
-def test_transformers_clip(products, said):
+def test_transformers_clip(products, policy_warnings):
     torch.manual_seed(0)
     tower = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.CLIPConfig(
@@ -89,4 +89,4 @@ def test_transformers_clip(products, said):
     for features, embeds in ((images, called.image_embeds), (texts, called.text_embeds)):
         features = getattr(features, "pooler_output", features)
         assert torch.equal(features / features.norm(p=2, dim=-1, keepdim=True), embeds)
-    assert sorted(text.split("'")[1] for text in said()) == ["text_model", "vision_model"]
+    assert sorted(text.split("'")[1] for text in policy_warnings()) == ["text_model", "vision_model"]

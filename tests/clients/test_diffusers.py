@@ -34,12 +34,12 @@ ATTENTION = one_rule(quantize={"element": "e2m1", "block": 32}, extends="tetraje
 
 
 @pytest.mark.parametrize(("make", "policy"), [(unet, ATTENTION), (dit, "tetrajet")], ids=["unet", "dit"])
-def test_train_and_average(make, policy, tmp_path, products, said, moved):
+def test_train_and_average(make, policy, tmp_path, products, policy_warnings, watch_parameters):
     model, size = applied(make(), policy), 16 if make is unet else 8
     optimizer = prepared(model, lr=1e-3)
     scheduler = diffusers.DDPMScheduler(num_train_timesteps=100)
     ema = training_utils.EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
-    changed = moved(model)
+    changed = watch_parameters(model)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         clean, noise = (torch.randn(2, 4, size, size, generator=generator) for _ in range(2))
@@ -67,4 +67,4 @@ def test_train_and_average(make, policy, tmp_path, products, said, moved):
     ema.copy_to(model.parameters())
     assert torch.equal(next(model.parameters()), ema.shadow_params[0])
     ema.restore(model.parameters())
-    assert not said()
+    assert not policy_warnings()

@@ -34,7 +34,7 @@ def graphs(model):
 
 
 @pytest.mark.parametrize("make", [tiny.gpt2, pytest.param(tiny.qwen3, marks=pytest.mark.exhaustive)])
-def test_every_way_to_generate(make, products, said):
+def test_every_way_to_generate(make, products, policy_warnings):
     model, uncompiled = trained(make), trained(make)
     compiled = graphs(model)
 
@@ -57,7 +57,7 @@ def test_every_way_to_generate(make, products, said):
                 assert torch.equal(tokens, generated(uncompiled, **options))
             assert sum(products.values()) == 12 * 2 * layers  # found in another way
         assert len(compiled) <= known + most, calls
-    ran_uncompiled, *again = said()
+    ran_uncompiled, *again = policy_warnings()
     assert "force_eager" in ran_uncompiled  # of the model that we ran uncompiled
     assert all("compiles again and again" in text and "size" in text for text in again)  # seven sizes were compiled
 

@@ -61,14 +61,14 @@ def fitted(module, folder, epochs=2, callbacks=(), resume=None):
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 @pytest.mark.parametrize("applied", ["module", "net"])
-def test_fit_and_resume(applied, policy, tmp_path, products, said):
+def test_fit_and_resume(applied, policy, tmp_path, products, policy_warnings):
     whole = fitted(Classifier(applied, policy), tmp_path)
     assert len(whole.losses) == 8
     assert sum(whole.losses[4:]) < sum(whole.losses[:4])
     assert len(products) == 2 * 4
     assert runtime_of(whole.applied[0]).count == 8
     # Lightning calls training_step, not the module.
-    assert len(said()) == (1 if applied == "module" else 0)
+    assert len(policy_warnings()) == (1 if applied == "module" else 0)
     plain = fitted(Classifier(), tmp_path / "plain")
     assert whole.losses != plain.losses
     assert whole.losses == pytest.approx(plain.losses, rel=0.2)

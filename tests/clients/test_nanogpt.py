@@ -56,7 +56,7 @@ def sample(model):
 
 
 @pytest.mark.parametrize("order", ["apply, compile", pytest.param("compile, apply", marks=pytest.mark.exhaustive)])
-def test_train_resume_sample(order, tmp_path, products, said):
+def test_train_resume_sample(order, tmp_path, products, policy_warnings):
     model, losses = train(tmp_path / "whole.pt", 6, order=order)
     assert losses[-1] < losses[0]
     assert set(products.values()) == {6}
@@ -64,7 +64,7 @@ def test_train_resume_sample(order, tmp_path, products, said):
     train(tmp_path / "ckpt.pt", 3, order=order)
     _, rest = train(tmp_path / "ckpt.pt", 6, resume=True, order=order)
     assert rest == losses[3:]
-    assert not said()
+    assert not policy_warnings()
 
     plain = gpt()  # sample.py
     state = torch.load(tmp_path / "ckpt.pt", weights_only=False)["model"]

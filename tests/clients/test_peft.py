@@ -37,11 +37,11 @@ def trained(model, applied, steps=2):
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 @pytest.mark.parametrize("applied", ["the PeftModel", "its base"])
-def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, said, moved):
+def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, policy_warnings, watch_parameters):
     model = adapted(tiny.qwen3())
     inner = model if applied == "the PeftModel" else model.get_base_model()
     fp4graph.apply(inner, policy, backend="eager")
-    changed = moved(model)
+    changed = watch_parameters(model)
     losses = trained(model, inner)
     assert losses[1] < losses[0]
     assert changed() == {name for name, _ in model.named_parameters() if "lora_" in name}
@@ -51,8 +51,8 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
 
     tokens = generated(model, 8)
     assert set(products.values()) == {2 + 8}
-    # PeftModel.generate calls the model inside, not itself.
-    assert len(said()) == (1 if applied == "the PeftModel" else 0)
+    # PeftModel.generate calls its base model, which warns that it runs uncompiled if the policy is the PeftModel's.
+    assert len(policy_warnings()) == (1 if applied == "the PeftModel" else 0)
 
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -77,14 +77,14 @@ def generated(model, length):
     return model.eval().generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **lengths)
 
 
-def same(one, other):
-    """Hold two models to each other, bit for bit: weights, adapters and the state of techniques."""
-    theirs = other.state_dict()
-    return all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+def same(left, right):
+    """Return whether two models have equal weights, adapters and state of techniques, to the bit."""
+    state = right.state_dict()
+    return all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
 
 
 def assert_joins(adapt, policy, steps=2):
-    """Adapters that join an applied model train as if they had been there; return that model."""
+    """Compare adapters added after ``apply`` with adapters added before it; return the model of the former."""
     before, after = adapt(quantized(policy)), adapt(tiny.qwen3())
     fp4graph.apply(after.get_base_model(), policy, backend="eager")
     losses = [trained(model, model.get_base_model(), steps) for model in (before, after)]
@@ -95,14 +95,14 @@ def assert_joins(adapt, policy, steps=2):
 
 
 @pytest.mark.parametrize("policy", ["mxfp4", "tetrajet", "tetrajet-qema", "nvfp4-best"])
-def test_adapters_that_join_an_applied_model_are_as_if_they_had_been_there(policy, products):
+def test_adapters_added_after_apply_train_as_those_added_before(policy, products):
     assert_joins(adapted, policy, 3)
     assert len(products) == 14  # the base layers
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
-    """As if the policy had been applied again whenever they do."""
+    """Compare with a training that applies the policy again after each change."""
 
     def joined_and_left(reapply):
         base = quantized(policy)
@@ -124,7 +124,7 @@ def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
 
 
 def test_the_optimizer_of_merged_adapters_may_live_on():
-    """Programs keep the variable; its parameters are no longer the model's."""
+    """User code may keep the optimizer, although its parameters have left the model."""
     base = quantized("tetrajet-qema")
     model = adapted(base)
     of_adapters = fp4graph.prepare_optimizer(base, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
@@ -154,14 +154,14 @@ def test_a_module_that_is_trained_beside_the_adapters_joins_too():
     base = model.get_base_model()
     head = base.lm_head
     assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
-    fp4graph.remove(base)  # no call of ours is left in the copied head
+    fp4graph.remove(base)  # the copied head keeps no call of fp4graph
     plain = with_options(tiny.qwen3(), modules_to_save=["lm_head"])
     plain.load_state_dict(model.state_dict())
     assert torch.equal(logits(model), logits(plain.eval()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_the_embedding_that_train_join_with_adapters(tied):
+def test_trainable_rows_of_the_embedding_join_with_adapters(tied):
     def with_rows(base):
         base.config.tie_word_embeddings = tied
         base.tie_weights()
@@ -202,7 +202,7 @@ def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again()
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
-    found = []
+    outcomes = []
     for packs in (False, True):
         model = adapted(tiny.qwen3())
         base = model.get_base_model()
@@ -217,14 +217,14 @@ def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
         losses = trained(model, base)
         tokens = generated(model, 4)
         model.save_pretrained(tmp_path / str(packs))
-        found.append((losses, tokens, load_file(tmp_path / str(packs) / "adapter_model.safetensors")))
-    assert not differences(*found)
+        outcomes.append((losses, tokens, load_file(tmp_path / str(packs) / "adapter_model.safetensors")))
+    assert not differences(*outcomes)
     fp4graph.unpack_frozen(base)
     assert torch.isfinite(logits(model.merge_and_unload())).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-def test_dora_is_explained_and_tried_as_it_trains():
+def test_explain_finds_the_sites_that_dora_trains():
     def dora():
         torch.manual_seed(0)
         config = peft.LoraConfig(r=4, target_modules=["0", "2"], use_dora=True)

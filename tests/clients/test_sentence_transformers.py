@@ -15,7 +15,7 @@ losses = pytest.importorskip("sentence_transformers.losses", reason="needs fp4gr
 datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
 
 
-def test_contrastive_training(tmp_path, products, said, moved):
+def test_contrastive_training(tmp_path, products, policy_warnings, watch_parameters):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.BertConfig(vocab_size=64, max_position_embeddings=32, **sizes)
@@ -23,7 +23,7 @@ def test_contrastive_training(tmp_path, products, said, moved):
         part.save_pretrained(tmp_path / "bert")
     model = st.SentenceTransformer(str(tmp_path / "bert"), device="cpu")
     fp4graph.apply(model, "tetrajet", backend="eager")
-    changed = moved(model)
+    changed = watch_parameters(model)
     pairs = [{"anchor": tiny.sentence(index), "positive": tiny.sentence(index, 9)} for index in range(16)]
     trainer = st.SentenceTransformerTrainer(
         model=model,
@@ -43,7 +43,7 @@ def test_contrastive_training(tmp_path, products, said, moved):
     products.clear()
     vectors = model.encode([tiny.sentence(1), tiny.sentence(2, 4)])
     assert set(products.values()) == {1}
-    assert not said()
+    assert not policy_warnings()
 
     model.save_pretrained(str(tmp_path / "saved"))
     again = st.SentenceTransformer(str(tmp_path / "saved"), device="cpu")

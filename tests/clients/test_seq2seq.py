@@ -41,10 +41,10 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_train_and_generate(kind, products, said, moved):
+def test_train_and_generate(kind, products, policy_warnings, watch_parameters):
     make, inputs = INPUTS[kind]
     model = fp4graph.apply(make(), "tetrajet", backend="eager")
-    changed = moved(model)
+    changed = watch_parameters(model)
     losses = descend(lambda: model(**inputs, labels=LABELS).loss, prepared(model), 2)
     assert losses[1] < losses[0]
     assert set(products.values()) == {2}
@@ -59,7 +59,7 @@ def test_train_and_generate(kind, products, said, moved):
     # Keys and values of the encoder's output are computed once.
     assert {products[site] for site in encoder} == {1}
     assert {products[site] for site in sites - encoder} == {1, 6}
-    (warned,) = said()
+    (warned,) = policy_warnings()
     assert "encoder" in warned
     with torch.compiler.set_stance("force_eager"):
         assert torch.equal(tokens, model.generate(**inputs, max_new_tokens=6, min_new_tokens=6))
@@ -67,9 +67,9 @@ def test_train_and_generate(kind, products, said, moved):
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-def test_seq2seq_trainer(tmp_path, products, moved):
+def test_seq2seq_trainer(tmp_path, products, watch_parameters):
     model = fp4graph.apply(t5(), "tetrajet", backend="eager")
-    changed = moved(model)
+    changed = watch_parameters(model)
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
     args = transformers.Seq2SeqTrainingArguments(
         str(tmp_path), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=1e-2,

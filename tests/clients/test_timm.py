@@ -64,7 +64,7 @@ def train(folder, policy, epochs, *, resume="", ema=True, torchcompile=True):
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-def test_train_resume_validate(policy, tmp_path, products, said):
+def test_train_resume_validate(policy, tmp_path, products, policy_warnings):
     model, losses, evaluated = train(tmp_path / "a", policy, 2)
     assert losses[-1] < losses[0]
     assert len(products) == 2 * 4
@@ -73,7 +73,7 @@ def test_train_resume_validate(policy, tmp_path, products, said):
     bare, others, _ = train(tmp_path / "b", policy, 2, ema=False, torchcompile=False)
     assert losses == others  # average and outer compilation change nothing
     assert same(model.parameters(), bare.parameters())
-    assert not said()
+    assert not policy_warnings()
 
     train(tmp_path / "c", policy, 1)
     resumed, rest, tested = train(tmp_path / "c", policy, 2, resume=str(tmp_path / "c" / "last.pth.tar"))

@@ -20,14 +20,14 @@ COMMON = {
 LINEARS = 14  # q, k, v, o, gate, up, down of two layers
 
 
-def trains(trainer, steps, changed, products, said):
-    """Train ``steps``: every linear moves and is quantized, and nothing is said; return the losses."""
+def trains(trainer, steps, changed, products, policy_warnings):
+    """Train ``steps``: every linear trains and is quantized without a warning; return the losses."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert all(math.isfinite(loss) for loss in losses)
     assert {name for name, _ in trainer.model.named_parameters() if "proj" in name} <= changed()
     assert (len(losses), runtime_of(trainer.model).count, len(products)) == (steps, steps, LINEARS)
-    assert not said()
+    assert not policy_warnings()
     return losses
 
 
@@ -36,10 +36,10 @@ def distinct_words(completions, **_):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_grpo(backend, tmp_path, products, said, moved):
+def test_grpo(backend, tmp_path, products, policy_warnings, watch_parameters):
     model = tiny.qwen3()
     fp4graph.apply(model, "mxfp4-rl", backend=backend)
-    changed = moved(model)
+    changed = watch_parameters(model)
     prompts = datasets.Dataset.from_list([{"prompt": tiny.sentence(index, 3 + index % 5)} for index in range(16)])
     trainer = trl.GRPOTrainer(
         model,
@@ -52,7 +52,7 @@ def test_grpo(backend, tmp_path, products, said, moved):
         processing_class=tiny.tokenizer(),
     )  # fmt: skip
     assert trainer.args.gradient_checkpointing
-    trains(trainer, 40, changed, products, said)
+    trains(trainer, 40, changed, products, policy_warnings)
     if backend == "eager":  # what Inductor runs is not counted
         # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
         assert min(products.values()) > 40 * (2 + 2)
@@ -61,30 +61,30 @@ def test_grpo(backend, tmp_path, products, said, moved):
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-def test_sft(policy, tmp_path, products, said, moved):
+def test_sft(policy, tmp_path, products, policy_warnings, watch_parameters):
     model, callbacks = tiny.qwen3(), None
     if policy == "tetrajet":
         fp4graph.apply(model, policy, backend="eager")
     else:  # has techniques that act at the optimizer's step, so the callback prepares the optimizer
         callbacks = [FP4GraphCallback(policy, backend="eager")]
-    changed = moved(model)
+    changed = watch_parameters(model)
     texts = datasets.Dataset.from_list([{"text": tiny.sentence(index, 5 + index % 4)} for index in range(16)])
     trainer = trl.SFTTrainer(
         model, args=trl.SFTConfig(str(tmp_path), max_steps=4, **COMMON), train_dataset=texts,
         processing_class=tiny.tokenizer(), callbacks=callbacks,
     )  # fmt: skip
-    losses = trains(trainer, 4, changed, products, said)
+    losses = trains(trainer, 4, changed, products, policy_warnings)
     assert losses[-1] < losses[0]
     assert set(products.values()) == {2 * 4}  # each forward, and again in the backward
 
 
 @pytest.mark.parametrize("reference", ["a copy", "from its folder"])
-def test_dpo(reference, tmp_path, products, said, moved):
+def test_dpo(reference, tmp_path, products, policy_warnings, watch_parameters):
     model = tiny.qwen3()
     model.save_pretrained(tmp_path / "model")
     model.config._name_or_path = str(tmp_path / "model")  # as from_pretrained leaves it
     fp4graph.apply(model, "tetrajet", backend="eager")
-    changed = moved(model)
+    changed = watch_parameters(model)
     pairs = [
         {"prompt": tiny.sentence(i, 3), "chosen": " " + tiny.sentence(i + 2, 3), "rejected": " " + tiny.sentence(i, 4)}
         for i in range(16)
@@ -96,7 +96,7 @@ def test_dpo(reference, tmp_path, products, said, moved):
         train_dataset=datasets.Dataset.from_list(pairs),
         processing_class=tiny.tokenizer(),
     )
-    trains(trainer, 3, changed, products, said)
+    trains(trainer, 3, changed, products, policy_warnings)
     first = trainer.state.log_history[0]
     if reference == "a copy":  # it is quantized as the model is, so both begin with the same probabilities
         assert runtime_of(trainer.ref_model).count == 3  # a copy that does not train follows the count of its model
