@@ -1,4 +1,4 @@
-"""Optimizer steps on prescribed gradients, small models to train, and comparisons of what is left, to the bit."""
+"""Optimizer steps on prescribed gradients, small models to train, and comparisons of their states, to the bit."""
 
 from __future__ import annotations
 
@@ -114,19 +114,19 @@ Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def assert_resumes(make: Callable[[], Made], stream: Stream, at: int) -> tuple[Made, Made]:
-    """Take the steps of ``stream``, and again the steps from ``at`` on after loading from a file: to the same bits.
+    """Compare a run over ``stream`` with a run that resumes at step ``at`` from a file: they must agree to the bit.
 
     Returns:
-        What ``make()`` returned, a model and its optimizer: that of the whole run, and that of the resumed one.
+        The model and optimizer of the whole run, and those of the resumed run.
     """
-    (model, optimizer), (other, its) = whole, resumed = make(), make()
+    (model, optimizer), (other, loaded) = whole, resumed = make(), make()
     push(optimizer, model.parameters(), stream[:at])
     weights, state = through_file((model.state_dict(), optimizer.state_dict()))
     other.load_state_dict(weights)
-    its.load_state_dict(state)
+    loaded.load_state_dict(state)
     assert not differences(dict(model.state_dict()), dict(other.state_dict()))
-    for each, which in (whole, resumed):
-        push(which, each.parameters(), stream[at:])
+    push(optimizer, model.parameters(), stream[at:])
+    push(loaded, other.parameters(), stream[at:])
     assert not differences(dict(model.state_dict()), dict(other.state_dict()))
-    assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])
+    assert not differences(optimizer.state_dict()["state"], loaded.state_dict()["state"])
     return whole, resumed

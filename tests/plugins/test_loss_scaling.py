@@ -130,20 +130,20 @@ def test_hooks_see_unscaled_gradients():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run(tmp_path):
+def test_a_resumed_run_equals_the_whole_run(tmp_path):
     data = policy({"init_scale": 4.0, "growth_interval": 2}, more=["q_ema"])
     factors = [1, 1, 1, float("inf"), 1, 1, 1]
     model, optimizer, scaler = prepared(data)
     for factor in factors[:3]:
         step(model, optimizer, scaler, factor)
     checkpoint.save(tmp_path / "run.pt", model, optimizer, scaler=scaler)
-    other, its, its_scaler = prepared(data)
-    checkpoint.load(tmp_path / "run.pt", other, its, scaler=its_scaler)
-    assert its_scaler.state_dict() == scaler.state_dict()
-    assert its_scaler.get_scale() == 8.0
+    other, resumed, resumed_scaler = prepared(data)
+    checkpoint.load(tmp_path / "run.pt", other, resumed, scaler=resumed_scaler)
+    assert resumed_scaler.state_dict() == scaler.state_dict()
+    assert resumed_scaler.get_scale() == 8.0
     for factor in factors[3:]:
         step(model, optimizer, scaler, factor)
-        step(other, its, its_scaler, factor)
-    assert its_scaler.state_dict() == scaler.state_dict()
-    assert its_scaler.get_scale() == 8.0
+        step(other, resumed, resumed_scaler, factor)
+    assert resumed_scaler.state_dict() == scaler.state_dict()
+    assert resumed_scaler.get_scale() == 8.0
     assert torch.equal(model.weight, other.weight)
