@@ -17,7 +17,7 @@ from fp4graph.lab.tasks import TASKS, countdown
 from fp4graph.model.runtime import runtime_of
 from tests.lab.trainings import stop_at
 
-#: All expressions of three digits and two signs, with what Python makes of them.
+#: All expressions of three digits and two signs, with their values.
 EXPRESSIONS = {
     text: eval(text)
     for text in (f"{a}{s}{b}{t}{c}" for a, s, b, t, c in product("123456789", "+-", "123456789", "+-", "123456789"))
@@ -54,8 +54,8 @@ def test_no_held_out_set_of_numbers_is_trained_on():
     kept, held_out = (set(countdown.sets(held_out=out)) for out in (False, True))
     assert not kept & held_out
     assert (len(kept) + len(held_out), len(held_out)) == (165, 33)  # ways to choose 3 of 9 digits with repetition
-    for out, own in ((False, kept), (True, held_out)):
-        assert {digits(text.split("=")[0]) for text in countdown.prompts(300, 0, held_out=out)} <= own
+    for out, allowed in ((False, kept), (True, held_out)):
+        assert {digits(text.split("=")[0]) for text in countdown.prompts(300, 0, held_out=out)} <= allowed
 
 
 def test_an_epoch_counts_every_prompt_once():
@@ -75,19 +75,19 @@ def test_texts_go_through_tokens_and_back():
     assert {countdown.decode([2, 3, stop, 4]) for stop in (countdown.PAD, countdown.END)} == {"01"}
 
 
-def problem(**options):
+def make_problem(**options):
     """Make the problem without a supervised start."""
     settings = TASKS["countdown"].settings(Run("countdown", device="cpu", batch_size=2, seed=3))
     return countdown.Countdown(settings, **{"warm_up": 0, "group": 4, **options})
 
 
 def by_length(prompt, completion):
-    """A reward that untrained models get."""
+    """Reward the length, because an untrained model solves hardly any puzzle."""
     return float(len(completion) % 3)
 
 
 def scores(model, prompt, tokens):
-    """The logits before each token, each from a forward of its own without a cache."""
+    """Return the logits that predict each of ``tokens``, each by a separate forward without a cache."""
     return [
         model(input_ids=torch.cat([prompt, torch.tensor(tokens[:place], dtype=torch.int64)])[None], use_cache=False)
         .logits[0, -1]
@@ -95,9 +95,9 @@ def scores(model, prompt, tokens):
     ]  # fmt: skip
 
 
-def grouped(made):
+def grouped(problem):
     """The first batch, with a prompt for each completion."""
-    prompts, noise = next(made.batches(0))
+    prompts, noise = next(problem.batches(0))
     return prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
 
 
@@ -107,38 +107,38 @@ def until_end(tokens):
 
 def test_advantages_are_normalised_in_each_group():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 1.0]])
-    given = rewards.numpy().astype(np.float64)
-    expected = (given - given.mean(1, keepdims=True)) / (given.std(1, ddof=1, keepdims=True) + 1e-4)
+    r = rewards.numpy().astype(np.float64)
+    expected = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-4)
     assert np.allclose(countdown.advantages(rewards), expected, atol=1e-6)
     assert not countdown.advantages(rewards)[1].any()
 
 
 @pytest.mark.slow
-def test_a_rollout_is_the_largest_of_logits_and_noise():
-    made = problem()
-    prompts, noise = grouped(made)
+def test_a_rollout_takes_the_argmax_of_logits_plus_noise():
+    problem = make_problem()
+    prompts, noise = grouped(problem)
     noise[:, :, countdown.END] += 2  # so that some end early
-    tokens, logits = countdown.rollout(made.model, prompts, noise)
+    tokens, logits = countdown.rollout(problem.model, prompts, noise)
     entropy = countdown.mean_entropy(logits, countdown.before_end(tokens))
-    assert made.model.training
-    assert tokens.shape == (8, made.completion)
+    assert problem.model.training
+    assert tokens.shape == (8, problem.completion)
     lengths = set()
-    for prompt, own_noise, row, own_entropy in zip(prompts, noise, tokens.tolist(), entropy, strict=True):
+    for prompt, row_noise, row, row_entropy in zip(prompts, noise, tokens.tolist(), entropy, strict=True):
         kept = until_end(row)
         lengths.add(len(kept))
         assert set(row[len(kept) :]) <= {countdown.PAD}
         with torch.no_grad():
-            logits = scores(made.model, prompt, kept)
-        assert kept == [int((one + own).argmax()) for one, own in zip(logits, own_noise, strict=False)]
+            logits = scores(problem.model, prompt, kept)
+        assert kept == [int((scored + drawn).argmax()) for scored, drawn in zip(logits, row_noise, strict=False)]
         p = torch.stack(logits).double().softmax(-1).numpy()
-        assert own_entropy.item() == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-5)
+        assert row_entropy.item() == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-5)
     assert len(lengths) > 1
 
 
 def test_the_noise_draws_from_the_softmax():
     """Frequencies of argmax(logits + noise) within 4 standard deviations of softmax(logits)."""
-    made = problem(group=64)
-    noise = torch.cat([batch[1] for batch, _ in zip(made.batches(0), range(8), strict=False)]).flatten(0, 2)
+    problem = make_problem(group=64)
+    noise = torch.cat([batch[1] for batch, _ in zip(problem.batches(0), range(8), strict=False)]).flatten(0, 2)
     logits = torch.linspace(-1, 2, countdown.VOCABULARY)
     drawn = np.bincount((logits + noise).argmax(-1).numpy(), minlength=countdown.VOCABULARY) / len(noise)
     p = np.exp(logits.double().numpy())
@@ -148,10 +148,10 @@ def test_the_noise_draws_from_the_softmax():
 
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_objective_written_out():
-    """−(1/G)·Σ A·(1/|o|)·Σ log p, completion by completion, token by token; the value is the share without reward."""
-    made = problem(reward=by_length)
-    model, batch = made.model.train(), next(made.batches(5))
-    losses = made.measure(model, batch)["loss"]
+    """Compute −(1/G)·Σ A·(1/|o|)·Σ log p by single completions and tokens. The value of the loss is 1 − mean reward."""
+    problem = make_problem(reward=by_length)
+    model, batch = problem.model.train(), next(problem.batches(5))
+    losses = problem.measure(model, batch)["loss"]
     assert model.training
     losses.mean().backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -159,16 +159,15 @@ def test_the_gradient_is_that_of_the_objective_written_out():
 
     prompts, noise = batch
     objective = torch.zeros((), dtype=torch.float64)
-    for place, (prompt, own_noise) in enumerate(zip(prompts, noise, strict=True)):
-        tokens, _ = countdown.rollout(model, prompt.expand(4, -1), own_noise)
+    for place, (prompt, prompt_noise) in enumerate(zip(prompts, noise, strict=True)):
+        tokens, _ = countdown.rollout(model, prompt.expand(4, -1), prompt_noise)
         rows = [until_end(row) for row in tokens.tolist()]
         rewards = np.array([len(countdown.decode(row)) % 3 for row in rows], dtype=np.float64)
         assert losses[place].item() == pytest.approx(1 - rewards.mean())
         weights = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         for row, weight in zip(rows, weights, strict=True):
-            logs = [
-                one.double().log_softmax(-1)[token] for one, token in zip(scores(model, prompt, row), row, strict=True)
-            ]
+            logits = scores(model, prompt, row)
+            logs = [one.double().log_softmax(-1)[token] for one, token in zip(logits, row, strict=True)]
             objective = objective - weight * torch.stack(logs).mean() / 4 / len(prompts)
     objective.backward()
     assert any(gradient.any() for gradient in found.values())
@@ -179,16 +178,16 @@ def test_the_gradient_is_that_of_the_objective_written_out():
 
 @pytest.mark.slow
 def test_validation_is_the_expected_reward_and_the_same_each_time():
-    made = problem(reward=by_length)
-    model = made.model.eval()
-    batches = list(made.validation())
+    problem = make_problem(reward=by_length)
+    model = problem.model.eval()
+    batches = list(problem.validation())
     assert sum(len(prompts) for prompts, _ in batches) == countdown.VALIDATED
     texts = [countdown.decode(row) for prompts, _ in batches for row in prompts.tolist()]
     numbers = {tuple(sorted(map(int, text.split("=")[0].split(",")))) for text in texts}
     assert numbers <= set(countdown.sets(held_out=True))
     with torch.no_grad():
-        found = made.measure(model, batches[0])
-        again = problem(reward=by_length).measure(model, next(made.validation()))
+        found = problem.measure(model, batches[0])
+        again = make_problem(reward=by_length).measure(model, next(problem.validation()))
     assert all(torch.equal(found[name], again[name]) for name in found)
     assert torch.allclose(found["loss"], 1 - found["reward"])
     assert (set(found), model.training) == ({"loss", "reward", "entropy"}, False)
@@ -196,11 +195,11 @@ def test_validation_is_the_expected_reward_and_the_same_each_time():
 
 @pytest.mark.parametrize("batch_size", [1, 48])
 def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size):
-    made = problem()
-    expected = [torch.cat(parts) for parts in zip(*made.validation(), strict=True)]
+    problem = make_problem()
+    expected = [torch.cat(parts) for parts in zip(*problem.validation(), strict=True)]
     assert len({tuple(prompt) for prompt in expected[0].tolist()}) == countdown.VALIDATED == 128
-    made.batch_size = batch_size
-    batches = list(made.validation())
+    problem.batch_size = batch_size
+    batches = list(problem.validation())
     assert [len(prompts) for prompts, _ in batches] == ([1] * 128 if batch_size == 1 else [48, 48, 32])
     assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
 
@@ -223,29 +222,29 @@ def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_reward_that_is_no_number_is_an_error_that_names_it(value):
+def test_a_reward_that_is_not_finite_raises_an_error_that_names_it(value):
     def broken(prompt, completion):
         return float(value) if completion != "1+1" else 0.0
 
     with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
         countdown.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
-    made = problem(reward=broken)
+    problem = make_problem(reward=broken)
     with pytest.raises(Error, match=f"the reward function .*broken returned {value} for the completion"):
-        made.measure(made.model.train(), next(made.batches(0)))
+        problem.measure(problem.model.train(), next(problem.batches(0)))
 
 
 def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs():
-    says = r"a rollout of 33 tokens \(a prompt of 9, a completion of up to 24\) is longer .* completion to 23 tokens"
-    with pytest.raises(Error, match=says):
-        problem(completion=24)
-    assert problem(completion=23).completion == 23
+    message = r"a rollout of 33 tokens \(a prompt of 9, a completion of up to 24\) is longer .* completion to 23 tokens"
+    with pytest.raises(Error, match=message):
+        make_problem(completion=24)
+    assert make_problem(completion=23).completion == 23
 
 
 @pytest.mark.long
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
-    """Under mxfp4-rl, whose noise is a function of the count of training forwards, in rollouts too."""
-    made = partial(countdown.Countdown, warm_up=3, group=4, reward=by_length)
-    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=made))
+def test_a_resumed_run_equals_the_whole_run_to_the_bit(tmp_path, monkeypatch):
+    """The policy is mxfp4-rl: its noise depends on the count of training forwards, in rollouts too."""
+    make = partial(countdown.Countdown, warm_up=3, group=4, reward=by_length)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(countdown.COUNTDOWN, make=make))
     chosen = Run(
         "countdown", policy="mxfp4-rl", device="cpu", steps=6, batch_size=4, validate_every=2, validation_batches=1
     )
@@ -261,21 +260,21 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
         train(chosen, directory=tmp_path, report=stop_at(4))
     resumed = train(chosen, directory=tmp_path, resume=True, watch=watch)
     assert resumed.history == whole.history
-    assert counts == [6, 6]  # rollouts and validations count nothing
+    assert counts == [6, 6]  # rollouts and validations are not counted
     assert len({entry.train_loss for entry in whole.history}) > 1
 
 
 @pytest.mark.long
 def test_rollouts_under_a_policy_have_the_trainers_probabilities():
-    """With mxfp4 and with noise, whose draw the rollout shares with the training forward that follows."""
-    made = problem(warm_up=20)
-    prompts, noise = grouped(made)
+    """Under mxfp4, and under adaptive noise: a rollout draws the same noise as the training forward after it."""
+    problem = make_problem(warm_up=20)
+    prompts, noise = grouped(problem)
     data = {"version": 1, "extends": "mxfp4-full", "techniques": [
         {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 9,
                                          "rollout": True}}]}  # fmt: skip
     for policy in ("mxfp4", data):
         model = fp4graph.apply(countdown.started.__wrapped__(3, 0), policy, backend="eager", seed=1)
-        model.load_state_dict(made.model.state_dict())
+        model.load_state_dict(problem.model.state_dict())
         tokens, logits = countdown.rollout(model, prompts, noise)
         sampled = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
         chosen, mask = countdown.log_probs(model.train(), prompts, tokens)

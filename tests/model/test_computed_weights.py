@@ -148,7 +148,7 @@ def adapted():
 
 @pytest.mark.slow
 @uncompiled
-def test_dora_is_explained_and_tried_as_it_trains():
+def test_explain_finds_the_sites_that_dora_trains():
     data, x = POLICIES["noise"], torch.randn(8, 64)
     model = applied(adapted(), data, example_inputs=x)
     model(x).square().sum().backward()

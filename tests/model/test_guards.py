@@ -94,7 +94,7 @@ def test_strict_refuses_what_runs_uncompiled(name):
 
 
 def experts():
-    """Four matrices, each for a quarter of the tokens, in a form of torch's grouped product that is no site."""
+    """Four matrices, each for a quarter of the tokens, in a form of torch's grouped product that is not a site."""
 
     def forward(self, x):
         return torch._grouped_mm(x.bfloat16().unflatten(0, (4, -1)), self.weight_stack.bfloat16()).flatten(0, 1).float()
@@ -218,7 +218,7 @@ REFUSED = {
     "nothing quantized": (Net, policy(WIDE | {"required": False}), (X,), "quantizes no site"),
     "expectations": (Net, policy(rule(op="linear"), expect={"quantized": {"min": 100}}), (X,), "100"),
     "no products": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(32)), "tetrajet", (X,), "no site"),
-    # timm's models say which layer is their head, so that it is no part of the one block.
+    # timm's models name their head, so the one block does not contain it.
     "a head alone": (resnet, "tetrajet", IMAGE, "stack of blocks.*: nothing would be.*match:"),
     "a head behind an LSTM": (recurrent, "tetrajet", SEQUENCE, "stack of blocks.*: only head would be.*match:"),
     "two rules for a weight": (

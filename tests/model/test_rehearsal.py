@@ -1,4 +1,4 @@
-"""``apply(..., example_inputs=...)`` finds at once what the first step would; models without data are explained too."""
+"""``apply(..., example_inputs=...)`` raises the errors of the first step, and ``explain`` takes models without data."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.helpers.models import Mlp
 from tests.helpers.policies import one_rule
 from tests.helpers.training import applied
 
-WIDE, GLOB = one_rule(match={"in_features": 12345}), one_rule(match={"module": "frist"})
+MATCHES_NONE, MISSPELT = one_rule(match={"in_features": 12345}), one_rule(match={"module": "frist"})
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
 
 #: The policy, the example inputs and the error.
 WRONG = {
-    "tuple": (WIDE, (X,), "'all' matches no site"),
-    "alone": (WIDE, X, "'all' matches no site"),
-    "keywords": (WIDE, {"x": X}, "'all' matches no site"),
-    "without inputs": (GLOB, None, "frist.*first"),
-    "phase": (one_rule(phases=[{"at": 100, "rules": WIDE["rules"]}]), X, "'all' matches no site"),
+    "tuple": (MATCHES_NONE, (X,), "'all' matches no site"),
+    "alone": (MATCHES_NONE, X, "'all' matches no site"),
+    "keywords": (MATCHES_NONE, {"x": X}, "'all' matches no site"),
+    "without inputs": (MISSPELT, None, "frist.*first"),
+    "phase": (one_rule(phases=[{"at": 100, "rules": MATCHES_NONE["rules"]}]), X, "'all' matches no site"),
     "phase of unknown length": (one_rule(phases=[{"at": 0.5, "default": "keep"}]), X, "total_forwards"),
     "phases out of order": (one_rule(phases=[{"at": at, "default": "keep"} for at in (2, 1)]), X, "reorder"),
 }
@@ -89,7 +89,7 @@ def sites(model, x=X):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x", [X, X.to("meta")], ids=["inputs with data", "inputs without"])
-def test_a_model_without_data_is_explained_as_with_data_and_rehearsed(x):
+def test_explain_and_rehearsals_take_a_model_without_data(x):
     with torch.device("meta"):
         model = net()
     assert sites(model, x) == sites(net())

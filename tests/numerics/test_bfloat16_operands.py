@@ -29,9 +29,9 @@ def gaussian() -> Data:
 
 
 def shares(policy: str) -> dict[str, float]:
-    """The share of the values of each quantized operand, the quantized one of its terms, that are no bf16 numbers.
+    """Return by operand the share of values, in the operand's quantized term, that bf16 does not represent.
 
-    It is the larger one where experts and linears have different quantizers.
+    Where experts and linears have different quantizers, it is the larger share.
     """
     found: dict[str, float] = {}
 

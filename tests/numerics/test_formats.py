@@ -1,4 +1,4 @@
-"""The exact value sets, pinned, and against independent definitions."""
+"""The values of formats: pinned, and equal to those of ml_dtypes and gfloat."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def test_exact_on_dyadic_data(block):
 @pytest.mark.parametrize("shape", [(3, 64), (5, 90), (2, 3, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [16, 32])
-def test_on_a_gpu(block, dtype, shape, signed):
-    """The same sums, from the operand as it is where that is exact, and of a transposed matrix without a copy."""
+def test_the_code_for_gpus_with_products_on_a_cpu(block, dtype, shape, signed):
+    """The sums equal those of ``rotate``. bf16 is not cast if 1/√block is exact; a transposed operand is not copied."""
     multiplied: list[torch.dtype] = []
 
     def on_a_cpu(product):
@@ -49,16 +49,16 @@ def test_on_a_gpu(block, dtype, shape, signed):
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(-64, 64, shape, generator=generator).to(dtype)
     signs = torch.randint(0, 2, (block,), generator=generator) * 2.0 - 1 if signed else None
-    due = rotate(x.float(), block, signs)
-    for given in (x, x.mT.contiguous().mT):
+    expected = rotate(x.float(), block, signs)
+    for operand in (x, x.mT.contiguous().mT):
         with traced_for("cuda"), mock.patch.multiple(torch, mm=on_a_cpu(torch.mm), bmm=on_a_cpu(torch.bmm)):
-            rotated = rotate_in_fp32(given, block, signs)
+            rotated = rotate_in_fp32(operand, block, signs)
         if block == 16:
-            assert torch.equal(rotated, due)
+            assert torch.equal(rotated, expected)
         else:  # 32 products with 1/√32, each rounded to 24 bits
-            torch.testing.assert_close(rotated, due, rtol=0, atol=32 * 64 * 2.0**-24)
+            torch.testing.assert_close(rotated, expected, rtol=0, atol=32 * 64 * 2.0**-24)
         if len(shape) == 2:
-            assert rotated.stride(-1) == (1 if given is x else rotated.shape[0])
+            assert rotated.stride(-1) == (1 if operand is x else rotated.shape[0])
     assert set(multiplied) == {dtype if block == 16 else torch.float32}
 
 

@@ -40,7 +40,7 @@ ROW = re.compile(r"^\| (?P<calls>`[^|]+`) \| (?P<files>`[^|]+\.py`[^|]*) \| (?P<
 
 
 def inexact(source: str) -> Iterator[tuple[str, int]]:
-    """(operation, line) of every call of one in ``INEXACT``, product by ``@`` and power that is no literal."""
+    """Yield (operation, line) of each call of one in ``INEXACT``, each ``@``, and each ``**`` except of literals."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             whole = ast.unparse(node.func)

@@ -59,7 +59,7 @@ def test_streams_are_neither_correlated_nor_permutations_of_each_other():
 
 @pytest.mark.parametrize("pair", [([7, 5], [8, 5]), ([5, 7], [5, 8]), ([0, 1], [1, 0])])
 def test_raw_keys_that_differ_in_one_bit(pair):
-    """Keys are never made so, yet even then one stream is no reordering of the other over the same range."""
+    """No key is made like these. Even so, neither stream of bits reorders the other."""
     a, b = (hash_bits(torch.tensor(key, dtype=torch.int32), INDEX) for key in pair)
     assert not torch.equal(a.sort().values, b.sort().values)
     assert abs(torch.corrcoef(torch.stack([as_uniform(a), as_uniform(b)]))[0, 1]) < 5.5 / N**0.5

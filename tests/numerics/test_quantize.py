@@ -130,7 +130,7 @@ def test_ties_to_even_spare_blocks_of_every_second_power_of_two():
     assert error(x, "encode", "up") == pytest.approx(0.0227, abs=0.0003)
     assert error(x, "encode", "even") == pytest.approx(0.0107, abs=0.0003)  # 6/2 is halfway from the code 128 to 129
     assert error(2 * x, "encode", "even") == error(2 * x, "encode", "up") == error(x, "encode", "up")  # 127 and 128
-    assert error(x, "decode", "even") == error(x, "decode", "up") == error(x, "encode", "up")  # 2/6 is no tie
+    assert error(x, "decode", "even") == error(x, "decode", "up") == error(x, "encode", "up")  # 2/6 is not a tie
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
