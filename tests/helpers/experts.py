@@ -24,7 +24,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 7)
         self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.form, self.scale = form, None
-        if form in ("grouped", "gathered"):  # a parameter of three axes that is no weight
+        if form in ("grouped", "gathered"):  # a parameter of three axes that is not a weight
             self.scale = nn.Parameter(torch.randn(3, 2, WIDTH))
 
     def activation(self, hidden: Tensor) -> Tensor:

@@ -251,8 +251,8 @@ def test_the_rate_of_change_of_outputs(tmp_path):
 
 
 def test_evaluations_accumulated_batches_and_a_site_without_a_single_token(tmp_path):
-    """What a step consists of is looked at together; an evaluation in between is not. Of an expert that no token was
-    sent to there is nothing to say of its products, but of its weight."""
+    """Statistics cover all batches of a step, and no evaluation between steps. A site without tokens has statistics of
+    its weight, and none of its products."""
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
         steps(model, optimizer, 1)

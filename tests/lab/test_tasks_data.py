@@ -100,7 +100,7 @@ def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented):
     later = next(augmented.batches(number))
     assert not torch.equal(later[1], first[1])
     assert all(map(torch.equal, next(augmented.validation()), next(again.validation())))
-    assert "HorizontalFlip" not in str(augmented.train.transform)  # a mirrored digit is no digit
+    assert "HorizontalFlip" not in str(augmented.train.transform)  # a mirrored digit is not a digit
 
 
 def test_the_schedule_is_timms():

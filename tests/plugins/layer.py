@@ -86,7 +86,7 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 def stepped(policy: Any, make: Callable[..., Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return :func:`linear` under the policy, and the optimizer that ``make`` makes of its parameters, prepared."""
+    """Return :func:`linear` under the policy, and ``make(parameters)``, prepared for the model."""
     model = training.applied(linear(dtype), policy)
     return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
 

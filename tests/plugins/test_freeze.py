@@ -79,7 +79,7 @@ def one_weight(path, **options):
         ([2.4, 2.6, 2.7, 2.6, 2.8, 3.4, 3.6, 3.7], 0.1, None),  # changes, and stays for a while
         # Q: 2, 3, 3, 3, 2. Nagel et al.: against the latest change, however long ago.
         ([2.4, 2.6, 2.7, 2.8, 2.4], 0.4, 3),
-        # Q: 2, 3, 2, 3, 2. The first change is no turn. f after three turns with m = 1/2 is 1/2, 3/4, 7/8.
+        # Q: 2, 3, 2, 3, 2. The first change is not a turn. f after three turns with m = 1/2 is 1/2, 3/4, 7/8.
         ([2.4, 2.6, 2.4, 2.6, 2.4, 9.0, -9.0], 0.8, 3),
     ],
 )

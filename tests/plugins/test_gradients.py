@@ -191,7 +191,7 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     kwargs = {"convention": convention, "step": step, "max_kind": max_kind}
 
     def quantize(t):
-        # ste: dg/dX = 1 at every element, which is no function's gradient, so built for the diagonal.
+        # ste: dg/dX = 1 at every element. No function has that gradient; this g has it on the diagonal.
         g = t.abs().max().detach() + (t - t.detach()) if kind == "ste" else maximum(t, kind, 4.0)
         return values_of(t / (g / kappa), **kwargs) * (g / kappa)
 

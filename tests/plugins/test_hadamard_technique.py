@@ -74,7 +74,7 @@ def test_the_deterministic_site_is_its_equations(data, block):
 
 
 def signs_of(built, gemm=Gemm.FPROP, step=0, seed=0):
-    """S, read off what the GEMM makes of the identity: I·S·H times Hᵀ is S."""
+    """Return S: the GEMM rotates the identity to I·S·H, and I·S·H times Hᵀ is S."""
     eye = torch.eye(64)
     rotation = getattr(built, gemm).rotate(eye, eye, draw(step, seed))
     assert torch.equal(rotation.left, rotation.right)  # both operands get the same

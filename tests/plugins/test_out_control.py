@@ -1,4 +1,4 @@
-"""out_control against TetraJet-v2 in NumPy: the channels it chooses, what it makes of them, and what it refuses."""
+"""out_control compared with TetraJet-v2 in NumPy: the channels it chooses, their values, and what it refuses."""
 
 from __future__ import annotations
 

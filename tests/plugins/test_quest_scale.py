@@ -34,7 +34,7 @@ def test_scales_are_those_of_the_released_code():
     np.testing.assert_array_equal(program().quantize(x).scale.numpy(), expected)
     assert (program().quantize(x[:2]).scale == 2.0**-27).all()
     wider = program({"c": 2 * 2.92247856}).quantize(x[3:]).scale
-    large = expected[3:] > 1e-4  # where 1e-8 is no part of it
+    large = expected[3:] > 1e-4  # where the addend 1e-8 does not matter
     np.testing.assert_array_equal(wider.numpy()[large], 2 * expected[3:][large])
 
 
