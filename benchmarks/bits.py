@@ -24,7 +24,8 @@ import typer
 from torch import Tensor, nn
 
 import fp4graph
-from benchmarks import options
+from benchmarks import command
+from benchmarks.models import DTYPES
 from fp4graph.kernels import operators
 from tests.helpers.models import grouped_mm
 
@@ -129,9 +130,9 @@ def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> di
     torch._dynamo.reset()
     try:
         if kernels:
-            return dict(measured(policy, options.DTYPES[dtype], backend, kind))
+            return dict(measured(policy, DTYPES[dtype], backend, kind))
         with operators.tensor_code():
-            return dict(measured(policy, options.DTYPES[dtype], backend, kind))
+            return dict(measured(policy, DTYPES[dtype], backend, kind))
     except fp4graph.Error as error:  # such as a policy that refuses experts
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -139,7 +140,7 @@ def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> di
 @app.command()
 def record(
     file: Path,
-    policies: options.Policies = "all",
+    policies: command.Policies = "all",
     backends: Annotated[str, typer.Option(help=f"Any of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
     kinds: Annotated[str, typer.Option(help=f"Any of {', '.join(KINDS)}.")] = ",".join(KINDS),
     kernels: Annotated[str, typer.Option(help="on, off or both.")] = "on,off",
@@ -148,8 +149,8 @@ def record(
     torch.set_num_threads(1)
     recorded = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
     chosen = (
-        options.policies_of(policies), options.DTYPES, options.choices(backends, BACKENDS),
-        options.choices(kinds, KINDS), options.choices(kernels, ("on", "off")),
+        command.policies_of(policies), DTYPES, command.choices(backends, BACKENDS),
+        command.choices(kinds, KINDS), command.choices(kernels, ("on", "off")),
     )  # fmt: skip
     for policy, dtype, backend, kind, switch in itertools.product(*chosen):
         case = " ".join((policy, dtype, backend, kind, f"kernels {switch}"))

@@ -7,22 +7,27 @@ counted, not even those of torch's compiler.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
-import typer
+import torch
+import torch._functorch.aot_autograd
+import torch._inductor.compile_fx
+from torch._dynamo.utils import counters
 
-from benchmarks import options, tables
-from benchmarks.models import MODELS, UNQUANTIZED
-from benchmarks.results import RESULTS, ROOT, Results, Row, attempt, figures_of
-from benchmarks.timing import Comparison, Patience
+import fp4graph
+from benchmarks import command, tables
+from benchmarks.command import Cases, Settings
+from benchmarks.models import DTYPES, MODELS, UNQUANTIZED, Training
+from benchmarks.processes import process
+from benchmarks.results import attempt
+from benchmarks.timing import Comparison, Patience, synchronize
+from fp4graph.technique.registry import default_registry
 
 COLUMNS = (
     tables.case("model"),
@@ -31,31 +36,37 @@ COLUMNS = (
     tables.case("policy"),
     tables.case("cache"),
     *tables.RATIO,
-    tables.seconds("seconds", "s"),
-    tables.seconds("baseline_seconds", "unquantized, s"),
+    tables.figure("seconds", "s"),
+    tables.figure("baseline_seconds", "unquantized, s"),
     tables.Column("cache hits", lambda row: f"{row['figures']['process']['hits']}"),
 )
-TITLE = "Time to the first step, to that of the unquantized compiled model"
 #: Starts a process for a policy, or UNQUANTIZED, with a cache directory; returns the process's result.
 Run = Callable[[str, str], dict[str, Any]]
 
 
-def run(model: str, batch: int, dtype: str, device: str, backend: str, policy: str, cache: str) -> dict[str, Any]:
-    """Run :mod:`benchmarks.first_step_process`; return its seconds, loss and cache hits."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": cache,
-        "TRITON_CACHE_DIR": os.path.join(cache, "triton"),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    command = [sys.executable, "-m", "benchmarks.first_step_process"]
-    command += [model, policy, str(batch), dtype, device, backend]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if process.returncode:
-        sys.stderr.write(process.stderr)
-        raise RuntimeError(f"the process of {policy} ended with {process.returncode}")
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return result
+def first_step(model: str, batch: int, dtype: str, device: torch.device, backend: str, policy: str) -> dict[str, Any]:
+    """Return the seconds and the loss of a first step, and the hits in the caches of compiled graphs."""
+    default_registry()  # imports the plugins
+    _ = fp4graph.apply, fp4graph.prepare_optimizer  # imports the modules of both
+    training = Training(MODELS[model], policy, batch, DTYPES[dtype], device, backend)
+    synchronize(device)
+    begin = time.perf_counter()
+    training.compile()
+    loss = training.step()
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    counts = {**counters["inductor"], **counters["aot_autograd"]}
+    caches = {name: count for name, count in counts.items() if "cache" in name}
+    hits = sum(count for name, count in caches.items() if name.endswith("cache_hit"))
+    return {"seconds": seconds, "loss": loss.item(), "hits": hits, "caches": caches}
+
+
+def run(
+    model: str, batch: int, dtype: str, device: torch.device, backend: str, policy: str, folder: str
+) -> dict[str, Any]:
+    """Run :func:`first_step` in a new process, with its caches in ``folder``."""
+    with process(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=os.path.join(folder, "triton")) as pool:
+        return pool.submit(first_step, model, batch, dtype, device, backend, policy).result()
 
 
 def measure(start: Run, policy: str, patience: Patience) -> dict[str, dict[str, Any]]:
@@ -65,50 +76,52 @@ def measure(start: Run, policy: str, patience: Patience) -> dict[str, dict[str, 
     while True:
         result = {}
         with tempfile.TemporaryDirectory() as baseline_cache, tempfile.TemporaryDirectory() as policy_cache:
-            for cache in pairs:
-                baseline, result[cache] = start(UNQUANTIZED, baseline_cache), start(policy, policy_cache)
-                pairs[cache].append((baseline["seconds"], result[cache]["seconds"]))
-        compared = {cache: Comparison(tuple(measured), patience) for cache, measured in pairs.items()}
+            for kind in pairs:
+                baseline, result[kind] = start(UNQUANTIZED, baseline_cache), start(policy, policy_cache)
+                pairs[kind].append((baseline["seconds"], result[kind]["seconds"]))
+        compared = {kind: Comparison(tuple(measured), patience) for kind, measured in pairs.items()}
         if (
             all(comparison.settled for comparison in compared.values())
             or len(pairs["cold"]) >= patience.most
             or time.perf_counter() > end
         ):
-            return {cache: {**figures_of(compared[cache]), "process": result[cache]} for cache in pairs}
+            return {kind: {**compared[kind].figures, "process": result[kind]} for kind in pairs}
 
 
-app = typer.Typer(add_completion=False)
+def cases(
+    settings: Settings,
+    models: command.Models = "deit-tiny",
+    policies: command.Policies = "tetrajet",
+    dtypes: command.Dtypes = "float32",
+    batch: command.Batch = None,
+) -> Cases:
+    device, backend = settings.device, settings.backend
+    patience = replace(settings.patience, most=max(settings.patience.least, 11))
+    with tempfile.TemporaryDirectory() as folder:  # reads compiler and libraries into memory, for all starts alike
+        run("trial-vit", 4, "float32", device, backend, UNQUANTIZED, folder)
+    for model, size, dtype in command.trainings(models, dtypes, batch):
+        for policy in command.policies_of(policies):
+            start = partial(run, model, size, dtype, device, backend)
+            both = cache(partial(attempt, partial(measure, start, policy, patience)))
+            for kind in ("cold", "warm"):
+                case = {"model": model, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
+                yield {**case, "cache": kind}, partial(_of, kind, both)
 
 
-@app.command(help=__doc__)
-def main(
-    context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny",
-    policies: options.Policies = "tetrajet",
-    dtypes: options.Dtypes = "float32",
-    batch: Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")] = None,
-    device: options.Device = "cpu",
-    backend: options.Backend = "inductor",
-    seconds: options.Seconds = 420,
-    repeats: options.Repeats = 3,
-    folder: options.Folder = RESULTS,
-) -> None:
-    names, torch_device = options.policies_of(policies), options.device_of(device)
-    patience = Patience(seconds, repeats, most=max(repeats, 11))
-    results = Results("first_step", context, torch_device, folder)
-    with tempfile.TemporaryDirectory() as cache:  # reads compiler and libraries into memory, for all starts alike
-        run("trial-vit", 4, "float32", device, backend, UNQUANTIZED, cache)
-    for name in options.choices(models, MODELS):
-        size = batch or MODELS[name].size
-        for dtype in options.choices(dtypes, options.DTYPES):
-            for policy in names:
-                row_case = {"model": name, "batch": size, "dtype": dtype, "policy": policy, "backend": backend}
-                start = partial(run, name, size, dtype, device, backend)
-                starts = attempt(row_case, partial(measure, start, policy, patience))
-                for cache in ("cold", "warm"):
-                    results.add(Row({**row_case, "cache": cache}, starts.figures.get(cache, starts.figures)))
-    results.close(TITLE, COLUMNS)
+def _of(kind: str, both: Callable[[], Any]) -> Any:
+    """Return the figures of a kind of start, or the reason why there are none."""
+    return both().get(kind, both())
 
+
+benchmark = command.Benchmark(
+    "first_step",
+    "Time to the first step, to that of the unquantized compiled model",
+    COLUMNS,
+    cases,
+    seconds=420,
+    repeats=3,
+)
+app = benchmark.app
 
 if __name__ == "__main__":
     app()

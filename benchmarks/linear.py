@@ -7,7 +7,7 @@ dY and no bias (torchao computes no gradient for a bias), and compute dX and dW.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -17,12 +17,11 @@ import typer
 from torch import Tensor, nn
 
 import fp4graph
-from benchmarks import floor, options, tables
-from benchmarks.models import TOTAL_STEPS, UNQUANTIZED
+from benchmarks import command, floor, tables
+from benchmarks.command import Cases, Settings
+from benchmarks.models import DTYPES, UNQUANTIZED, Inapplicable, fitting, under
 from benchmarks.peers import PEERS, peer_name
-from benchmarks.results import RESULTS, Inapplicable, Results, Row, attempt, figures_of
-from benchmarks.timing import Patience, compare, seconds_of
-from fp4graph.model.explanation import Explanation
+from benchmarks.timing import compare, seconds_of
 from fp4graph.technique.operands import Operand
 
 #: M, K, N: rows of X, in_features, out_features. ViTs: 16 images of 197 tokens; LLaMA: 8 sequences of 256.
@@ -44,10 +43,9 @@ COLUMNS = (
     tables.case("to", "ratio to"),
     *tables.RATIO,
     tables.milliseconds("seconds", "ms"),
-    tables.number("floor", "floor"),
-    tables.text("quantizes", "quantized"),
+    tables.figure("floor", "floor"),
+    tables.figure("quantizes", "quantized"),
 )
-TITLE = "One linear, forward and backward"
 #: The largest relative difference of compiled from eager results: sums, also those of rotations, are rounded in another
 #: order before they are quantized. A quantizer left out makes a difference of a tenth and more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -69,6 +67,17 @@ def of_inner_blocks(policy: str) -> fp4graph.Policy:
     return replace(loaded, rules=tuple(r for r in loaded.rules if not (r.match.first_blocks or r.match.last_blocks)))
 
 
+def running(module: nn.Module, x: Tensor, dy: Tensor, *others: Tensor) -> Callable[[], object]:
+    """Return a function that runs forward and backward of ``module(x, *others)``, without earlier gradients."""
+
+    def call() -> None:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        module(x, *others).backward(dy)
+
+    return call
+
+
 class Case:
     """One shape and dtype: the data, and the contenders built from one linear."""
 
@@ -86,49 +95,31 @@ class Case:
         largest = max(self.m * self.k, self.n * self.k, self.m * self.n)
         return floor.bandwidth(largest * self.dtype.itemsize, self.device)
 
-    def run(self, module: nn.Module) -> Callable[[], object]:
-        """Return a function that runs forward and backward of ``module``, without earlier gradients."""
-
-        def call() -> None:
-            module.zero_grad(set_to_none=True)
-            self.x.grad = None
-            module(self.x).backward(self.dy)
-
-        return call
-
     def unquantized(self, *, compiled: bool = True) -> Linear:
-        module = copy.deepcopy(self.linear)
-        if compiled:
-            module.compile(backend=self.backend, dynamic=False)
-        return Linear(UNQUANTIZED if compiled else f"{UNQUANTIZED}, eager", self.run(module), "nothing")
+        name = UNQUANTIZED if compiled else f"{UNQUANTIZED}, eager"
+        return self._plain(copy.deepcopy(self.linear), name, "nothing", compiled)
 
     def under(self, policy: str, baseline_seconds: float) -> Linear:
         """Return the linear under a policy; its floor follows from the time of the unquantized linear."""
-        module, explanation = self.applied(policy, self.backend)
+        site = fitting(fp4graph.explain(self.linear, of_inner_blocks(policy), (self.x,))).sites[0]
+        module = self.applied(policy, self.backend)
         self.check(module, policy)
-        (site,) = explanation.sites
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
         nbytes = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
         lower_bound = 1 + nbytes / self.bandwidth / baseline_seconds
         names = ", ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in quantized)
-        all_six = len(quantized) == len(Operand)
-        return Linear(policy, self.run(module), "Q1 to Q6" if all_six else names or "nothing", lower_bound)
+        words = "Q1 to Q6" if len(quantized) == len(Operand) else names or "nothing"
+        return Linear(policy, running(module, self.x, self.dy), words, lower_bound)
 
-    def applied(self, policy: str, backend: str) -> tuple[nn.Module, Explanation]:
-        module, inner = copy.deepcopy(self.linear), of_inner_blocks(policy)
-        explanation = fp4graph.explain(module, inner, (self.x,))
-        if explanation.problem:
-            raise Inapplicable(explanation.problem.partition(";")[0])
-        fp4graph.apply(module, inner, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
-        fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))
-        return module, explanation
+    def applied(self, policy: str, backend: str) -> nn.Module:
+        return under(copy.deepcopy(self.linear), of_inner_blocks(policy), backend, dynamic=False)
 
     def check(self, module: nn.Module, policy: str) -> None:
         """Raise RuntimeError unless ``module``, fresh, computes the same as the policy run eagerly.
 
         This ensures that the timed code does all the work of the policy.
         """
-        expected = self.outcome(self.applied(policy, "eager")[0])
+        expected = self.outcome(self.applied(policy, "eager"))
         for name, computed, reference in zip(("Y", "dX", "dW"), self.outcome(module), expected, strict=True):
             error = ((computed - reference).float().norm() / reference.float().norm()).item()
             if not error <= TOLERANCE[self.dtype]:
@@ -144,77 +135,66 @@ class Case:
         if not peer.installed:
             raise Inapplicable(f"not installed: pip install {peer.package}")
         module = peer.build(copy.deepcopy(self.linear))
+        return self._plain(module, peer_name(name, compiled=compiled), peer.quantizes, compiled)
+
+    def _plain(self, module: nn.Module, name: str, quantizes: str, compiled: bool) -> Linear:
         if compiled:
             module.compile(backend=self.backend, dynamic=False)
-        return Linear(peer_name(name, compiled=compiled), self.run(module), peer.quantizes)
+        return Linear(name, running(module, self.x, self.dy), quantizes)
 
 
-def measure(
-    case: Case, policies: list[str], peers: list[str], against: str | None, patience: Patience
-) -> Iterator[Row]:
-    """Measure one shape and dtype: each contender beside the unquantized linear, then the policies beside a peer."""
+def of_case(case: Case, policies: list[str], peers: list[str], against: str, settings: Settings) -> Cases:
+    """Yield one shape and dtype: each contender beside the unquantized linear, then the policies beside a peer."""
     torch._dynamo.reset()
-    baseline = case.unquantized()
+    baseline, measured = case.unquantized(), list[str]()
     baseline_seconds = seconds_of(baseline.run, case.device)
 
-    def beside(base: Linear, name: str, build: Callable[[], Linear]) -> Row:
-        def figures() -> dict[str, Any]:
-            contender = build()
-            comparison = compare(base.run, contender.run, case.device, patience)
-            return {
-                **figures_of(comparison),
-                "quantizes": contender.quantizes,
-                "floor": contender.floor if base is baseline else None,
-                "gemm_rate": 6 * case.m * case.k * case.n / baseline_seconds,
-                "machine_gemm_rate": floor.gemm_rate(case.dtype, case.device),
-                "bandwidth": case.bandwidth,
-            }
+    def figures(base: Linear, build: Callable[[], Linear]) -> dict[str, Any]:
+        contender = build()
+        comparison = compare(base.run, contender.run, case.device, settings.patience)
+        measured.append(contender.name)
+        return {
+            **comparison.figures,
+            "quantizes": contender.quantizes,
+            "floor": contender.floor if base is baseline else None,
+            "gemm_rate": 6 * case.m * case.k * case.n / baseline_seconds,
+            "machine_gemm_rate": floor.gemm_rate(case.dtype, case.device),
+            "bandwidth": case.bandwidth,
+        }
 
-        dtype = str(case.dtype).removeprefix("torch.")
-        row_case = {"shape": case.shape, "dtype": dtype, "linear": name, "to": base.name, "backend": case.backend}
-        return attempt(row_case, figures)
+    def beside(base: Linear, builders: Mapping[str, Callable[[], Linear]]) -> Cases:
+        for name, build in builders.items():
+            about = {"shape": case.shape, "dtype": str(case.dtype).removeprefix("torch."), "linear": name}
+            yield {**about, "to": base.name, "backend": case.backend}, partial(figures, base, build)
 
-    yield beside(baseline, f"{UNQUANTIZED}, eager", lambda: case.unquantized(compiled=False))
-    measured = []
-    for policy in policies:
-        yield (row := beside(baseline, policy, partial(case.under, policy, baseline_seconds)))
-        measured += [policy] if "ratio" in row.figures else []
-    for peer in peers:
-        for compiled in (False, True):
-            yield beside(baseline, peer_name(peer, compiled=compiled), partial(case.peer, peer, compiled=compiled))
-    if against is not None and PEERS[against].installed:
-        peer_linear = case.peer(against, compiled=True)
-        for policy in measured:
-            yield beside(peer_linear, policy, partial(case.under, policy, baseline_seconds))
+    ours = {policy: partial(case.under, policy, baseline_seconds) for policy in policies}
+    yield from beside(baseline, {f"{UNQUANTIZED}, eager": partial(case.unquantized, compiled=False), **ours})
+    builders = ((peer, compiled) for peer in peers for compiled in (False, True))
+    yield from beside(
+        baseline, {peer_name(peer, compiled=c): partial(case.peer, peer, compiled=c) for peer, c in builders}
+    )
+    if against and PEERS[against].installed:
+        ours = {policy: build for policy, build in ours.items() if policy in measured}
+        yield from beside(case.peer(against, compiled=True), ours)
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command(help=__doc__)
-def main(
-    context: typer.Context,
+def cases(
+    settings: Settings,
     shapes: Annotated[str, typer.Option(help=f"Any of {', '.join(SHAPES)}; all.")] = "1024,deit-tiny fc1,llama-60m up",
-    dtypes: options.Dtypes = "float32,bfloat16",
-    policies: options.Policies = "bf16,tetrajet,microscaling,nvfp4,tetrajet-qema",
+    dtypes: command.Dtypes = "float32,bfloat16",
+    policies: command.Policies = "bf16,tetrajet,microscaling,nvfp4,tetrajet-qema",
     peers: Annotated[str, typer.Option(help=f"Any of {', '.join(PEERS)}; all; '' for none.")] = "all",
     against: Annotated[str, typer.Option(help="A peer, compiled, with which policies are compared too.")] = "torchao",
-    device: options.Device = "cpu",
-    backend: options.Backend = "inductor",
-    seconds: options.Seconds = 30,
-    repeats: options.Repeats = 11,
-    folder: options.Folder = RESULTS,
-) -> None:
-    chosen, names, patience = options.choices(peers, PEERS), options.policies_of(policies), Patience(seconds, repeats)
-    torch_device = options.device_of(device)
-    results = Results("linear", context, torch_device, folder)
-    for shape in options.choices(shapes, SHAPES):
-        for dtype in options.choices(dtypes, options.DTYPES):
-            case = Case(shape, options.DTYPES[dtype], torch_device, backend)
-            for row in measure(case, names, chosen, against or None, patience):
-                results.add(row)
-    results.close(TITLE, COLUMNS)
+) -> Cases:
+    names = command.policies_of(policies), command.choices(peers, PEERS)
+    for shape in command.choices(shapes, SHAPES):
+        for dtype in command.choices(dtypes, DTYPES):
+            case = Case(shape, DTYPES[dtype], settings.device, settings.backend)
+            yield from of_case(case, *names, against, settings)
 
+
+benchmark = command.Benchmark("linear", "One linear, forward and backward", COLUMNS, cases)
+app = benchmark.app
 
 if __name__ == "__main__":
     app()

@@ -15,24 +15,23 @@ import torch
 import typer
 from torch import Tensor, nn
 
-import fp4graph
-from benchmarks import floor, options, tables
-from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, Model, Training, explained
-from benchmarks.results import RESULTS, Inapplicable, Results, attempt
+from benchmarks import command, floor, tables
+from benchmarks.command import Cases, Settings
+from benchmarks.models import MODELS, UNQUANTIZED, Training, explained, under
 
+MIB = 2**20
 COLUMNS = (
     tables.case("model"),
     tables.case("batch"),
     tables.case("policy"),
     tables.case("of"),
-    tables.Column("ratio", lambda row: f"{row['figures']['ratio']:.3f}"),
-    tables.Column("MiB", lambda row: _mib(row["figures"]["bytes"])),
-    tables.Column("unquantized", lambda row: _mib(row["figures"]["baseline_bytes"])),
-    tables.Column("without parameters", lambda row: f"{row['figures']['activation_ratio']:.3f}"),
-    tables.Column("MiB of these", lambda row: _mib(row["figures"]["activation_bytes"])),
-    tables.Column("unquantized, of these", lambda row: _mib(row["figures"]["activation_baseline_bytes"])),
+    tables.figure("ratio", "ratio", ".3f"),
+    tables.figure("bytes", "MiB", ".4g", MIB),
+    tables.figure("baseline_bytes", "unquantized", ".4g", MIB),
+    tables.figure("activation_ratio", "without parameters", ".3f"),
+    tables.figure("activation_bytes", "MiB of these", ".4g", MIB),
+    tables.figure("activation_baseline_bytes", "unquantized, of these", ".4g", MIB),
 )
-TITLE = "Bytes kept for the backward, to those of the unquantized model"
 
 
 def saved(forward: Callable[[], Tensor], owned: Iterable[Tensor]) -> tuple[int, int]:
@@ -64,18 +63,15 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
     if policy == UNQUANTIZED:
         linear.compile(backend=backend, dynamic=False)
     else:
-        fp4graph.apply(linear, policy, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
-        fp4graph.prepare_optimizer(linear, torch.optim.AdamW(linear.parameters()))
+        under(linear, policy, backend, dynamic=False)
     linear(x).sum().backward()
     return saved(lambda: linear(x), linear.parameters())
 
 
-def of_linears(model: Model, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
+def of_linears(model: str, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
     """Return the figures of all linears of ``model`` that ``policy`` quantizes."""
-    explanation = explained(model, policy, size)
-    if explanation.problem:
-        raise Inapplicable(explanation.problem.partition(";")[0])
-    kinds = Counter(floor.extents(site)[:3] for site in explanation.sites if site.quantized and site.op == "linear")
+    sites = explained(MODELS[model], policy, size).sites
+    kinds = Counter(floor.extents(site)[:3] for site in sites if site.quantized and site.op == "linear")
     totals = dict.fromkeys((UNQUANTIZED, policy), (0, 0))
     for (m, k, n), count in kinds.items():
         for name, (total, activations) in totals.items():
@@ -84,11 +80,11 @@ def of_linears(model: Model, size: int, policy: str, device: torch.device, backe
     return _figures(totals[policy], totals[UNQUANTIZED])
 
 
-def of_model(model: Model, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
+def of_model(model: str, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
     counts = []
     for name in (policy, UNQUANTIZED):
         torch._dynamo.reset()
-        training = Training(model, name, size, torch.bfloat16, device, backend)
+        training = Training(MODELS[model], name, size, torch.bfloat16, device, backend)
         training.compile()
         training.step()
         counts.append(saved(training.forward, training.model.parameters()))
@@ -106,35 +102,28 @@ def _figures(policy_bytes: tuple[int, int], baseline: tuple[int, int]) -> dict[s
     }
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.4g}"
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(help=__doc__)
-def main(
-    context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny",
-    policies: options.Policies = "tetrajet",
-    batch: Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")] = None,
-    device: options.Device = "cpu",
-    backend: options.Backend = "inductor",
+def cases(
+    settings: Settings,
+    models: command.Models = "deit-tiny",
+    policies: command.Policies = "tetrajet",
+    batch: command.Batch = None,
     whole: Annotated[bool, typer.Option(help="Whole models too, each compiled twice.")] = True,
-    folder: options.Folder = RESULTS,
-) -> None:
-    names, torch_device = options.policies_of(policies), options.device_of(device)
-    results = Results("memory", context, torch_device, folder)
-    for name in options.choices(models, MODELS):
-        model = MODELS[name]
-        size = batch or model.size
-        for policy in names:
+) -> Cases:
+    for model, size, _ in command.trainings(models, "bfloat16", batch):
+        for policy in command.policies_of(policies):
             for part, count in (("linears", of_linears), ("model", of_model))[: 1 + whole]:
-                row_case = {"model": name, "batch": size, "policy": policy, "of": part, "backend": backend}
-                results.add(attempt(row_case, partial(count, model, size, policy, torch_device, backend)))
-    results.close(TITLE, COLUMNS)
+                case = {"model": model, "batch": size, "policy": policy, "of": part, "backend": settings.backend}
+                yield case, partial(count, model, size, policy, settings.device, settings.backend)
 
+
+benchmark = command.Benchmark(
+    "memory",
+    "Bytes kept for the backward, to those of the unquantized model",
+    COLUMNS,
+    cases,
+    without=("seconds", "repeats"),
+)
+app = benchmark.app
 
 if __name__ == "__main__":
     app()

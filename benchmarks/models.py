@@ -1,4 +1,4 @@
-"""Models whose training is timed on a batch of random data, unquantized and under a policy."""
+"""Models whose training is measured on a batch of random data, unquantized and under a policy."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ UNQUANTIZED = "unquantized"
 #: Long enough that every policy stays in its first phase.
 TOTAL_STEPS = 1_000_000
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Batch = dict[str, Tensor]
 
 
@@ -95,15 +96,109 @@ MODELS = {
 }
 
 
+class Stack(nn.Module):
+    """Equal blocks in sequence, without embeddings and head.
+
+    Args:
+        depth: the number of blocks; 0 stands for three, of which only the middle one is called, because policies may
+            treat the first and the last differently.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(depth or 3))
+        self.called = tuple(range(depth)) if depth else (1,)
+
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
+        for index in self.called:
+            x = self.blocks[index](x, *rotary)
+        return x
+
+
+class _Decoder(nn.Module):
+    """A decoder layer of LLaMA that takes the rotary embedding as two tensors."""
+
+    def __init__(self, width: int, feed_forward: int, heads: int) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        super().__init__()
+        config = LlamaConfig(hidden_size=width, intermediate_size=feed_forward, num_attention_heads=heads)
+        config._attn_implementation = "sdpa"
+        layer = LlamaDecoderLayer(config, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None
+        )
+        x = x + attended
+        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
+
+
+def _stack(make: Callable[[], nn.Module], width: int, tokens: int, size: int, head: int = 0, depth: int = 0) -> Model:
+    """Return a stack of blocks; ``head`` is the size of an attention head if they take a rotary embedding."""
+
+    def batch(count: int) -> Batch:
+        rotary = {name: torch.randn(1, tokens, head) for name in ("cos", "sin") if head}
+        return {"x": torch.randn(count, tokens, width), **rotary}
+
+    return Model(
+        lambda: Stack(make, depth),
+        batch,
+        lambda model, batch: model(*batch.values()).float().square().mean(),
+        lambda batch: (tuple(batch.values()), {}),
+        size,
+    )
+
+
+def vit_blocks(width: int, heads: int, tokens: int = 197, size: int = 32, depth: int = 0) -> Model:
+    """Return a stack of blocks of a ViT."""
+
+    def make() -> nn.Module:
+        from timm.models.vision_transformer import Block
+
+        return Block(width, heads, qkv_bias=True)
+
+    return _stack(make, width, tokens, size, depth=depth)
+
+
+def llama_blocks(width: int, feed_forward: int, heads: int, tokens: int, size: int, depth: int = 0) -> Model:
+    """Return a stack of decoder blocks of LLaMA."""
+    return _stack(lambda: _Decoder(width, feed_forward, heads), width, tokens, size, width // heads, depth)
+
+
 def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
     """Return the forward's context: parameters are fp32, and bf16 means autocast, as in training."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
+class Inapplicable(Exception):
+    """A case cannot be measured: its library is not installed, or its policy does not fit the model."""
+
+
 def explained(model: Model, policy: str, size: int) -> fp4graph.Explanation:
-    """Explain ``model`` under ``policy``, on fake tensors."""
+    """Explain ``model`` under ``policy``, on fake tensors; raise Inapplicable if the policy does not fit it."""
     arguments, keywords = model.inputs(model.batch(size))
-    return fp4graph.explain(model.make(), policy, arguments, keywords)
+    return fitting(fp4graph.explain(model.make(), policy, arguments, keywords))
+
+
+def fitting(explanation: fp4graph.Explanation) -> fp4graph.Explanation:
+    """Return ``explanation``; raise Inapplicable if the policy does not fit the model."""
+    if explanation.problem:
+        raise Inapplicable(explanation.problem.partition(";")[0])
+    return explanation
+
+
+def under(
+    module: nn.Module, policy: Any, backend: str, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> nn.Module:
+    """Apply ``policy`` to a module in training by ``optimizer``, or by AdamW; return the module."""
+    fp4graph.apply(module, policy, backend=backend, total_forwards=TOTAL_STEPS, **options)
+    fp4graph.prepare_optimizer(module, optimizer or torch.optim.AdamW(module.parameters()))
+    return module
 
 
 class Training:
@@ -112,25 +207,34 @@ class Training:
     Args:
         policy: a policy, or :data:`UNQUANTIZED` for the model under torch.compile alone.
         backend: of torch.compile; with ``eager`` nothing is compiled.
+        mode: of torch.compile.
+        lr: AdamW's learning rate.
     """
 
     def __init__(
-        self, model: Model, policy: str, size: int, dtype: torch.dtype, device: torch.device, backend: str
+        self,
+        model: Model,
+        policy: str,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        mode: str | None = None,
+        lr: float = 1e-4,
     ) -> None:
         torch.manual_seed(0)
         self.model = model.make().to(device)
         self.batch = {name: value.to(device) for name, value in model.batch(size).items()}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self._loss, self._dtype, self._device = model.loss, dtype, device
-        self._policy, self._backend = policy, backend
+        self._policy, self._backend, self._mode = policy, backend, mode
 
     def compile(self) -> None:
         """Ask for compilation, which happens in the first step."""
         if self._policy == UNQUANTIZED:
-            self.model.compile(backend=self._backend)
-            return
-        fp4graph.apply(self.model, self._policy, backend=self._backend, total_forwards=TOTAL_STEPS)
-        fp4graph.prepare_optimizer(self.model, self.optimizer)
+            self.model.compile(backend=self._backend, mode=self._mode)
+        else:
+            under(self.model, self._policy, self._backend, self.optimizer, mode=self._mode)
 
     def forward(self) -> Tensor:
         """Return the loss, with its autograd graph."""

@@ -9,18 +9,20 @@ larger tensor, fresh memory would take more time than copying or quantizing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks import options, tables
-from benchmarks.results import RESULTS, Results, attempt, figures_of
-from benchmarks.timing import Patience, compare
+from benchmarks import command, tables
+from benchmarks.command import Cases, Settings
+from benchmarks.models import DTYPES
+from benchmarks.timing import compare
 from fp4graph import load_policy
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.draw import Draw
@@ -41,14 +43,13 @@ COLUMNS = (
     tables.case("layout"),
     tables.case("dtype"),
     *tables.RATIO,
-    tables.Column("GB/s", lambda row: f"{row['figures']['bytes_per_second'] / 1e9:.3g}"),
-    tables.Column("copy, GB/s", lambda row: f"{row['figures']['copy_bytes_per_second'] / 1e9:.3g}"),
+    tables.figure("bytes_per_second", "GB/s", ".3g", 1e9),
+    tables.figure("copy_bytes_per_second", "copy, GB/s", ".3g", 1e9),
     tables.Column("in policies", lambda row: _shortened(row["figures"]["policies"])),
 )
 #: The largest relative difference of compiled from eager values: rounding intermediate results to bf16 stays below it,
 #: and another quantizer exceeds it.
 TOLERANCE = 1e-2
-TITLE = "Quantizers alone, time to that of a copy"
 
 
 @dataclass(frozen=True)
@@ -120,19 +121,23 @@ def _bare(program: OperandProgram) -> OperandProgram:
     return replace(program, spec=replace(program.spec, source="original"), parts=parts, state=slots)
 
 
-def measure(quantizer: Quantizer, x: Tensor, layout: str, backend: str, patience: Patience) -> dict[str, Any]:
+def measure(
+    quantizer: Quantizer, shape: tuple[int, int], dtype: str, layout: str, settings: Settings
+) -> dict[str, Any]:
     torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=settings.device).to(DTYPES[dtype])
     source = x if layout == "row" else x.mT
-    compiled = quantizer.compiled(source, backend)
+    compiled = quantizer.compiled(source, settings.backend)
     with torch.no_grad():
         expected = quantizer.compiled(source, "eager")(source)
         error = ((compiled(source) - expected).float().norm() / expected.float().norm()).item()
         if not error <= TOLERANCE:
             raise RuntimeError(f"the compiled quantizer differs from eager by {error:.1e} of its norm")
-        comparison = compare(x.clone, partial(compiled, source), x.device, patience)
+        comparison = compare(x.clone, partial(compiled, source), x.device, settings.patience)
         nbytes = x.nbytes + compiled(source).nbytes
     return {
-        **figures_of(comparison),
+        **comparison.figures,
         "bytes_per_second": nbytes / comparison.seconds,
         "copy_bytes_per_second": 2 * x.nbytes / comparison.baseline,
         "policies": list(quantizer.policies),
@@ -143,39 +148,24 @@ def _shortened(names: list[str], most: int = 2) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _cases(names: list[str], dtypes: list[str]) -> Iterator[tuple[Quantizer, str, str]]:
-    for quantizer in quantizers(names):
-        for dtype in dtypes:
-            for layout in ("row", "column"):
-                yield quantizer, layout, dtype
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(help=__doc__)
-def main(
-    context: typer.Context,
-    policies: options.Policies = "all",
-    dtypes: options.Dtypes = "float32,bfloat16",
+def cases(
+    settings: Settings,
+    policies: command.Policies = "all",
+    dtypes: command.Dtypes = "float32,bfloat16",
     rows: Annotated[int, typer.Option(min=1, help="Rows of the tensor.")] = 1024,
     columns: Annotated[int, typer.Option(min=1, help="Columns of the tensor.")] = 1024,
-    device: options.Device = "cpu",
-    backend: options.Backend = "inductor",
-    seconds: options.Seconds = 10,
-    repeats: options.Repeats = 11,
-    folder: options.Folder = RESULTS,
-) -> None:
-    torch_device, patience = options.device_of(device), Patience(seconds, repeats)
-    results = Results("quantizers", context, torch_device, folder)
-    for quantizer, layout, dtype in _cases(options.policies_of(policies), options.choices(dtypes, options.DTYPES)):
-        torch.manual_seed(0)
-        x = torch.randn(rows, columns, device=torch_device).to(options.DTYPES[dtype])
-        row_case = {"quantizer": quantizer.name, "layout": layout, "dtype": dtype, "tensor": f"{rows}×{columns}"}
-        row_case["backend"] = backend
-        results.add(attempt(row_case, partial(measure, quantizer, x, layout, backend, patience)))
-    results.close(TITLE, COLUMNS)
+) -> Cases:
+    chosen = quantizers(command.policies_of(policies)), command.choices(dtypes, DTYPES), ("row", "column")
+    for quantizer, dtype, layout in product(*chosen):
+        case = {"quantizer": quantizer.name, "layout": layout, "dtype": dtype, "tensor": f"{rows}×{columns}"}
+        yield (
+            {**case, "backend": settings.backend},
+            partial(measure, quantizer, (rows, columns), dtype, layout, settings),
+        )
 
+
+benchmark = command.Benchmark("quantizers", "Quantizers alone, time to that of a copy", COLUMNS, cases, seconds=10)
+app = benchmark.app
 
 if __name__ == "__main__":
     app()

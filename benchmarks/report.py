@@ -16,8 +16,7 @@ import typer
 from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets, techniques
 from benchmarks.gpu import plan
 from benchmarks.models import UNQUANTIZED
-from benchmarks.results import RESULTS, ROOT, load
-from fp4graph.files import replacing
+from benchmarks.results import RESULTS, ROOT, load, write_text
 
 DOCUMENT = ROOT / "docs" / "figures.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"
@@ -25,13 +24,8 @@ END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
 PLAN_BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report` from `make gpu-plan`. -->"
 PLAN_END = "<!-- End of what was written from `make gpu-plan`. -->"
 BENCHMARKS = {
-    "linear": linear,
-    "experts": experts,
-    "quantizers": quantizers,
-    "step": step,
-    "first_step": first_step,
-    "memory": memory,
-    "techniques": techniques,
+    module.benchmark.name: module.benchmark
+    for module in (linear, experts, quantizers, step, first_step, memory, techniques)
 }
 
 
@@ -52,7 +46,9 @@ def predicted(folder: Path) -> str:
     rows = [row for content in contents for row in content["rows"]]
     if not rows:
         return "Nothing has been predicted yet."
-    return "\n\n".join([tables.markdown(plan.COLUMNS, rows), *(measured(c["runs"], c["rows"]) for c in contents)])
+    return "\n\n".join(
+        [tables.markdown(plan.benchmark.columns, rows), *(measured(c["runs"], c["rows"]) for c in contents)]
+    )
 
 
 def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
@@ -68,12 +64,12 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
     verdicts = list(targets.held_against(rows, device_type))
     if any(target["verdict"] != "not measured" for target in verdicts):
         parts += ["#### Targets", tables.markdown(targets.COLUMNS, verdicts)]
-    for benchmark, module in BENCHMARKS.items():
-        compiled = [row for row in rows.get(benchmark, []) if row["case"].get("backend", "inductor") == "inductor"]
+    for name, benchmark in BENCHMARKS.items():
+        compiled = [row for row in rows.get(name, []) if row["case"].get("backend", "inductor") == "inductor"]
         if compiled:
-            runs = contents[benchmark]["runs"]
-            parts += [f"#### {module.TITLE}", tables.markdown(module.COLUMNS, compiled)]
-            parts += [rates(compiled)] if benchmark == "linear" else []
+            runs = contents[name]["runs"]
+            parts += [f"#### {benchmark.title}", tables.markdown(benchmark.columns, compiled)]
+            parts += [rates(compiled)] if name == "linear" else []
             parts += [measured(runs, compiled)]
     return "\n\n".join(parts)
 
@@ -147,8 +143,7 @@ def main(
     if check:
         print("up to date" if text == current else f"out of date: run python -m benchmarks.report for {document.name}")
         raise typer.Exit(int(text != current))
-    with replacing(document) as stream:
-        stream.write(text.encode())
+    write_text(document, text)
 
 
 if __name__ == "__main__":

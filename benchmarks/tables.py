@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-#: A row as it is stored: run, case, figures.
+#: A row as it is stored: case and figures, and the number of its run.
 Stored = Mapping[str, Any]
 
 
@@ -27,34 +27,31 @@ def case(name: str, header: str | None = None) -> Column:
     return Column(header or name, lambda row: str(row["case"][name]), of_case=True)
 
 
+def figure(name: str, header: str, form: str | None = None, unit: float = 1.0) -> Column:
+    """Return a column with a figure in a unit, as text of Python's ``form`` or with three digits; a dash for None."""
+
+    def text(row: Stored) -> str:
+        value = row["figures"].get(name)
+        if value is None or isinstance(value, str):
+            return value or "–"
+        return _three_digits(value / unit) if form is None else format(value / unit, form)
+
+    return Column(header, text)
+
+
 def milliseconds(name: str, header: str) -> Column:
     """Return a column with a figure in seconds, shown in milliseconds."""
-    return Column(header, lambda row: _three_digits(row["figures"][name] * 1e3))
-
-
-def seconds(name: str, header: str) -> Column:
-    """Return a column with a figure in seconds."""
-    return Column(header, lambda row: _three_digits(row["figures"][name]))
-
-
-def number(name: str, header: str) -> Column:
-    """Return a column with a figure in three digits; a dash for None."""
-    return Column(header, lambda row: "–" if row["figures"][name] is None else _three_digits(row["figures"][name]))
-
-
-def text(name: str, header: str) -> Column:
-    """Return a column with a figure that is text."""
-    return Column(header, lambda row: str(row["figures"][name]))
+    return figure(name, header, unit=1e-3)
 
 
 #: The ratio with its quartiles and the number of pairs. ~ marks quartiles that did not settle within the time limit.
 RATIO = (
-    Column("ratio", lambda row: f"{row['figures']['ratio']:.2f}"),
+    figure("ratio", "ratio", ".2f"),
     Column(
         "quartiles",
         lambda row: "{:.2f}–{:.2f}".format(*row["figures"]["quartiles"]) + ("" if row["figures"]["settled"] else " ~"),
     ),
-    Column("n", lambda row: str(row["figures"]["repeats"])),
+    figure("repeats", "n", ".0f"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import options, tables
+from benchmarks import command, tables
 from benchmarks.models import UNQUANTIZED
 from benchmarks.peers import peer_name
 from benchmarks.results import RESULTS, ROOT, file_of, load, machine
@@ -112,16 +112,16 @@ app = typer.Typer(add_completion=False)
 
 @app.command(help=__doc__)
 def main(
-    device: options.Device = "cpu",
+    device: command.Device = "cpu",
     everything: Annotated[bool, typer.Option("--everything", help="All benchmarks at length: many hours.")] = False,
-    folder: options.Folder = RESULTS,
+    folder: command.Folder = RESULTS,
 ) -> None:
-    torch_device = options.device_of(device)
+    torch_device = command.device_of(device)
     failed, begin = False, time.perf_counter()
     for name, *arguments in (*COMMANDS[torch_device.type], *(EVERYTHING if everything else ())):
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--device={device}", f"--folder={folder}"]
-        print(f"\n{' '.join(command[1:])}", flush=True)
-        failed |= subprocess.run(command, cwd=ROOT, check=False).returncode != 0
+        words = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--device={device}", f"--folder={folder}"]
+        print(f"\n{' '.join(words[1:])}", flush=True)
+        failed |= subprocess.run(words, cwd=ROOT, check=False).returncode != 0
         print(f"{(time.perf_counter() - begin) / 60:.1f} minutes so far", flush=True)
     rows = rows_of(folder, machine(torch_device))
     tables.show(TITLE, COLUMNS, list(held_against(rows, torch_device.type)))

@@ -18,10 +18,10 @@ import typer
 from torch import nn
 
 import fp4graph
-from benchmarks import options, tables
-from benchmarks.models import MODELS, TOTAL_STEPS, Model
-from benchmarks.results import RESULTS, Results, attempt, figures_of
-from benchmarks.timing import Patience, alternate, synchronize
+from benchmarks import command, models, tables
+from benchmarks.command import Cases, Settings
+from benchmarks.models import MODELS, TOTAL_STEPS
+from benchmarks.timing import alternate, synchronize
 from fp4graph.model.runtime import runtime_of
 
 #: Steps of a detection in this benchmark.
@@ -33,7 +33,6 @@ COLUMNS = (
     tables.milliseconds("seconds", "ms"),
     tables.milliseconds("baseline_seconds", "AdamW, ms"),
 )
-TITLE = "One optimizer step, time to that of AdamW"
 
 
 class Stepping:
@@ -67,8 +66,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Stepping:
     """Return AdamW with ``technique`` acting around it, on TetraJet's quantizers."""
     policy = {"version": 1, "name": technique, "extends": "tetrajet", "techniques": [{technique: settings}]}
-    fp4graph.apply(model, policy, backend="eager", total_forwards=TOTAL_STEPS)
-    return Stepping(model, fp4graph.prepare_optimizer(model, adamw(model)))
+    optimizer = adamw(model)
+    return Stepping(models.under(model, policy, "eager", optimizer), optimizer)
 
 
 def stable_spam_optimizer(model: nn.Module) -> Stepping:
@@ -111,38 +110,29 @@ WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
 }
 
 
-def measure(
-    model: Model, build: Callable[[nn.Module], Stepping], device: torch.device, patience: Patience
-) -> dict[str, Any]:
+def measure(model: str, what: str, settings: Settings) -> dict[str, Any]:
     torch.manual_seed(0)
-    plain, trained = model.make().to(device), model.make().to(device)
-    baseline, stepping = Stepping(plain, adamw(plain)), build(trained)
+    plain, trained = (MODELS[model].make().to(settings.device) for _ in range(2))
+    baseline, stepping = Stepping(plain, adamw(plain)), WHAT[what](trained)
     for _ in range(3):  # the first steps create the state
         baseline.step(), stepping.step()
-    return figures_of(alternate(baseline.step, stepping.step, patience))
+    return alternate(baseline.step, stepping.step, settings.patience).figures
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command(help=__doc__)
-def main(
-    context: typer.Context,
-    models: Annotated[str, typer.Option(help=f"Any of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
+def cases(
+    settings: Settings,
+    models: command.Models = "deit-tiny,llama-60m",
     what: Annotated[str, typer.Option(help=f"Any of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
-    device: options.Device = "cpu",
-    seconds: options.Seconds = 30,
-    repeats: options.Repeats = 21,
-    folder: options.Folder = RESULTS,
-) -> None:
-    torch_device, patience = options.device_of(device), Patience(seconds, repeats)
-    results = Results("techniques", context, torch_device, folder)
-    for name in options.choices(models, MODELS):
-        for optimizer in options.choices(what, WHAT, ";"):
-            figures = partial(measure, MODELS[name], WHAT[optimizer], torch_device, patience)
-            results.add(attempt({"model": name, "what": optimizer}, figures))
-    results.close(TITLE, COLUMNS)
+) -> Cases:
+    for model in command.choices(models, MODELS):
+        for optimizer in command.choices(what, WHAT, ";"):
+            yield {"model": model, "what": optimizer}, partial(measure, model, optimizer, settings)
 
+
+benchmark = command.Benchmark(
+    "techniques", "One optimizer step, time to that of AdamW", COLUMNS, cases, without=("backend",), repeats=21
+)
+app = benchmark.app
 
 if __name__ == "__main__":
     app()

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,7 +45,11 @@ class Comparison:
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """First quartile, median and third quartile of the pairs' ratios."""
-        return quartiles([seconds / base for base, seconds in self.pairs])
+        ratios = [seconds / base for base, seconds in self.pairs]
+        if len(ratios) == 1:
+            return ratios[0], ratios[0], ratios[0]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, middle, high
 
     @property
     def settled(self) -> bool:
@@ -55,6 +60,20 @@ class Comparison:
         )
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """The comparison as plain data, in seconds, with every pair."""
+        low, middle, high = self.quartiles
+        return {
+            "ratio": middle,
+            "quartiles": [low, high],
+            "repeats": len(self.pairs),
+            "settled": self.settled,
+            "baseline_seconds": self.baseline,
+            "seconds": self.seconds,
+            "pairs": [list(pair) for pair in self.pairs],
+        }
+
+    @property
     def baseline(self) -> float:
         """Median seconds of the baseline."""
         return statistics.median(base for base, _ in self.pairs)
@@ -63,14 +82,6 @@ class Comparison:
     def seconds(self) -> float:
         """Median seconds of the function."""
         return statistics.median(seconds for _, seconds in self.pairs)
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return first quartile, median and third quartile, interpolated between neighbours; a single value three times."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def alternate(baseline: Callable[[], float], function: Callable[[], float], patience: Patience) -> Comparison:

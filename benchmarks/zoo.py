@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
 import fp4graph
-from benchmarks import options
+from benchmarks import command
 from benchmarks.families import TIMM, TORCHVISION
 from benchmarks.results import RESULTS, ROOT
 from fp4graph.files import replacing
@@ -189,10 +189,10 @@ app = typer.Typer(add_completion=False)
 def main(
     models: Annotated[str, typer.Option(help="Parts of names; these are measured again. [missing models]")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Seconds for one model under both policies.")] = 300,
-    folder: options.Folder = RESULTS,
+    folder: command.Folder = RESULTS,
     document: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / "models.md",
 ) -> None:
-    file, all_cases, wanted = folder / "zoo.jsonl", cases(), options.split(models)
+    file, all_cases, wanted = folder / "zoo.jsonl", cases(), command.split(models)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: dict[str, dict[str, Any]] = {row.pop("model"): row for row in map(json.loads, lines)}
     chosen = [name for name in all_cases if (any(part in name for part in wanted) if wanted else name not in rows)]

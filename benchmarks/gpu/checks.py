@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
+from benchmarks import models
+from benchmarks.models import MODELS, Training
 from fp4graph.kernels import operators
 from fp4graph.kernels.devices import GPU
 from fp4graph.kernels.direction import Direction, Source
@@ -24,7 +25,7 @@ from tests.gpu.cases import KEY, STEP, operands, programs, quantizers
 
 #: Neither size is a multiple of the kernel's tile, and the second is not a multiple of a block.
 SHAPE = (200, 136)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {**models.DTYPES, "float16": torch.float16}
 #: Quantizers whose last bits differ between eager mode and Inductor (docs/parity.md, "What is not exact").
 INEXACT = ("smooth_max", "low_rank_residual", "hadamard", "rht", "tensor_scaling_gradient")
 
@@ -163,29 +164,11 @@ def _by_an_ulp(x: Tensor) -> Tensor:
 def _losses(
     name: str, policy: str, dtype: torch.dtype, device: torch.device, backend: str, steps: int, nudge: bool = False
 ) -> list[float]:
-    import fp4graph
-
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MODELS[name]
-    module = model.make().to(device)
-    batch = {key: value.to(device) for key, value in model.batch(model.size).items()}
+    training = Training(MODELS[name], policy, MODELS[name].size, dtype, device, backend, lr=1e-3)
     if nudge:
-        for part in module.modules():
+        for part in training.model.modules():
             if isinstance(part, nn.Linear | nn.LayerNorm) or type(part).__name__.endswith("RMSNorm"):
                 part.register_forward_hook(_nudged)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    if policy == UNQUANTIZED:
-        module.compile(backend=backend)
-    else:
-        fp4graph.apply(module, policy, backend=backend, total_forwards=TOTAL_STEPS)
-        fp4graph.prepare_optimizer(module, optimizer)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with autocast(dtype, device):
-            loss = model.loss(module, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    training.compile()
+    return [float(training.step()) for _ in range(steps)]

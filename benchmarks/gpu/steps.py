@@ -11,60 +11,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch._inductor import utils as inductor
 from torch.profiler import ProfilerActivity, profile
 
-import fp4graph
-from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, Batch, Model, autocast
+from benchmarks.models import DTYPES, MODELS, UNQUANTIZED, Training, llama_blocks
 from benchmarks.timing import Patience, compare, synchronize
 from fp4graph.kernels import gpu, operators, switches
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class _Stack(nn.Module):
-    """Decoder blocks of LLaMA, without embeddings and head."""
-
-    def __init__(self, width: int, feed_forward: int, heads: int, layers: int) -> None:
-        from transformers import LlamaConfig, LlamaModel
-
-        super().__init__()
-        config = LlamaConfig(
-            vocab_size=16,
-            hidden_size=width,
-            intermediate_size=feed_forward,
-            num_attention_heads=heads,
-            num_hidden_layers=layers,
-            use_cache=False,
-        )
-        self.inner = LlamaModel(config)
-        self.inner.embed_tokens = None  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(inputs_embeds=x).last_hidden_state
-        return y
-
-
-def _stack(width: int, feed_forward: int, heads: int, layers: int, context: int, size: int) -> Model:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        y: Tensor = model(batch["x"]).float()
-        return y.square().mean()
-
-    return Model(
-        lambda: _Stack(width, feed_forward, heads, layers),
-        lambda count: {"x": torch.randn(count, context, width)},
-        loss,
-        lambda batch: ((batch["x"],), {}),
-        size,
-    )
-
 
 #: LLaMA-350M is that of GaLore (Zhao et al. 2024); eight of its 24 equal blocks take a third of the compile time.
 STEPS = {
     **MODELS,
-    "llama-350m": _stack(1024, 2736, 16, layers=8, context=256, size=32),
-    "trial-stack": _stack(64, 192, 2, layers=2, context=32, size=4),
+    "llama-350m": llama_blocks(1024, 2736, 16, tokens=256, size=32, depth=8),
+    "trial-stack": llama_blocks(64, 192, 2, tokens=32, size=4, depth=2),
 }
 SIZES = {"deit-small": 64, "deit-base": 64}
 #: The block of ``make gpu-plan`` of which a model consists.
@@ -99,32 +57,6 @@ SWITCHES: dict[str, Switch] = {
 }
 
 
-class Trainee:
-    """A model in training on one batch."""
-
-    def __init__(self, model: Model, policy: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self._module = model.make().to(device)
-        self._batch = {name: value.to(device) for name, value in model.batch(size).items()}
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-4)
-        self._loss, self._policy, self._dtype, self._device = model.loss, policy, dtype, device
-
-    def compile(self, backend: str, mode: str | None) -> None:
-        """Ask for compilation, which happens in the first step."""
-        if self._policy == UNQUANTIZED:
-            self._module.compile(backend=backend, mode=mode)
-        else:
-            fp4graph.apply(self._module, self._policy, backend=backend, mode=mode, total_forwards=TOTAL_STEPS)
-            fp4graph.prepare_optimizer(self._module, self._optimizer)
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        with autocast(self._dtype, self._device):
-            loss = self._loss(self._module, self._batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-
-
 def step(
     model: str,
     policy: str,
@@ -152,7 +84,7 @@ def step(
         quantized, policy_figures = _ready(stack, model, policy, dtype, chosen, device, backend, caches)
         ready()
         comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
-        baseline_kernels, kernels = (_kernels(trainee, device) for trainee in (baseline, quantized))
+        baseline_kernels, kernels = (_kernels(training, device) for training in (baseline, quantized))
     low, middle, high = comparison.quartiles
     return {
         "ratio": middle,
@@ -169,13 +101,13 @@ def step(
     }
 
 
-def _kernels(trainee: Trainee, device: torch.device, steps: int = 3) -> dict[str, float]:
+def _kernels(training: Training, device: torch.device, steps: int = 3) -> dict[str, float]:
     """Return the seconds of each kernel in a step, by name; empty on a CPU."""
     if device.type != "cuda":
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
-            trainee.step()
+            training.step()
         synchronize(device)
     return {event.key: event.self_device_time_total / (1e6 * steps) for event in profiler.key_averages()}
 
@@ -194,25 +126,26 @@ def _ready(
     device: torch.device,
     backend: str,
     caches: str,
-) -> tuple[Trainee, Mapping[str, float | None]]:
+) -> tuple[Training, Mapping[str, float | None]]:
     """Return a compiled model in training, its compile time and its peak memory in bytes."""
     before = _allocated(device)
     size = SIZES.get(model, STEPS[model].size)
-    trainee = Trainee(STEPS[model], policy, size, DTYPES[dtype], device)
+    mode = switch.mode if backend == "inductor" else None
+    training = Training(STEPS[model], policy, size, DTYPES[dtype], device, backend, mode)
     stack.enter_context(switch.context() if policy != UNQUANTIZED else nullcontext())
     with _fresh_cache(backend, caches):
         began = time.perf_counter()
-        trainee.compile(backend, switch.mode if backend == "inductor" else None)
-        trainee.step()
+        training.compile()
+        training.step()
         synchronize(device)
         compiling = time.perf_counter() - began
-    trainee.step()
+    training.step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    trainee.step()
+    training.step()
     synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-    return trainee, {"compile_seconds": compiling, "peak_bytes": peak}
+    return training, {"compile_seconds": compiling, "peak_bytes": peak}
 
 
 def _allocated(device: torch.device) -> int:
