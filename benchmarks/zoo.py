@@ -33,8 +33,7 @@ from torch.utils import _pytree as pytree
 import fp4graph
 from benchmarks import command
 from benchmarks.families import TIMM, TORCHVISION
-from benchmarks.results import RESULTS, ROOT
-from fp4graph.files import replacing
+from benchmarks.results import RESULTS, ROOT, write_text
 from fp4graph.model.runtime import require_runtime
 
 POLICIES = ("tetrajet", "tetrajet-qema")
@@ -57,9 +56,11 @@ usual (`benchmarks/families.py`).
 
 def cases() -> dict[str, tuple[str, str, dict[str, Any]]]:
     """Return library, name and options of every model, by the name in the table."""
-    names = torchvision.models.list_models(module=torchvision.models)
-    timm_cases = {f"timm/{name}": ("timm", name, options) for name, options in TIMM.items()}
-    return timm_cases | {f"torchvision/{name}": ("torchvision", name, TORCHVISION.get(name, {})) for name in names}
+    modules = sorted(timm.models.list_modules())
+    families = [name for module in modules for name in timm.list_models(module=module) if name in TIMM]
+    others = torchvision.models.list_models(module=torchvision.models)
+    timm_cases = {f"timm/{name}": ("timm", name, TIMM[name]) for name in families}
+    return timm_cases | {f"torchvision/{name}": ("torchvision", name, TORCHVISION.get(name, {})) for name in others}
 
 
 def build(library: str, name: str, settings: dict[str, Any]) -> tuple[nn.Module, str, Tensor]:
@@ -111,10 +112,9 @@ def under(policy: str, case: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
             runtime = require_runtime(model, "zoo")
             names = [f"{weight.fqn}.{weight.parameter_name}".lstrip(".") for weight in runtime.weights]
             loss, unmoved = step(model, images, {name: model.get_parameter(name) for name in names}, optimizer)
-    except fp4graph.Error as error:
-        return result | {"outcome": "refused", "remark": sentence(error), "seconds": time.perf_counter() - begin}
     except Exception as error:  # noqa: BLE001
-        return result | {"outcome": "fails", "remark": sentence(error), "seconds": time.perf_counter() - begin}
+        outcome = "refused" if isinstance(error, fp4graph.Error) else "fails"
+        return result | {"outcome": outcome, "remark": sentence(error), "seconds": time.perf_counter() - begin}
     result |= {"seconds": time.perf_counter() - begin, "graphs": runtime.capture.graphs, "loss": loss}
     result |= {"sites": sum(site.quantized for site in runtime.sites), "of": len(runtime.sites)}
     del model, optimizer, runtime
@@ -198,19 +198,13 @@ def main(
     chosen = [name for name in all_cases if (any(part in name for part in wanted) if wanted else name not in rows)]
     for name in chosen:
         rows[name] = measure(all_cases[name], limit)
-        print(
-            name,
-            *(f"{p}: {rows[name][p]['outcome']} {rows[name][p]['remark']}" for p in POLICIES),
-            sep="\n  ",
-            flush=True,
-        )
+        outcomes = [f"{policy}: {rows[name][policy]['outcome']} {rows[name][policy]['remark']}" for policy in POLICIES]
+        print("\n  ".join((name, *outcomes)), flush=True)
         rows = {key: rows[key] for key in all_cases if key in rows}
-        with replacing(file) as stream:
-            stream.writelines(f"{json.dumps({'model': key, **row})}\n".encode() for key, row in rows.items())
-        with replacing(document) as stream:
-            stream.write(("\n".join(page(rows)).rstrip() + "\n").encode())
-    outcomes = {rows[name][policy]["outcome"] for name in chosen for policy in POLICIES}
-    raise typer.Exit(0 if outcomes <= {"works", "refused"} else 1)
+        write_text(file, "".join(f"{json.dumps({'model': key, **row})}\n" for key, row in rows.items()))
+        write_text(document, "\n".join(page(rows)).rstrip() + "\n")
+    ended = {rows[name][policy]["outcome"] for name in chosen for policy in POLICIES}
+    raise typer.Exit(0 if ended <= {"works", "refused"} else 1)
 
 
 if __name__ == "__main__":
