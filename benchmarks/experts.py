@@ -24,9 +24,7 @@ from benchmarks.models import DTYPES, UNQUANTIZED, under
 from benchmarks.timing import compare
 
 COLUMNS = (
-    tables.case("shape"),
-    tables.case("dtype"),
-    tables.case("experts"),
+    *tables.cases("shape", "dtype", "experts"),
     *tables.RATIO,
     tables.milliseconds("seconds", "ms"),
 )

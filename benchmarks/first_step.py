@@ -30,11 +30,7 @@ from benchmarks.timing import Comparison, Patience, synchronize
 from fp4graph.technique.registry import default_registry
 
 COLUMNS = (
-    tables.case("model"),
-    tables.case("batch"),
-    tables.case("dtype"),
-    tables.case("policy"),
-    tables.case("cache"),
+    *tables.cases("model", "batch", "dtype", "policy", "cache"),
     *tables.RATIO,
     tables.figure("seconds", "s"),
     tables.figure("baseline_seconds", "unquantized, s"),

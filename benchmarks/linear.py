@@ -37,10 +37,7 @@ SHAPES = {
     "trial": (64, 64, 96),
 }
 COLUMNS = (
-    tables.case("shape"),
-    tables.case("dtype"),
-    tables.case("linear"),
-    tables.case("to", "ratio to"),
+    *tables.cases("shape", "dtype", "linear", to="ratio to"),
     *tables.RATIO,
     tables.milliseconds("seconds", "ms"),
     tables.figure("floor", "floor"),

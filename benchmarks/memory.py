@@ -21,10 +21,7 @@ from benchmarks.models import MODELS, UNQUANTIZED, Training, explained, under
 
 MIB = 2**20
 COLUMNS = (
-    tables.case("model"),
-    tables.case("batch"),
-    tables.case("policy"),
-    tables.case("of"),
+    *tables.cases("model", "batch", "policy", "of"),
     tables.figure("ratio", "ratio", ".3f"),
     tables.figure("bytes", "MiB", ".4g", MIB),
     tables.figure("baseline_bytes", "unquantized", ".4g", MIB),

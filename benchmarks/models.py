@@ -24,21 +24,13 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its training batch.
+    """A model and its training batch."""
 
-    Attributes:
-        make: builds the model, with the same weights after the same seed.
-        batch: builds a batch of a given size, on the CPU.
-        loss: computes the model's loss on a batch.
-        inputs: returns the arguments of the model's forward from a batch.
-        size: the default size of a batch.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
+    make: Callable[[], nn.Module]  # with the same weights after the same seed
+    batch: Callable[[int], Batch]  # of a given size, on the CPU
     loss: Callable[[nn.Module, Batch], Tensor]
-    inputs: Callable[[Batch], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]
-    size: int
+    inputs: Callable[[Batch], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]  # of the model's forward
+    size: int  # of a batch, if no other is given
 
 
 def _vision(name: str, size: int, image: int = 224, **options: Any) -> Model:

@@ -12,24 +12,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Peer:
-    """A linear layer of another library.
+    """A linear layer of another library."""
 
-    Attributes:
-        package: its name on PyPI.
-        module: the name under which it is imported.
-        build: makes the library's form of a linear, which shares the linear's weight.
-        quantizes: the operands of a linear that it rounds to FP4.
-    """
-
-    package: str
-    module: str
-    build: Callable[[nn.Linear], nn.Module]
-    quantizes: str
+    package: str  # on PyPI, and as it is imported
+    build: Callable[[nn.Linear], nn.Module]  # makes the library's form of a linear, with the same weight
+    quantizes: str  # which operands it rounds to FP4
 
     @property
     def installed(self) -> bool:
         """True if the library can be imported."""
-        return importlib.util.find_spec(self.module) is not None
+        return importlib.util.find_spec(self.package) is not None
 
 
 def _torchao(linear: nn.Linear) -> nn.Module:
@@ -70,8 +62,8 @@ def _brevitas(linear: nn.Linear) -> nn.Module:
 #: Both round two operands of six. Their backward multiplies the unquantized gradient with these; brevitas's also
 #: differentiates the scales. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
 PEERS = {
-    "torchao": Peer("torchao", "torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
-    "brevitas": Peer("brevitas", "brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),
+    "torchao": Peer("torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
+    "brevitas": Peer("brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),
 }
 
 

@@ -39,9 +39,7 @@ from fp4graph.technique.site import BlockPosition, SiteView
 #: In the middle of a stack, where every policy that quantizes blocks quantizes.
 POSITION = BlockPosition("blocks", 5, 12)
 COLUMNS = (
-    tables.case("quantizer"),
-    tables.case("layout"),
-    tables.case("dtype"),
+    *tables.cases("quantizer", "layout", "dtype"),
     *tables.RATIO,
     tables.figure("bytes_per_second", "GB/s", ".3g", 1e9),
     tables.figure("copy_bytes_per_second", "copy, GB/s", ".3g", 1e9),

@@ -17,10 +17,7 @@ from benchmarks.models import DTYPES, MODELS, UNQUANTIZED, Training, explained
 from benchmarks.timing import compare
 
 COLUMNS = (
-    tables.case("model"),
-    tables.case("batch"),
-    tables.case("dtype"),
-    tables.case("policy"),
+    *tables.cases("model", "batch", "dtype", "policy"),
     *tables.RATIO,
     tables.milliseconds("seconds", "ms"),
     tables.milliseconds("baseline_seconds", "unquantized, ms"),

@@ -22,9 +22,13 @@ class Column:
     of_case: bool = False
 
 
-def case(name: str, header: str | None = None) -> Column:
-    """Return a column with an entry of the case."""
-    return Column(header or name, lambda row: str(row["case"][name]), of_case=True)
+def cases(*names: str, **headers: str) -> tuple[Column, ...]:
+    """Return columns with entries of the case, under their names or other headers."""
+
+    def column(name: str, header: str) -> Column:
+        return Column(header, lambda row: str(row["case"][name]), of_case=True)
+
+    return tuple(column(name, header) for name, header in {**dict(zip(names, names, strict=True)), **headers}.items())
 
 
 def figure(name: str, header: str, form: str | None = None, unit: float = 1.0) -> Column:

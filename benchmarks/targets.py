@@ -57,18 +57,16 @@ TARGETS = (
 )  # fmt: skip
 #: The commands that measure the targets, by the type of device.
 COMMANDS = {
-    "cpu": (
+    device: (
         ("linear", "--shapes=1024", "--policies=tetrajet", "--peers=torchao"),
-        ("step", "--models=deit-tiny", "--policies=tetrajet", "--seconds=90"),
+        ("step", "--policies=tetrajet", *step),
         ("first_step",),
         ("memory",),
-    ),
-    "cuda": (
-        ("linear", "--shapes=1024", "--policies=tetrajet", "--peers=torchao"),
-        ("step", "--models=deit-base", "--batch=256", "--dtypes=bfloat16", "--policies=tetrajet"),
-        ("first_step",),
-        ("memory",),
-    ),
+    )
+    for device, step in {
+        "cpu": ("--models=deit-tiny", "--seconds=90"),
+        "cuda": ("--models=deit-base", "--batch=256", "--dtypes=bfloat16"),
+    }.items()
 }
 EVERYTHING = (
     ("linear", "--shapes=1024,deit-tiny fc1,deit-tiny fc2,deit-small fc1,llama-60m up,llama-60m down"),

@@ -27,8 +27,7 @@ from fp4graph.model.runtime import runtime_of
 #: Steps of a detection in this benchmark.
 DETECTION = 30
 COLUMNS = (
-    tables.case("model"),
-    tables.case("what"),
+    *tables.cases("model", "what"),
     *tables.RATIO,
     tables.milliseconds("seconds", "ms"),
     tables.milliseconds("baseline_seconds", "AdamW, ms"),

@@ -9,35 +9,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-Pair = tuple[float, float]
+Pair = tuple[float, float]  # seconds of one call of the baseline and of the function
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits of a comparison, which ends when its ratio is settled.
+    """Limits of a comparison, which ends when its ratio is settled."""
 
-    Attributes:
-        seconds: the time after which no further pair is begun.
-        least, most: bounds on the number of pairs.
-        within: a ratio is settled if both quartiles are within this share of the median.
-    """
-
-    seconds: float = 60.0
-    least: int = 11
+    seconds: float = 60.0  # after which no further pair is begun
+    least: int = 11  # pairs
     most: int = 201
-    within: float = 0.03
+    within: float = 0.03  # of the median are both quartiles of a settled ratio
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of a function and of its baseline.
-
-    Attributes:
-        pairs: (baseline, function), in seconds for one call, in the order of measurement.
-        patience: the limits of the comparison.
-    """
+    """Times of a function and of its baseline, in the order of measurement."""
 
     pairs: tuple[Pair, ...]
     patience: Patience = Patience()
@@ -45,19 +35,15 @@ class Comparison:
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """First quartile, median and third quartile of the pairs' ratios."""
-        ratios = [seconds / base for base, seconds in self.pairs]
-        if len(ratios) == 1:
-            return ratios[0], ratios[0], ratios[0]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, middle, high = np.quantile([seconds / base for base, seconds in self.pairs], (0.25, 0.5, 0.75)).tolist()
         return low, middle, high
 
     @property
     def settled(self) -> bool:
         """True if there are enough pairs, and the quartiles of their ratio are close enough to its median."""
         low, middle, high = self.quartiles
-        return (
-            len(self.pairs) >= self.patience.least and max(high - middle, middle - low) <= self.patience.within * middle
-        )
+        close = max(high - middle, middle - low) <= self.patience.within * middle
+        return close and len(self.pairs) >= self.patience.least
 
     @property
     def figures(self) -> dict[str, Any]:

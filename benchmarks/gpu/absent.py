@@ -181,23 +181,14 @@ def generate(
 
 @dataclass(frozen=True)
 class Binary:
-    """One kernel compiled for one GPU.
-
-    Attributes:
-        kernel: its name.
-        config: block sizes and warps.
-        ptx: the virtual assembly.
-        cubin: the machine code.
-        registers: the number of registers per thread.
-        spilled: bytes per thread that did not fit into registers.
-    """
+    """One kernel compiled for one GPU."""
 
     kernel: str
-    config: str
-    ptx: str
-    cubin: bytes
-    registers: int
-    spilled: int
+    config: str  # block sizes and warps
+    ptx: str  # the virtual assembly
+    cubin: bytes  # the machine code
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread that did not fit into registers
 
 
 def _kernels(generated: Generated) -> list[Any]:

@@ -14,11 +14,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import fp4graph
 from benchmarks import command, tables
@@ -26,7 +26,8 @@ from benchmarks.command import Cases, Settings
 from benchmarks.models import DTYPES, UNQUANTIZED, Inapplicable, llama_blocks, vit_blocks
 from fp4graph.kernels import operators
 
-SHOWN = 12  # kernels of a row
+if TYPE_CHECKING:
+    from benchmarks.gpu.program import Program
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,6 @@ def figures(
     block: str, policy: str, gpu: str, dtype: str, linears: bool, quantizers: str = "kernels"
 ) -> dict[str, Any]:
     """Return the figures of one program, without the comparison. Call it in a worker process."""
-    from benchmarks.gpu.absent import GPUS
-    from benchmarks.gpu.program import program
-
     subject = BLOCKS[block]
     code = operators.tensor_code() if quantizers == "tensor code" else nullcontext()
     with code, torch.random.fork_rng(devices=[]):
@@ -70,18 +68,17 @@ def figures(
         stack, (x, *rotary) = subject.make(), subject.inputs(subject.batch(subject.size))[0]
         x.requires_grad_()  # as inside a model
         kinds = Counter(_linears(stack, x.shape[:-1].numel())) if linears else Counter()
-        try:
-            written = program(stack, [x, *rotary], policy, GPUS[gpu], DTYPES[dtype])
-        except fp4graph.PolicyError as error:
-            raise Inapplicable(str(error).partition(";")[0]) from None
+        written = _written(stack, [x, *rotary], policy, gpu, DTYPES[dtype])
         saved_by_linears = sum(count * _saved_by_linear(*kind, policy, gpu) for kind, count in kinds.items())
+    forward = [kernel for kernel in written.kernels if not kernel.backward]
+    gemms = [kernel for kernel in written.kernels if kernel.kind == "gemm"]
     counted = {
         "bytes": sum(kernel.bytes for kernel in written.kernels),
-        "forward_bytes": sum(kernel.bytes for kernel in written.kernels if not kernel.backward),
-        "gemm_bytes": sum(kernel.bytes for kernel in written.kernels if kernel.kind == "gemm"),
+        "forward_bytes": sum(kernel.bytes for kernel in forward),
+        "gemm_bytes": sum(kernel.bytes for kernel in gemms),
         "launches": written.launches,
         "key_launches": written.keys,
-        "gemms": sum(kernel.kind == "gemm" for kernel in written.kernels),
+        "gemms": len(gemms),
         "library_calls": sum(kernel.kind == "library" for kernel in written.kernels),
         "distinct_kernels": len(written.sources),
         "source_bytes": sum(map(len, written.sources)),
@@ -89,7 +86,6 @@ def figures(
         "saved_bytes": written.saved,
         "saved_parameter_bytes": written.saved_parameters,
         "compile_seconds": written.seconds,
-        "largest": [vars(kernel) for kernel in sorted(written.kernels, key=lambda k: -k.bytes)[:SHOWN]],
     }
     return {**counted, "linears_saved_bytes": saved_by_linears} if linears else counted
 
@@ -103,16 +99,20 @@ def _linears(stack: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _saved_by_linear(tokens: int, inside: int, outside: int, policy: str, gpu: str) -> int:
-    from benchmarks.gpu.absent import GPUS
-    from benchmarks.gpu.program import program
-
     linear = nn.Linear(inside, outside, bias=False, dtype=torch.bfloat16)
     x = torch.zeros(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
-    try:
-        written = program(linear, [x], policy, GPUS[gpu], torch.float32)
-    except fp4graph.Error as error:  # such as a policy for all blocks but the first
-        raise Inapplicable(str(error).partition(";")[0]) from None
+    written = _written(linear, [x], policy, gpu, torch.float32)
     return written.saved + written.saved_parameters
+
+
+def _written(module: nn.Module, args: list[Tensor], policy: str, gpu: str, dtype: torch.dtype) -> Program:
+    from benchmarks.gpu.absent import GPUS  # not above: Triton, which the report does without
+    from benchmarks.gpu.program import program
+
+    try:
+        return program(module, args, policy, GPUS[gpu], dtype)
+    except fp4graph.PolicyError as error:  # such as a policy for all blocks but the first, for a linear
+        raise Inapplicable(str(error).partition(";")[0]) from None
 
 
 def compared(program: dict[str, Any], baseline: dict[str, Any], rates: Rates) -> dict[str, Any]:
@@ -135,11 +135,7 @@ def _seconds(program: dict[str, Any], rates: Rates) -> float:
 
 
 COLUMNS = (
-    tables.case("block"),
-    tables.case("dtype"),
-    tables.case("card"),
-    tables.case("policy"),
-    tables.case("quantizers"),
+    *tables.cases("block", "dtype", "card", "policy", "quantizers"),
     tables.figure("bytes", "MB", ",.0f", 1e6),
     tables.figure("gemm_bytes", "of GEMMs", ",.0f", 1e6),
     tables.figure("ratio", "to unquantized", ".2f"),

@@ -57,48 +57,27 @@ _OPERATOR = re.compile(r"torch\.ops\.fp4graph\.\w+\.default\(")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One node of Inductor's schedule.
-
-    Attributes:
-        backward: whether it belongs to the backward.
-        kind: ``triton``, code of Inductor; ``operator``, a kernel of this project; ``gemm``; ``library``, other calls.
-        what: its operations.
-        site: the module that they come from; "" if unknown.
-        reads, writes: dtypes and shapes.
-        bytes: bytes read and written, by Inductor's count: each element of a buffer at most once in each direction.
-    """
+    """One node of Inductor's schedule."""
 
     backward: bool
-    kind: str
-    what: str
-    site: str
-    reads: tuple[str, ...]
+    kind: str  # triton, code of Inductor; operator, a kernel of this project; gemm; library, other calls
+    reads: tuple[str, ...]  # dtypes and shapes
     writes: tuple[str, ...]
-    bytes: int
+    bytes: int  # by Inductor's count: each element of a buffer at most once in each direction
 
 
 @dataclass
 class Program:
-    """Forward and backward of one module.
-
-    Attributes:
-        launches: the number of launches of Triton kernels, Inductor's and this project's.
-        keys: the launches that compute the two numbers of a key.
-        sources: the code of distinct kernels.
-        flops: FLOPs of GEMMs, by the dtype of their operands.
-        saved: bytes of inputs and intermediate results that the backward reads, without parameters.
-        saved_parameters: bytes of parameters that the backward reads.
-        seconds: the time of tracing and writing.
-    """
+    """Forward and backward of one module."""
 
     kernels: list[Kernel] = field(default_factory=list)
-    launches: int = 0
-    keys: int = 0
-    sources: set[str] = field(default_factory=set)
-    flops: Counter[str] = field(default_factory=Counter)
-    saved: int = 0
-    saved_parameters: int = 0
-    seconds: float = 0.0
+    launches: int = 0  # of Triton kernels, Inductor's and this project's
+    keys: int = 0  # launches that compute the two numbers of a key
+    sources: set[str] = field(default_factory=set)  # distinct kernels
+    flops: Counter[str] = field(default_factory=Counter)  # of GEMMs, by the dtype of their operands
+    saved: int = 0  # bytes that the backward reads of inputs and intermediate results
+    saved_parameters: int = 0  # and of parameters
+    seconds: float = 0.0  # of tracing and writing
     code: list[str] = field(default_factory=list)
 
 
@@ -320,35 +299,20 @@ def _kernels(backward: bool) -> Iterator[Kernel]:
     for node in V.graph.scheduler.nodes:
         counted = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         if sum(counted.values()):
-            kind, what, site = _named(node)
             reads, writes = ({dep.name for dep in deps} for deps in (node.read_writes.reads, node.read_writes.writes))
             read, written = (_shapes(name for name in counted if name in names) for names in (reads - writes, writes))
-            yield Kernel(backward, kind, what, site, read, written, sum(counted.values()))
+            yield Kernel(backward, _kind(node), read, written, sum(counted.values()))
 
 
-def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
-    """Return the kind of a node, its operations, and the module that they come from."""
-    origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
-    origins.sort(key=lambda origin: origin.name)
-    sites = Counter(site for origin in origins if (site := _site(origin)))
-    site = sites.most_common(1)[0][0] if sites else ""
-    if isinstance(node, scheduler.ExternKernelSchedulerNode):
-        extern = node.node
-        overload = getattr(extern, "op_overload", None)
-        name = str(overload) if overload is not None else str(getattr(extern, "python_kernel_name", None))
-        short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
-        is_ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
-        multiplies = _GEMM.fullmatch(short) or short == "fp4graph_scaled_product"
-        return "gemm" if multiplies else "operator" if is_ours else "library", short, site
-    packets = Counter(getattr(origin.target, "overloadpacket", None) for origin in origins)
-    operations = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
-    return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in operations), site
-
-
-def _site(origin: Node) -> str:
-    stack = origin.meta.get("nn_module_stack") or {}
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    return re.sub(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)?\.?", "", path)
+def _kind(node: scheduler.BaseSchedulerNode) -> str:
+    if not isinstance(node, scheduler.ExternKernelSchedulerNode):
+        return "triton"
+    overload = getattr(node.node, "op_overload", None)
+    name = str(overload) if overload is not None else str(getattr(node.node, "python_kernel_name", None))
+    short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
+    if _GEMM.fullmatch(short) or short == "fp4graph_scaled_product":
+        return "gemm"
+    return "operator" if isinstance(node.node, ir.FallbackKernel) and name.startswith("fp4graph.") else "library"
 
 
 def _shapes(names: Iterator[str]) -> tuple[str, ...]:

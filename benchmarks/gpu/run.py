@@ -28,17 +28,11 @@ _ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Case:
-    """One check or measurement.
+    """One check or measurement."""
 
-    Attributes:
-        part: its part of the command.
-        about: its description in plain values.
-        run: the function that runs it. A timing's takes ``ready``, a function that it calls before it measures.
-    """
-
-    part: str
+    part: str  # of the command
     about: Mapping[str, str]
-    run: Callable[..., Figures]
+    run: Callable[..., Figures]  # a timing's takes ``ready``, a function that it calls before it measures
 
     @property
     def name(self) -> dict[str, str]:

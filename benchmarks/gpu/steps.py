@@ -29,29 +29,33 @@ SIZES = {"deit-small": 64, "deit-base": 64}
 PREDICTED = {"deit-base": "vit-b", "deit-tiny": "deit-tiny", "llama-350m": "llama-350m"}
 
 
+POLICIES = ("tetrajet", "tetrajet-qema", "microscaling", "nvfp4", "fp4-all-the-way")
+
+
 @dataclass(frozen=True)
 class Switch:
-    """One way to run a step.
+    """One way to run a step, and what is measured with it."""
 
-    Attributes:
-        why: its description on the page.
-        context: surrounds tracing and compiling of the quantized program.
-        mode: torch.compile's, for both programs.
-    """
-
-    why: str
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    mode: str | None = None
+    why: str  # on the page
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # around compiling of the quantized program
+    mode: str | None = None  # torch.compile's, for both programs
+    policies: tuple[str, ...] = ("tetrajet", "microscaling")
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
 
-FP32_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,products"
-LIBRARY_PRODUCTS = "FP4GRAPH_KERNELS=quantizers,bf16-products"
 #: The default comes first; every other switch changes one thing.
-SWITCHES: dict[str, Switch] = {
-    "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults"),
+SWITCHES = {
+    "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults", policies=POLICIES),
     "FP4GRAPH_KERNELS=0": Switch("tensor code that Inductor fuses, and nothing packed", operators.tensor_code),
-    FP32_PRODUCTS: Switch("an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32),
-    LIBRARY_PRODUCTS: Switch("a tensor scale multiplies the result of cuBLAS", partial(switches.using, products=0)),
+    "FP4GRAPH_KERNELS=quantizers,products": Switch(
+        "an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32, dtypes=("float32",)
+    ),
+    "FP4GRAPH_KERNELS=quantizers,bf16-products": Switch(  # a library computes an fp32 model's products in any case
+        "a tensor scale multiplies the result of cuBLAS",
+        partial(switches.using, products=0),
+        policies=("fp4-all-the-way",),
+        dtypes=("bfloat16",),
+    ),
     "mode=reduce-overhead": Switch("CUDA graphs", mode="reduce-overhead"),
     "mode=max-autotune-no-cudagraphs": Switch("GEMMs that Inductor chooses", mode="max-autotune-no-cudagraphs"),
 }
@@ -85,13 +89,8 @@ def step(
         ready()
         comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
         baseline_kernels, kernels = (_kernels(training, device) for training in (baseline, quantized))
-    low, middle, high = comparison.quartiles
     return {
-        "ratio": middle,
-        "quartiles": [low, high],
-        "repeats": len(comparison.pairs),
-        "seconds": comparison.seconds,
-        "baseline_seconds": comparison.baseline,
+        **comparison.figures,
         "busy_seconds": sum(kernels.values()) or None,
         "baseline_busy_seconds": sum(baseline_kernels.values()) or None,
         "kernels": _longest(kernels),

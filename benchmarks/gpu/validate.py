@@ -17,19 +17,15 @@ measures all cases again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
 from functools import partial
-from importlib import metadata, util
+from importlib import util
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,113 +37,46 @@ NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich",
 NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
 PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
 ROOT = Path(__file__).parents[2]
-POLICIES = ("tetrajet", "tetrajet-qema", "microscaling", "nvfp4", "fp4-all-the-way")
+#: Of the figures, and of those of a rehearsal, which git ignores.
+FOLDERS = (ROOT / "benchmarks" / "results", ROOT / "runs" / "gpu_validate")
 
 
 def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: float) -> Iterator[Case]:
     """Yield the cases of ``parts``, the most informative first."""
     from benchmarks.gpu import checks, steps
-    from tests.gpu import cases as cases_of_tests
+    from tests.gpu.cases import quantizers
 
-    dtypes = ("bfloat16",) if rehearse else ("bfloat16", "float32")
+    few = 1 if rehearse else None  # of everything
+    dtypes = ("bfloat16", "float32")[:few]
     if "kernels" in parts:
-        specs = checks.kernel_specs()
-        chosen = dict(list(specs.items())[:1]) if rehearse else specs
-        for (name, spec), dtype in product(chosen.items(), dtypes if rehearse else checks.DTYPES):
-            yield Case(
-                "kernels",
-                {"spec": name, "dtype": dtype},
-                partial(checks.kernels, spec, checks.DTYPES[dtype], device),
-            )
+        specs = list(checks.kernel_specs().items())[:few]
+        for (name, spec), dtype in product(specs, dtypes if rehearse else checks.DTYPES):
+            run = partial(checks.kernels, spec, checks.DTYPES[dtype], device)
+            yield Case("kernels", {"spec": name, "dtype": dtype}, run)
     if "quantizers" in parts:
-        named = [
-            name for name in cases_of_tests.quantizers() if not rehearse or name.startswith("microscaling:fprop.input")
-        ]
+        named = [name for name in quantizers() if not rehearse or name.startswith("microscaling:fprop.input")]
         for name, dtype in product(named, dtypes):
             run = partial(checks.quantizer, name, checks.DTYPES[dtype], device)
             yield Case("quantizers", {"quantizer": name, "dtype": dtype}, run)
     if "parity" in parts:
-        models = ("trial-vit",) if rehearse else ("trial-vit", "trial-llama", "deit-tiny")
-        for model, policy, dtype in product(models, POLICIES[:1] if rehearse else POLICIES, dtypes):
+        models = ("trial-vit", "trial-llama", "deit-tiny")[:few]
+        for model, policy, dtype in product(models, steps.POLICIES[:few], dtypes):
             run = partial(checks.parity, model, policy, checks.DTYPES[dtype], device, backend)
             yield Case("parity", {"model": model, "policy": policy, "dtype": dtype}, run)
     models = ("trial-stack",) if rehearse else ("deit-base", "llama-350m", "deit-small")
-    if "steps" in parts:
-        for dtype, model, policy in product(dtypes, models, POLICIES[:1] if rehearse else POLICIES):
-            run = partial(steps.step, model, policy, dtype, "default", device, backend, seconds)
-            yield Case("steps", {"model": model, "policy": policy, "dtype": dtype, "switch": "default"}, run)
-    if "switches" in parts:
-        others = [name for name in steps.SWITCHES if name != "default"]
-        for dtype, model, switch in product(dtypes, models, others[:1] if rehearse else others):
-            if switch == steps.FP32_PRODUCTS and dtype != "float32":
-                continue  # products are bf16 by default
-            scaled = switch == steps.LIBRARY_PRODUCTS
-            if scaled and dtype == "float32":
-                continue  # a library computes these products under both settings
-            for policy in (
-                POLICIES[:1] if rehearse else ("fp4-all-the-way",) if scaled else ("tetrajet", "microscaling")
-            ):
-                run = partial(steps.step, model, policy, dtype, switch, device, backend, seconds)
-                yield Case("switches", {"model": model, "policy": policy, "dtype": dtype, "switch": switch}, run)
-
-
-class Record:
-    """The JSON file and the page of one device; a case measured again replaces its earlier row."""
-
-    def __init__(self, folder: Path, device: Any) -> None:
-        self.machine = _machine(device)
-        name = f"gpu_validate.{re.sub('[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
-        self.file, self.page = folder / f"{name}.json", folder / f"{name}.md"
-        stored = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {"rows": []}
-        self.rows: list[dict[str, Any]] = stored["rows"]
-        self._commit = _commit()
-
-    def failure(self, case: Case) -> str | None:
-        """Return why the case is not done, or None if it succeeded at this commit."""
-        from benchmarks.gpu.page import failure
-
-        row = self._row(case)
-        if row is None:
-            return "never tried"
-        return failure(row) if row["commit"] == self._commit else "done at another commit"
-
-    def tried(self, case: Case) -> str:
-        """Return when the case was last tried, as text that sorts by time; "" if never, which sorts first."""
-        row = self._row(case)
-        return "" if row is None else row["date"]
-
-    def longest(self, part: str) -> float:
-        """Return the seconds of the longest case of ``part`` so far."""
-        rows = (row for row in self.rows if row["case"]["part"] == part)
-        return max((row["figures"].get("took_seconds", 0.0) for row in rows), default=0.0)
-
-    def begin(self, case: Case) -> None:
-        """Mark the case as begun; the mark stays if the process is killed."""
-        self.add(case, {"failed": "begun and not ended: it runs, or was killed"})
-
-    def add(self, case: Case, figures: Figures) -> None:
-        """Add the figures of a case to both files."""
-        from benchmarks.gpu.page import markdown
-
-        self.rows = [row for row in self.rows if row["case"] != case.name]
-        self.rows.append({"case": case.name, "commit": self._commit, "date": _now(), "figures": figures})
-        content = {"benchmark": "gpu_validate", "machine": self.machine, "rows": self.rows}
-        _write(self.file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        _write(self.page, markdown(content, predictions(ROOT / "benchmarks" / "results")))
-
-    def _row(self, case: Case) -> dict[str, Any] | None:
-        return next((row for row in self.rows if row["case"] == case.name), None)
-
-
-def predictions(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``make gpu-plan`` in ``folder`` that have an estimate."""
-    files = sorted(folder.glob("gpu_plan.*.json"))
-    rows = [row for file in files for row in json.loads(file.read_text("utf-8"))["rows"]]
-    return [row for row in rows if "estimate" in row["figures"]]
+    first, *others = steps.SWITCHES
+    for part, switches in (("steps", [first]), ("switches", others[:few])):
+        for dtype, model, name in product(dtypes, models, switches if part in parts else ()):
+            switch = steps.SWITCHES[name]
+            for policy in switch.policies[:few] if dtype in switch.dtypes else ():
+                run = partial(steps.step, model, policy, dtype, name, device, backend, seconds)
+                yield Case(part, {"model": model, "policy": policy, "dtype": dtype, "switch": name}, run)
 
 
 def parser() -> argparse.ArgumentParser:
-    cli = argparse.ArgumentParser("benchmarks.gpu.validate", description=__doc__, formatter_class=_Help)
+    cli = argparse.ArgumentParser(
+        "benchmarks.gpu.validate", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
     cli.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
     cli.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
     cli.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
@@ -174,8 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     import torch
 
+    from benchmarks.gpu.record import Record
+
     device = torch.device(options.device or ("cpu" if options.rehearse else "cuda"))
-    began, record = time.perf_counter(), Record(options.folder or _folder(options.rehearse), device)
+    began, record = time.perf_counter(), Record(options.folder or FOLDERS[options.rehearse], device)
     seconds = 0.5 if options.rehearse else options.seconds
     all_cases = cases(options.part or list(PARTS), device, options.backend, options.rehearse, seconds)
     remaining = sorted((case for case in all_cases if options.again or record.failure(case)), key=record.tried)
@@ -214,10 +145,6 @@ def _outcomes(
     yield from prepared_together(begin(case for case in remaining if case.timed), jobs)
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    pass
-
-
 def _is_there(name: str, *, rehearse: bool) -> bool:
     return (rehearse and name == "triton") or util.find_spec(name) is not None
 
@@ -226,14 +153,13 @@ def _lacks() -> list[str]:
     """Return the requirements besides packages that this machine does not meet, a line each."""
     import torch
 
-    lines = (
-        [] if torch.cuda.is_available() else ["torch sees no CUDA device on this machine; --rehearse runs on the CPU"]
-    )
+    lines = []
+    if not torch.cuda.is_available():
+        lines.append("torch sees no CUDA device on this machine; --rehearse runs on the CPU")
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton chooses
     if not any(map(shutil.which, compilers)):
-        lines.append(
-            f"no C compiler ({' or '.join(compilers)}), which Triton needs: install gcc, or set CC to one's path"
-        )
+        named = " or ".join(compilers)
+        lines.append(f"no C compiler ({named}), which Triton needs: install gcc, or set CC to one's path")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's; as Triton does
     headers = Path(sysconfig.get_path("include", scheme))
     if not (headers / "Python.h").exists():
@@ -241,60 +167,9 @@ def _lacks() -> list[str]:
     return lines
 
 
-def _folder(rehearse: bool) -> Path:
-    """Return the folder of the figures; git ignores that of a rehearsal."""
-    return ROOT / "runs" / "gpu_validate" if rehearse else ROOT / "benchmarks" / "results"
-
-
 def _short(figures: Figures) -> str:
     shown = {key: value for key, value in figures.items() if not isinstance(value, list)}
     return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
-
-
-def _machine(device: Any) -> dict[str, Any]:
-    """Return the properties of the machine on which the figures depend."""
-    import torch
-
-    on_gpu = device.type == "cuda"
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "timm", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    machine: dict[str, Any] = {
-        "device": f"{platform.machine()} {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-    }
-    if on_gpu:
-        properties = torch.cuda.get_device_properties(device)
-        machine["device"] = properties.name
-        machine["capability"] = f"{properties.major}.{properties.minor}"
-        machine["memory_gib"] = round(properties.total_memory / 2**30, 1)
-    environment = {
-        name: value for name, value in os.environ.items() if name.startswith(("FP4GRAPH_", "TORCHINDUCTOR_"))
-    }
-    return {**machine, "cuda": torch.version.cuda, "versions": versions, "environment": environment}
-
-
-def _commit() -> str | None:
-    try:
-        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a temporary file and rename it, so that a kill leaves the earlier file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    beside.write_text(text, "utf-8")
-    beside.replace(file)
 
 
 if __name__ == "__main__":
