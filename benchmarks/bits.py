@@ -16,6 +16,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,9 +130,7 @@ def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterat
 def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> dict[str, str]:
     torch._dynamo.reset()
     try:
-        if kernels:
-            return dict(measured(policy, DTYPES[dtype], backend, kind))
-        with operators.tensor_code():
+        with nullcontext() if kernels else operators.tensor_code():
             return dict(measured(policy, DTYPES[dtype], backend, kind))
     except fp4graph.Error as error:  # such as a policy that refuses experts
         return {"error": f"{type(error).__name__}: {error}"}

@@ -57,10 +57,7 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
-    if policy == UNQUANTIZED:
-        linear.compile(backend=backend, dynamic=False)
-    else:
-        under(linear, policy, backend, dynamic=False)
+    under(linear, policy, backend, dynamic=False)
     linear(x).sum().backward()
     return saved(lambda: linear(x), linear.parameters())
 

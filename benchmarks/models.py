@@ -187,7 +187,13 @@ def fitting(explanation: fp4graph.Explanation) -> fp4graph.Explanation:
 def under(
     module: nn.Module, policy: Any, backend: str, optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> nn.Module:
-    """Apply ``policy`` to a module in training by ``optimizer``, or by AdamW; return the module."""
+    """Return ``module``, compiled with ``options`` under a policy, or alone if that is :data:`UNQUANTIZED`.
+
+    ``optimizer`` trains it; by default AdamW.
+    """
+    if policy == UNQUANTIZED:
+        module.compile(backend=backend, **options)
+        return module
     fp4graph.apply(module, policy, backend=backend, total_forwards=TOTAL_STEPS, **options)
     fp4graph.prepare_optimizer(module, optimizer or torch.optim.AdamW(module.parameters()))
     return module
@@ -223,10 +229,7 @@ class Training:
 
     def compile(self) -> None:
         """Ask for compilation, which happens in the first step."""
-        if self._policy == UNQUANTIZED:
-            self.model.compile(backend=self._backend, mode=self._mode)
-        else:
-            under(self.model, self._policy, self._backend, self.optimizer, mode=self._mode)
+        under(self.model, self._policy, self._backend, self.optimizer, mode=self._mode)
 
     def forward(self) -> Tensor:
         """Return the loss, with its autograd graph."""

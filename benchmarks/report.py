@@ -86,16 +86,16 @@ def threads(machine: Mapping[str, Any]) -> str:
     return "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 
-def rates(rows: Sequence[Mapping[str, Any]]) -> str:
+def rates(rows: Sequence[tables.Stored]) -> str:
     """Return the table of the machine's rates in the runs of the linears: operations and bytes per second."""
-    lines = ["| shape | dtype | GEMM 2048³, GFLOP/s | unquantized linear, GFLOP/s | copy, GB/s |"]
-    lines += ["| --- | --- | ---: | ---: | ---: |"]
-    for row in rows:
-        case, figures = row["case"], row["figures"]
-        if case["linear"].startswith(UNQUANTIZED) and "ratio" in figures:
-            cells = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
-            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in cells) + " |")
-    return "\n".join(lines)
+    plain = [row for row in rows if row["case"]["linear"].startswith(UNQUANTIZED) and "ratio" in row["figures"]]
+    columns = (
+        *tables.cases("shape", "dtype"),
+        tables.figure("machine_gemm_rate", "GEMM 2048³, GFLOP/s", ".3g", 1e9),
+        tables.figure("gemm_rate", "unquantized linear, GFLOP/s", ".3g", 1e9),
+        tables.figure("bandwidth", "copy, GB/s", ".3g", 1e9),
+    )
+    return tables.markdown(columns, plain)
 
 
 def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ from benchmarks import command, models, tables
 from benchmarks.command import Cases, Settings
 from benchmarks.models import MODELS, TOTAL_STEPS
 from benchmarks.timing import alternate, synchronize
-from fp4graph.model.runtime import runtime_of
+from fp4graph.model.runtime import require_runtime
 
 #: Steps of a detection in this benchmark.
 DETECTION = 30
@@ -38,7 +38,7 @@ class Stepping:
     """An optimizer of a model's parameters, stepped with fixed gradients."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.optimizer = optimizer
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
@@ -83,20 +83,10 @@ def ramping(model: nn.Module) -> Stepping:
     stepping = under(model, "q_ramping", {"t0": DETECTION, "t_update": TOTAL_STEPS, "n_max": 100})
     for _ in range(DETECTION):
         stepping.step()
-    at_rest = [name for name, state in _ramped(stepping) if "fp4graph.q_ramping.factor" not in state]
-    if at_rest:
-        raise RuntimeError(f"no element of {at_rest[0]} oscillates, so the benchmark would not measure ramping")
+    for weight in require_runtime(model, "techniques").weights:
+        if "fp4graph.q_ramping.factor" not in stepping.optimizer.state[weight.parameter]:
+            raise RuntimeError(f"no element of {weight.name} oscillates, so the benchmark would not measure ramping")
     return stepping
-
-
-def _ramped(stepping: Stepping) -> list[tuple[str, Any]]:
-    """Return the quantized weights' names and their entries of the optimizer's state."""
-    runtime = runtime_of(stepping.model)
-    assert runtime is not None
-    weights = [(weight.name, stepping.optimizer.state[weight.parameter]) for weight in runtime.weights]
-    if not any(str(key).startswith("fp4graph.q_ramping") for _, state in weights for key in state):
-        raise RuntimeError("Q-Ramping has no state for any parameter, so the benchmark does not measure it")
-    return weights
 
 
 #: Builders of the measured optimizers, by name.

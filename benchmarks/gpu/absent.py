@@ -9,8 +9,6 @@ Only worker processes (:func:`worker`) may call :func:`install`, because it cann
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
 import subprocess
 import tempfile
@@ -42,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from benchmarks.processes import process
 from fp4graph.kernels import operators
 
 
@@ -84,9 +83,8 @@ ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 @contextmanager
 def worker(**environment: str) -> Iterator[ProcessPoolExecutor]:
     """Start a process under ``environment``, which runs one task after another."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, {**ENVIRONMENT, **environment}):
-            pool.submit(torch.set_num_threads, 1).result()
+    with process(**ENVIRONMENT, **environment) as pool:
+        pool.submit(torch.set_num_threads, 1).result()
         yield pool
 
 
@@ -141,8 +139,16 @@ class Generated:
     constants: list[Tensor]
 
 
-class _Stop(BaseException):
+class Stop(BaseException):
     """Carries the code out of the compiler before it is loaded. Compilers would catch an Exception."""
+
+
+@contextmanager
+def stopping(stop: Callable[[str], None]) -> Iterator[None]:
+    """Have Inductor call ``stop`` with the code that it has written, and use no caches."""
+    settings = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
+    with inductor.patch(settings), mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
+        yield
 
 
 def generate(
@@ -161,20 +167,15 @@ def generate(
     shapes = [mode.from_tensor(arg, static_shapes=not (dynamic and index == 0)) for index, arg in enumerate(args)]
 
     def stop(code: str) -> None:
-        raise _Stop(code)
+        raise Stop(code)
 
     with mode, operators.tensor_code():
         fakes = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device="cuda") for s in shapes]
         graph = make_fx(function)(*fakes)
-    with (
-        mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)),
-        inductor.patch(
-            {"force_disable_caches": True, "shape_padding": False, **options}
-        ),  # padding measures on the card
-    ):
+    with stopping(stop), inductor.patch(dict(options)):
         try:
             compile_fx(graph, fakes)
-        except _Stop as stopped:
+        except Stop as stopped:
             return Generated(str(stopped), list(graph.buffers()))
     raise AssertionError("Inductor compiled nothing")
 

@@ -25,16 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch._inductor import compile_fx, ir, scheduler
-from torch._inductor import config as inductor
-from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fp4graph
-from benchmarks.gpu.absent import Gpu, install
-from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
+from benchmarks.gpu.absent import Gpu, Stop, install, stopping
+from benchmarks.models import UNQUANTIZED, autocast, under
 from fp4graph.kernels import product
 from fp4graph.kernels.inductor import patches
 from fp4graph.numerics.target import traced_for
@@ -78,11 +75,6 @@ class Program:
     saved: int = 0  # bytes that the backward reads of inputs and intermediate results
     saved_parameters: int = 0  # and of parameters
     seconds: float = 0.0  # of tracing and writing
-    code: list[str] = field(default_factory=list)
-
-
-class _Stop(BaseException):
-    """Leaves a compiler before it loads code. Compilers would catch an Exception."""
 
 
 def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dtype: torch.dtype) -> Program:
@@ -110,17 +102,13 @@ def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[G
 
     def capture(graph: GraphModule, inputs: list[Any], **_: Any) -> None:
         captured.append((graph, inputs))
-        raise _Stop
+        raise Stop
 
-    if policy == UNQUANTIZED:
-        module.compile(backend="inductor", dynamic=False)
-    else:
-        fp4graph.apply(module, policy, dynamic=False, total_forwards=TOTAL_STEPS)
-        fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))
+    under(module, policy, "inductor", dynamic=False)
     with mock.patch.object(compile_fx, "compile_fx", capture):
         try:
             module(*args)
-        except _Stop:
+        except Stop:
             return captured[0]
     raise RuntimeError("torch.compile captured nothing")
 
@@ -135,7 +123,7 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
     with mode:
         fakes = [_fake(x, "cpu") for x in inputs]
     parameters = {f"primals_{1 + i}" for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)}
-    written, forward = Program(), list[GraphModule]()
+    written, forward, codes = Program(), list[GraphModule](), list[str]()
 
     def compile_one(traced: GraphModule, examples: Sequence[Any], **keywords: Any) -> Any:
         backward = bool(keywords.get("is_backward"))
@@ -145,33 +133,31 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
         moved, on_card = _moved(traced, examples, mode)
         written.flops.update(_flops(moved))
 
-        def stop(code: str) -> None:
-            written.code.append(code)
-            written.kernels += _kernels(backward)
-            raise _Stop
-
-        with mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
-            try:
-                compile_fx.compile_fx_inner(moved, on_card, **keywords)
-            except _Stop:
-                if backward:
-                    raise  # the program is complete
+        try:
+            compile_fx.compile_fx_inner(moved, on_card, **keywords)
+        except Stop:
+            if backward:
+                raise  # the program is complete
         return _never_called
 
-    settings = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
+    def stop(code: str) -> None:
+        codes.append(code)
+        written.kernels += _kernels(backward=len(codes) == 2)
+        raise Stop
+
     with (
         autocast(dtype, torch.device("cpu")),
         traced_for("cuda"),
-        inductor.patch(settings),
+        stopping(stop),
         functorch.patch(force_non_lazy_backward_lowering=True),
     ):
         try:
             compile_fx.compile_fx(graph, fakes, inner_compile=compile_one, config_patches=options)
-        except _Stop:
+        except Stop:
             pass
         else:
             raise RuntimeError("there is no backward: no input needs a gradient")
-    for code in written.code:
+    for code in codes:
         calls = _LAUNCH.findall(code)
         written.launches += len(calls) + len(_OPERATOR.findall(code))
         written.keys += sum(_two_numbers(call) for call in calls)

@@ -80,7 +80,7 @@ def prepared_together(cases: Iterable[Case], jobs: int) -> Iterator[Outcome]:
         replies = [_received(pipe) for _, pipe, _ in started]
         for figures, (case, pipe, process) in zip(replies, started, strict=True):
             if figures is None:
-                figures = _measured(pipe)
+                figures = _received(pipe, "the device is free")
             process.join()
             yield case, {**(figures or {}), "prepared_beside": len(batch) - 1}, True
 
@@ -104,21 +104,15 @@ def _prepare_and_measure(run: Callable[..., Figures], pipe: Connection) -> None:
     pipe.send(attempt(lambda: run(ready=ready)))
 
 
-def _measured(pipe: Connection) -> Figures | None:
-    """Let the process measure, and return its figures."""
+def _received(pipe: Connection, say: str | None = None) -> Figures | None:
+    """Return the process's next message, after saying something to it."""
     try:
-        pipe.send("the device is free")
-    except OSError:  # it was killed while it waited
+        if say is not None:
+            pipe.send(say)
+        received: Figures | None = pipe.recv()
+    except (OSError, EOFError):
         return {"failed": "its process was killed"}
-    return _received(pipe)
-
-
-def _received(pipe: Connection) -> Figures | None:
-    try:
-        figures: Figures | None = pipe.recv()
-    except EOFError:
-        return {"failed": "its process was killed"}
-    return figures
+    return received
 
 
 def attempt(run: Callable[[], Figures]) -> Figures:
