@@ -11,8 +11,9 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
+from benchmarks import results
 from benchmarks.gpu import checks, run, steps, validate
-from benchmarks.gpu.page import failure, markdown
+from benchmarks.gpu.record import failure, markdown, predictions
 from fp4graph.kernels import operators
 from tests.gpu.cases import operands
 
@@ -160,13 +161,13 @@ def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
     a, b, c, new = (case(name, run) for name, run in runs.items())
     made = planned(a, b, c)
     times = (f"2026-01-01T00:00:{second:02}+00:00" for second in range(60))
-    monkeypatch.setattr(validate, "_now", lambda: next(times))
-    monkeypatch.setattr(validate, "_commit", lambda: "one")
+    monkeypatch.setattr(results, "now", lambda: next(times))
+    monkeypatch.setattr(results, "commit", lambda: {"commit": "one"})
     assert rehearse(tmp_path)[0] == 1
     made.append(new)
     assert rehearse(tmp_path)[0] == 1
     assert ran[3:] == [call.new(), call.b()]
-    monkeypatch.setattr(validate, "_commit", lambda: "two")
+    monkeypatch.setattr(results, "commit", lambda: {"commit": "two"})
     rehearse(tmp_path)
     assert ran[5:] == [call.a(), call.c(), call.new(), call.b()]  # the longest ago first
 
@@ -219,8 +220,9 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
 
 def test_a_rehearsal_writes_where_git_looks_away():
     ignored = (validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
-    assert f"/{validate._folder(True).relative_to(validate.ROOT).parts[0]}/" in ignored
-    assert validate._folder(False) == validate.ROOT / "benchmarks" / "results"
+    figures, rehearsal = validate.FOLDERS
+    assert f"/{rehearsal.relative_to(validate.ROOT).parts[0]}/" in ignored
+    assert figures == results.RESULTS
 
 
 def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch, tmp_path):
@@ -287,7 +289,7 @@ def test_the_prediction_stands_beside_what_was_measured():
     assert line in page
     page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
-    found = validate.predictions(validate.ROOT / "benchmarks" / "results")  # for all models that are timed
+    found = predictions(results.RESULTS)  # for all models that are timed
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
     assert set(steps.PREDICTED.values()) <= blocks
 

@@ -16,10 +16,10 @@ pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
 pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 
 from benchmarks import tables, timing
+from benchmarks.command import Benchmark, choices, device_of, policies_of
 from benchmarks.floor import bandwidth, extents, gemm_rate, quantizer_bytes
-from benchmarks.models import MODELS, explained
-from benchmarks.options import choices, device_of, policies_of
-from benchmarks.results import Inapplicable, Results, Row, attempt, load
+from benchmarks.models import MODELS, Inapplicable, explained
+from benchmarks.results import Results, load
 from benchmarks.timing import Patience, alternate
 from tests.helpers.policies import one_rule
 
@@ -68,17 +68,16 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
 
 
 def results(folder):
-    context = SimpleNamespace(params={"policies": "all", "folder": Path("anywhere")})
-    return Results("step", context, torch.device("cpu"), folder)
+    return Results("step", {"policies": "all", "folder": Path("anywhere")}, torch.device("cpu"), folder)
 
 
 @pytest.mark.process
 def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     first = results(tmp_path)
-    first.add(Row({"policy": "a"}, {"ratio": 1.0}))
-    first.add(Row({"policy": "b"}, {"ratio": 2.0}))
+    first.add({"policy": "a"}, {"ratio": 1.0})
+    first.add({"policy": "b"}, {"ratio": 2.0})
     second = results(tmp_path)
-    second.add(Row({"policy": "b"}, {"ratio": 3.0}))
+    second.add({"policy": "b"}, {"ratio": 3.0})
     content = load(second.file)
     rows = [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]]
     assert rows == [("a", 1.0, "1"), ("b", 3.0, "2")]
@@ -92,20 +91,23 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert run["commit"] is None or len(run["commit"]) == 40
     third = results(tmp_path)
-    third.add(Row({"policy": "a"}, {"ratio": 4.0}))
+    third.add({"policy": "a"}, {"ratio": 4.0})
     assert load(third.file)["runs"].keys() == {"2", "3"}  # nothing is left of the first
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
 @pytest.mark.slow
 def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
-    columns, own = (tables.case("policy"), *tables.RATIO), results(tmp_path)
-    own.add(attempt({"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))))
-    own.close("Title", columns)
-    own.add(attempt({"policy": "b"}, Mock(side_effect=ValueError("the compiler\nsaid much"))))
-    with pytest.raises(typer.Exit) as stop:
-        own.close("Title", columns)
-    assert stop.value.exit_code == 1
+    def cases(settings, fails: bool = True):
+        yield {"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))
+        if fails:
+            yield {"policy": "b"}, Mock(side_effect=ValueError("the compiler\nsaid much"))
+
+    benchmark = Benchmark("step", "Title", (*tables.cases("policy"), *tables.RATIO), cases, without=["seconds"])
+    for arguments, code in ((["--no-fails"], 0), ([], 1), (["--seconds=1"], 2)):
+        with pytest.raises(SystemExit) as stop:
+            benchmark.app([f"--folder={tmp_path}", *arguments])
+        assert stop.value.code == code
     printed = capsys.readouterr().out
     assert "a: not measured: not installed" in printed
     assert "b: not measured: ValueError: the compiler\n" in printed
@@ -114,11 +116,11 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
 @pytest.mark.slow
 def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     own = results(tmp_path)
-    own.add(Row({"policy": "a"}, {"ratio": 1.0}))
+    own.add({"policy": "a"}, {"ratio": 1.0})
     before = own.file.read_bytes()
     monkeypatch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        own.add(Row({"policy": "b"}, {"ratio": 2.0}))
+        own.add({"policy": "b"}, {"ratio": 2.0})
     assert own.file.read_bytes() == before
 
 
