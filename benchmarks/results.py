@@ -99,11 +99,7 @@ class Results:
         self._run = {
             "date": now(),
             **commit(),
-            "versions": {
-                "python": platform.python_version(),
-                "cuda": torch.version.cuda,
-                **versions(PACKAGES),
-            },
+            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions(PACKAGES)},
             "settings": {name: value for name, value in settings.items() if name != "folder"},
             "load_average": os.getloadavg()[0],
             "cpu_kernels": cpu.available(),

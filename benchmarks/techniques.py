@@ -24,8 +24,10 @@ from benchmarks.models import MODELS, TOTAL_STEPS
 from benchmarks.timing import alternate, synchronize
 from fp4graph.model.runtime import require_runtime
 
-#: Steps of a detection in this benchmark.
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+#: Steps of Q-Ramping's detection before it ramps, and options of both its phases, of which one lasts.
 DETECTION = 30
+Q_RAMPING: dict[str, Any] = {"t_update": TOTAL_STEPS, "n_max": 100}
 COLUMNS = (
     *tables.cases("model", "what"),
     *tables.RATIO,
@@ -59,28 +61,19 @@ class Stepping:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
-def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Stepping:
+def under(model: nn.Module, technique: str, **settings: int) -> Stepping:
     """Return AdamW with ``technique`` acting around it, on TetraJet's quantizers."""
     policy = {"version": 1, "name": technique, "extends": "tetrajet", "techniques": [{technique: settings}]}
     optimizer = adamw(model)
     return Stepping(models.under(model, policy, "eager", optimizer), optimizer)
 
 
-def stable_spam_optimizer(model: nn.Module) -> Stepping:
-    return Stepping(model, fp4graph.optim.StableSPAM(model.parameters(), lr=1e-4, weight_decay=0.01))
-
-
-def detecting(model: nn.Module) -> Stepping:
-    """Return Q-Ramping that stays in its detection."""
-    return under(model, "q_ramping", {"t0": TOTAL_STEPS - 100, "t_update": TOTAL_STEPS, "n_max": 100})
-
-
 def ramping(model: nn.Module) -> Stepping:
     """Return Q-Ramping after its first detection."""
-    stepping = under(model, "q_ramping", {"t0": DETECTION, "t_update": TOTAL_STEPS, "n_max": 100})
+    stepping = under(model, "q_ramping", **Q_RAMPING, t0=DETECTION)
     for _ in range(DETECTION):
         stepping.step()
     for weight in require_runtime(model, "techniques").weights:
@@ -91,10 +84,10 @@ def ramping(model: nn.Module) -> Stepping:
 
 #: Builders of the measured optimizers, by name.
 WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
-    "StableSPAM": stable_spam_optimizer,
-    "stable_spam": partial(under, technique="stable_spam", settings={}),
-    "q_ema": partial(under, technique="q_ema", settings={}),
-    "q_ramping, detection": detecting,
+    "StableSPAM": lambda model: Stepping(model, fp4graph.optim.StableSPAM(model.parameters(), **ADAMW)),
+    "stable_spam": partial(under, technique="stable_spam"),
+    "q_ema": partial(under, technique="q_ema"),
+    "q_ramping, detection": partial(under, technique="q_ramping", **Q_RAMPING, t0=TOTAL_STEPS - 100),
     "q_ramping, ramping": ramping,
 }
 

@@ -37,13 +37,8 @@ from fp4graph.kernels.inductor import patches
 from fp4graph.numerics.target import traced_for
 
 aten = torch.ops.aten
-_PRODUCTS: dict[Any, int] = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten.addmm: 1,
-    aten.baddbmm: 1,
-    product.OPERATOR: 0,
-}  # the index of the left factor among the arguments
+#: The place of a product's left factor among its arguments.
+_PRODUCTS: dict[Any, int] = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, product.OPERATOR: 0}
 _VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.alias, aten.detach}
 _VIEWS |= {aten.unsqueeze, aten.squeeze, aten.expand, aten.as_strided, aten.slice, aten.select}
 _GEMM = re.compile(r"(bias_add|add|badd)?b?mm(_dtype)?(_out)?")
