@@ -17,7 +17,7 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 
 from benchmarks import tables, timing
 from benchmarks.command import Benchmark, choices, device_of, policies_of
-from benchmarks.floor import bandwidth, extents, gemm_rate, quantizer_bytes
+from benchmarks.floor import extents, quantizer_bytes
 from benchmarks.models import MODELS, Inapplicable, explained
 from benchmarks.results import Results, load
 from benchmarks.timing import Patience, alternate
@@ -141,13 +141,6 @@ def test_the_sites_of_a_model_have_the_extents_of_its_products():
     sites = explained(MODELS["trial-vit"], one_rule(op="sdpa"), 4).sites
     site = next(site for site in sites if site.quantized)
     assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
-
-
-@pytest.mark.slow
-def test_rates_are_those_of_the_machine():
-    cpu = torch.device("cpu")
-    assert 1e7 < bandwidth(1 << 20, cpu) < 1e13
-    assert 1e7 < gemm_rate(torch.float32, cpu, 64) < 1e15
 
 
 def test_choices_are_checked():
