@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-#: Parts of a name that only adapters have, even if nothing is wrapped.
+#: Matches a part of a module's name that only adapters have, whether or not they wrap a layer.
 _ADAPTER = re.compile(r"(lora|dora|hada|lokr|vera|ia3|oft|boft)_\w+")
-#: The same parts in a glob, where ``*`` may stand for the end of a part.
+#: Matches such a part in a glob, where ``*`` may stand for the end of the part.
 _NAMED = re.compile(r"(^|[.*?\]])((lora|dora|hada|lokr)([_*?\[]|$)|(vera|ia3|oft|boft)_)")
 _WRAPPED = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 #: The part of a wrapper that holds trained rows, and the modules inside that part.
@@ -19,17 +19,17 @@ _ROWS = re.compile(r"\.token_adapter(\..*)?$")
 
 
 def is_adapter(name: str, modules: Collection[str]) -> bool:
-    """Return whether ``name``, of a module or a parameter, belongs to an adapter; ``modules`` are the model's names.
+    """Return whether the module or parameter ``name`` belongs to an adapter; ``modules`` are all names of modules.
 
-    A wrapper counts as an adapter: the products in its forward are those of adapters without layers (LoHa, VeRA).
+    A wrapper counts as an adapter: adapters without layers (LoHa, VeRA) compute their products in its forward.
     """
     parts = name.split(".")
     if any(_ADAPTER.fullmatch(part) for part in parts):
         return True
     if parts[0] == "prompt_encoder" and "base_model" in modules:
         return True
-    above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    wrappers = [path for path in above if f"{path}.base_layer" in modules and _wraps(path, modules)]
+    paths = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    wrappers = [path for path in paths if f"{path}.base_layer" in modules and _wraps(path, modules)]
     return bool(wrappers) and not f"{name}.".startswith(f"{wrappers[-1]}.base_layer.")
 
 
@@ -55,6 +55,6 @@ def _wraps(name: str, modules: Collection[str]) -> bool:
 
 def names_before(name: str) -> tuple[str, ...]:
     """Return ``name`` and the names that the module may have had before PEFT wrapped it or the model."""
-    plain = _WRAPPED.sub("", name).removesuffix(".token_adapter")  # of a tied head: this part multiplies with the rows
+    plain = _WRAPPED.sub("", name).removesuffix(".token_adapter")  # a tied head multiplies in this part
     inside = [plain.removeprefix(prefix) for prefix in ("base_model.model.", "base_model.") if plain.startswith(prefix)]
     return tuple(dict.fromkeys((name, plain, *inside)))

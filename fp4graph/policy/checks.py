@@ -17,16 +17,14 @@ ElementName = Annotated[str, AfterValidator(lambda name: element_format(name).na
 
 
 def refuse_noise(specs: OperandSpecs) -> None:
-    """Refuse a quantizer of the forward weight that draws noise, under which Q(w) moves though w does not."""
+    """Refuse a quantizer of fprop.weight that draws noise: Q(w) would change even where w does not."""
     spec = specs.get(Operand.FPROP_WEIGHT)
     if spec is not None and "stochastic" in (spec.rounding, spec.scale.rounding):
-        raise ValueError(
-            "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
-        )
+        raise ValueError("fprop.weight rounds stochastically, so every weight seems to oscillate; round it to nearest")
 
 
 def refuse_transforms(techniques: Mapping[str, Technique], consequence: str) -> None:
-    """Refuse techniques that transform the operands of fprop; ``consequence`` is a clause that says why."""
+    """Refuse techniques that transform the operands of fprop; ``consequence`` is the clause after "so that"."""
     for name, technique in techniques.items():
         if Gemm.FPROP in gemms_at(technique):
             raise ValueError(
@@ -36,35 +34,36 @@ def refuse_transforms(techniques: Mapping[str, Technique], consequence: str) -> 
 
 
 def refuse_splits(techniques: Mapping[str, Technique], operand: Operand, consequence: str) -> None:
-    """Refuse techniques that take a part off an operand; ``consequence`` says what they do."""
+    """Refuse techniques that split ``operand`` into terms; in the error ``consequence`` follows a technique's name."""
     for name, technique in techniques.items():
         if acts_at(technique, "split") and operand in operands_at(technique):
             raise ValueError(f"{name} {consequence}; drop one of the two")
 
 
 def check_target(target: float | None, operand: Operand, scale: ScaleSpec, headroom: float = 1.0) -> None:
-    """Refuse a decode scale of an operand's largest block, ``target`` times ``headroom``, beyond its format's range.
+    """Refuse a ``target`` that puts the scale of an operand's largest block beyond the range of the scale format.
 
-    Without a target a headroom needs a format that the range of a tensor can exceed.
+    The decode scale of the largest block is target·headroom, its encode scale the reciprocal. Without a target, a
+    headroom other than 1 needs a format with a smaller range than fp32.
     """
-    number = scale.format
+    stored = scale.format
     if target is None:
-        if headroom != 1 and number.spans_fp32:
+        if headroom != 1 and stored.spans_fp32:
             raise ValueError(
-                f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to spare; "
-                "give a target with it, or leave it out"
+                f"headroom is a share of a format's range, and {stored.name} scales of {operand} have range to spare; "
+                "give a target too, or leave headroom out"
             )
-    elif target > number.max:
-        raise ValueError(f"target {target:g} is above the largest scale of {operand}, {number.max:g}; lower it")
-    elif scale.convention == "encode" and (encode := 1 / (headroom * target)) > number.max:
+    elif target > stored.max:
+        raise ValueError(f"target {target:g} is above the largest scale of {operand}, {stored.max:g}; lower it")
+    elif scale.convention == "encode" and (encode := 1 / (headroom * target)) > stored.max:
         raise ValueError(
-            f"target {target:g} makes the encode scale of the largest block of {operand} {encode:g}, and {number.name} "
-            f"ends at {number.max:g}; give a larger target"
+            f"target {target:g} makes the encode scale of the largest block of {operand} {encode:g}, and {stored.name} "
+            f"ends at {stored.max:g}; give a larger target"
         )
 
 
 def check_groups(option: str, length: Granularity, operand: Operand, block: Block) -> None:
-    """Refuse groups of ``length`` elements along the contraction axis that are not whole blocks of an operand."""
+    """Refuse a group ``length`` along the contraction axis that is not a multiple of the operand's block length."""
     if isinstance(length, int) and length % block_length(block):
         multiple = f"a multiple of the block of {operand}, {block_length(block)} elements"
         raise ValueError(f"{option} {length} is not {multiple}; give one")

@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Node:
-    """A value with its place: a scalar, a list of nodes, or a dict of nodes with ``keys``, the places of its keys."""
+    """A value with its place: a scalar, a list of nodes, or a dict of nodes, of which ``keys`` has the keys' places."""
 
     value: Any
     place: Place
@@ -72,7 +72,7 @@ class Node:
         return parent.keys.get(str(last), parent.get(last).place)
 
     def blame(self, *path: object) -> Place:
-        """Return the place that an error about ``path`` names: for a mapping or list, the line of its key."""
+        """Return the place that an error about ``path`` names: of a mapping or list the key's, else the value's."""
         node = self.get(*path)
         return self.where(*path) if path and isinstance(node.value, dict | list) else node.place
 
@@ -111,7 +111,7 @@ def parse(text: str, file: str) -> Node:
         return _Reader(loader, file).read(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        if mark and error.context_mark and mark.index >= len(text.rstrip()):  # unclosed: name the place of its opening
+        if mark and error.context_mark and mark.index >= len(text.rstrip()):  # not closed: name where it opens
             mark = error.context_mark
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise Place(file, mark.line + 1 if mark else None).error(
@@ -147,7 +147,7 @@ _REPLACED = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes the nodes of a document within the bounds, without tags."""
+    """Composes the nodes of a document; refuses tags, and documents beyond the limits above."""
 
     yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -302,7 +302,7 @@ def _check_scalar(value: object, place: Place, at: str = "") -> None:
     """Raise PolicyError for a value that a policy cannot hold."""
     if isinstance(value, str):
         if len(value) > LONGEST_TEXT:
-            raise place.error(f"{at}a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are read, shorten it")
+            raise place.error(f"{at}the text has {len(value):,} characters; shorten it to at most {LONGEST_TEXT:,}")
         if any("\ud800" <= character <= "\udfff" for character in value):
             raise place.error(f"{at}half of a surrogate pair is not a character; write the character itself")
     elif isinstance(value, int):
@@ -318,15 +318,16 @@ def _check_key(value: object, place: Place, at: str = "") -> None:
     if not isinstance(value, str):
         raise place.error(f"{at}a key is text; got {str(value)[:80]}, quote it or correct it")
     if len(value) > LONGEST_KEY:
-        raise place.error(f"{at}a key of {len(value):,} characters; at most {LONGEST_KEY} are read, shorten it")
+        raise place.error(f"{at}the key has {len(value):,} characters; shorten it to at most {LONGEST_KEY}")
     _check_scalar(value, place, at)
 
 
 def merge(parent: Node, child: Node) -> Node:
     """Merge policy ``child`` over ``parent``, for ``extends`` and phases.
 
-    The child's keys win. A technique of the child replaces the parent's of the same name, or follows the parent's. The
-    child's rules under ``before`` precede the parent's. The parent's ``name`` and ``extends`` are not inherited.
+    The child's keys win. A technique of the child replaces the parent's technique of the same name; without a namesake
+    it follows the parent's techniques. Rules under ``before`` in the child precede the parent's rules. The parent's
+    ``name`` and ``extends`` are not inherited.
     """
     written = {key: node for key, node in child.value.items() if key != "extends"}
     if "techniques" in written and "techniques" in parent.value:
@@ -339,7 +340,7 @@ def merge(parent: Node, child: Node) -> Node:
 
 
 def _append(parent: Node, child: Node) -> Node:
-    """Join two lists of techniques; a child's technique replaces the parent's of the same name."""
+    """Join two lists of techniques; a child's technique replaces the parent's technique of the same name."""
     by_name: dict[str, Node] = {}
     for node in child.value:
         by_name.setdefault(_technique_name(node), node)

@@ -1,4 +1,4 @@
-"""Writes parts of a resolved policy as the shortest data, in a policy file's form, that loads as the same parts."""
+"""Writes rules, specs and techniques as the shortest data of a policy file that loads as equal objects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp4graph.policy.rule import Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import GROUPS, Operand
 
-#: The name of the format from which each scale format with its own ``max`` was made.
+#: Maps each scale format that was made with ``max`` to the name of the format that it was made from.
 BaseFormats = dict[ScaleFormat, str]
-#: Fields of a scale; a block that writes one of them replaces the inherited rule, and does not inherit its ``ties``.
+#: Fields that define how a scale is rounded: a block that writes one of them does not inherit ``ties``.
 REPLACES_TIES = frozenset({"format", "rounding", "convention"})
 
 
 def default_data(rule: Rule, bases: BaseFormats) -> str | dict[str, Any]:
-    """Return a policy's ``default`` as it is written."""
+    """Return a policy's ``default`` as a policy file writes it."""
     if not rule.quantizes:
         return "keep"
     data = _action(rule, bases)
@@ -29,7 +29,7 @@ def default_data(rule: Rule, bases: BaseFormats) -> str | dict[str, Any]:
 
 
 def rule_data(rule: Rule, shared: Collection[Technique], bases: BaseFormats) -> dict[str, Any]:
-    """Return a rule as it is written, without the policy's techniques (``shared``)."""
+    """Return a rule as a policy file writes it, without the policy's techniques (``shared``)."""
     match = {name: _predicate(value) for name, value in rule.match.predicates.items()}
     data: dict[str, Any] = {"name": rule.name, "match": match}
     if rule.keep is not None:
@@ -53,7 +53,7 @@ def _predicate(value: object) -> object:
 
 
 def range_data(value: Range) -> int | dict[str, int]:
-    """Return a range as it is written."""
+    """Return a range as a policy file writes it."""
     if value.min is not None and value.min == value.max and value.multiple_of is None:
         return value.min
     return value.model_dump(exclude_none=True)
@@ -86,7 +86,7 @@ def _changed(spec: Any, base: Any) -> dict[str, Any]:
 
 
 def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[str, Any]:
-    """Return the fields in which ``spec`` differs from ``base``, as they are written."""
+    """Return the fields in which ``spec`` differs from ``base``, as a policy file writes them."""
     data = _changed(spec, base)
     if "element" in data or "others" in data:  # a selector is written with the list that it selects from
         data["element"] = [each.name for each in spec.elements] if spec.others else spec.element.name
@@ -102,7 +102,7 @@ def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[st
 
 
 def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> dict[str, Any]:
-    """Return the fields of ``scale`` to write in addition to those written for ``base`` (none for ``ScaleSpec()``)."""
+    """Return the fields to write for ``scale`` beside the fields written for ``base`` (``ScaleSpec()`` has none)."""
     data = _changed(scale, base)
     # If the base does not write its rounding, a scale that writes none has the default of its own format.
     written = base.rounding != _default_rounding(base)
@@ -121,11 +121,11 @@ def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> 
 
 
 def _default_rounding(scale: ScaleSpec) -> ScaleRounding:
-    """Return the rounding of a scale with the format and convention of ``scale`` if none is written."""
+    """Return the rounding that the format and convention of ``scale`` imply if a file writes no rounding."""
     return ScaleSpec(scale.format, convention=scale.convention).rounding
 
 
 def technique_data(technique: Technique) -> str | dict[str, Any]:
-    """Return a technique as it is written, without options at their default."""
+    """Return a technique as a policy file writes it, without options at their default."""
     options = technique.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {technique.name: options} if options else technique.name

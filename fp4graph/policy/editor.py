@@ -1,7 +1,7 @@
 """The JSON schema of policy files, by which editors complete and check them while they are written.
 
-It describes keys, types, and the names of what is installed. What depends on the rest of the policy or on the model is
-checked when the policy is loaded or applied.
+It describes keys, types and installed names. Whatever depends on other keys or on the model is checked when the policy
+is loaded or applied.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Generator(GenerateJsonSchema):
         return self.generate_inner(schema["schema"]) if self._in_section else super().nullable_schema(schema)
 
     def default_schema(self, schema: Any) -> JsonSchemaValue:
-        """Leave defaults out but for switches: other keys have a default of their surroundings, or an empty one."""
+        """Leave out all defaults but those of switches: any other key inherits its default, or it is empty."""
         written = super().default_schema(schema)
         if not isinstance(written.get("default"), bool):
             written.pop("default", None)
@@ -78,7 +78,7 @@ class _Generator(GenerateJsonSchema):
         return inner
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
-        """Allow what a range may be besides its fields."""
+        """Let a range also be a whole number, or have ``exactly``."""
         outer, self._in_section = self._in_section, issubclass(schema["cls"], Section)
         written = super().model_schema(schema)
         self._in_section = outer

@@ -54,7 +54,7 @@ def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
 
 
 def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: Place) -> Path:
-    """Return the file of ``ref``, a shipped name or a path relative to ``directory``, which is written at ``place``."""
+    """Return the file of ``ref``, a shipped name or a path relative to ``directory``; errors are about ``place``."""
     path = Path(ref)
     is_name = isinstance(ref, str) and path.name == ref and path.suffix not in (".yaml", ".yml")
     names = shipped_policies(registry)
@@ -64,7 +64,7 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
         if (directory / path).is_file():
             return directory / path
         problem = "is a directory" if (directory / path).is_dir() else "is not a file"
-    except (OSError, ValueError) as error:  # too long, or with a NUL
+    except (OSError, ValueError) as error:  # the path is too long, or has a NUL
         problem = f"cannot be a file ({error.strerror if isinstance(error, OSError) else error})"
     close = nearest(path.stem, names)
     every = f"shipped policies: {', '.join(names) or 'none'}"
@@ -122,6 +122,6 @@ def _quantizes(document: Node) -> bool:
     """Return whether a rule or the default of a document without phases quantizes."""
     for rule in document.value["rules"].value if "rules" in document.value else ():
         match = rule.child("match")
-        if rule.child("quantize") or match is None or not match.value:  # a rule without a match is the last
+        if rule.child("quantize") or match is None or not match.value:  # no rule after it is reached
             return rule.child("quantize") is not None
     return isinstance(document.get("default").value, dict)

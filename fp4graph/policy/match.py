@@ -23,7 +23,7 @@ class Range(Section):
     A policy writes ``{min, max, multiple_of}``, or the one allowed value by itself or as ``{exactly: value}``.
     """
 
-    min: Size | None = Field(None, description="The least number.")
+    min: Size | None = Field(None, description="The smallest number.")
     max: Size | None = Field(None, description="The largest number.")
     multiple_of: Count | None = Field(None, description="A divisor of the number.")
 
@@ -53,7 +53,7 @@ class Range(Section):
         return self
 
     def __contains__(self, value: int | None) -> bool:
-        """Return whether ``value`` is within the bounds; an unknown value, as of a symbolic size, never is."""
+        """Return whether ``value`` is within the bounds; None, for an unknown or symbolic size, never is."""
         return (
             value is not None
             and (self.min is None or value >= self.min)
@@ -110,7 +110,7 @@ class Match(Section):
     last_blocks: Blocks | None = Field(None, description="The same for the last blocks of the stack.")
     in_features: Range | None = Field(None, description="Size K of the product; a symbolic size never matches.")
     out_features: Range | None = Field(None, description="Size N of the product; a symbolic size never matches.")
-    min_numel: Count | None = Field(None, description="The fewest elements of the second factor.")
+    min_numel: Count | None = Field(None, description="The smallest number of elements of the second factor.")
     producer: Texts | None = Field(None, description="Operations that may have computed the input.")
     role: Annotated[OneOrMore[Role], must_be("adapter, router, head or a list of these")] | None = Field(
         None,
@@ -154,7 +154,7 @@ class Match(Section):
         return self.producer is None and all(size is None for size in sizes)
 
     def holds_at(self, site: SiteView) -> bool:
-        """Return whether the predicates on the place hold for ``site``."""
+        """Return whether the predicates on the site's place, its module and its block of the model, hold."""
         block = site.block
         return (
             self.may_name(site.module)
@@ -189,6 +189,6 @@ class Match(Section):
         return self.module is None or self.names(module)
 
     def names(self, module: str | None) -> bool:
-        """Return whether a ``module`` glob matches a name of ``module``, present or from before PEFT wrapped it."""
+        """Return whether a ``module`` glob matches ``module``, or a name that it may have had before PEFT."""
         names = () if module is None else names_before(module)
         return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in self.module or ())

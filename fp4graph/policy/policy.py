@@ -43,8 +43,8 @@ class Expect:
     """Assertions about the captured graphs of a model: how many sites are quantized, and how many are kept.
 
     Attributes:
-        places: the place where each assertion is written, by its name.
-        policy: the place where the policy that has the assertions begins.
+        places: for each assertion, by its name, the place where it is written.
+        policy: the place where the policy begins that makes or inherits the assertions.
     """
 
     quantized: Range | None = None
@@ -75,7 +75,7 @@ class Phase:
     """A change of the policy during a training.
 
     Attributes:
-        at: training forwards before the phase begins (int), or their share of all training forwards (float).
+        at: the number of training forwards before the phase begins (int), or their share of all forwards (float).
         policy: the policy in force from then until the next phase; it has no phases itself.
     """
 
@@ -123,8 +123,8 @@ class Policy:
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
     def places(self, site: SiteView) -> tuple[int, ...]:
-        """Return, in order, the indices of the rules whose predicates on the place hold for ``site``, then the index of
-        the default or of the closing rule for its role."""
+        """Return, in order, the indices of the rules whose predicates on module and block hold for ``site``, then the
+        index of the default or of the closing rule for its role."""
         indices = (index for index, rule in enumerate(self.rules) if rule.match.holds_at(site))
         return (*indices, self._last(site.role)[0])
 
@@ -148,10 +148,10 @@ class Policy:
         return Decision(kept, DEFAULT_INDEX)
 
     def _candidates(self, site: SiteView, places: Collection[int] | None) -> Iterator[Decision]:
-        """Yield in order the decisions that are possible for the operation kind and the place of ``site``."""
+        """Yield, in order, the decisions that the place, the role and the operation of ``site`` allow."""
         indices = self.places(site) if places is None else places
         roles = {index: role for role, (index, _) in CLOSING.items()}
-        # The graph may show a role that the module's name does not show, and the other way round.
+        # The graph may show a role that the module's name does not show, and the name one that the graph does not.
         role = site.role or next((roles[index] for index in indices if index in roles), None)
         for place in indices:
             index, rule = (place, self.rules[place]) if place >= 0 else self._last(role)
@@ -169,9 +169,9 @@ class Policy:
         return tuple((view, self.decide(view)) for view in sites)
 
     def may_quantize(self, site: SiteView, places: Collection[int] | None = None) -> bool:
-        """Return whether some sizes and producer let a site of the kind and place of ``site`` be quantized.
+        """Return whether a site with the operation and the place of ``site`` is quantized for some sizes and producer.
 
-        ``places`` is as for :meth:`decide`.
+        ``places`` is the argument of :meth:`decide`.
         """
         for decision in self._candidates(site, places):
             if decision.rule.quantizes or decision.rule.match.fits_all:
@@ -223,7 +223,7 @@ class Policy:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each technique in use, by name; the largest where options differ from rule to rule."""
+        """The weight of each technique in use, by name; if its options differ between rules, the largest weight."""
         weights: dict[str, float] = {}
         for technique in self._counted:
             weight = float(technique.complexity)

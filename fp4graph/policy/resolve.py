@@ -30,11 +30,13 @@ from fp4graph.technique.registry import Registry
 
 
 def resolve(document: Node, name: str, file: str | None, registry: Registry) -> Policy:
-    """Return the policy of ``document``, whose ``extends`` is merged; ``name`` is used if the document has none."""
+    """Return the policy that ``document`` writes, its ``extends`` already merged; ``name`` is the default name."""
     resolver = _Resolver(document, registry)
     written = resolver.written
     if (count := _rules_in_force(document)) > MOST_RULES:
-        raise document.error(("phases",), f"{count} rules, counted again in every phase; at most {MOST_RULES} are read")
+        raise document.error(
+            ("phases",), f"the policy has {count} rules, counted again in every phase; at most {MOST_RULES} are read"
+        )
     title = written.name or name
     phases = tuple(_phase(document, registry, title, index, section) for index, section in enumerate(written.phases))
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}

@@ -45,7 +45,7 @@ class Rule:
         keep: the reason why the sites stay in high precision, or None if they are quantized.
         specs: the specs of the six operands; all None for a rule that keeps.
         reuses: the operands in high precision that read the dequantized fprop operand instead of the original.
-        techniques: the policy's, then the rule's; a rule's technique replaces the policy's technique of its name.
+        techniques: the policy's techniques, then the rule's, which replace the policy's techniques of the same name.
         required: whether a model in which the rule matches no site is an error.
         file, line: where the rule was read from, or None.
     """
@@ -65,15 +65,15 @@ class Rule:
         return self.keep is None
 
     def speaks_of(self, op: str) -> bool:
-        """Return whether the rule decides about operations of kind ``op``: those it names, else the default kinds for a
-        rule that quantizes and all kinds for a rule that keeps."""
+        """Return whether the rule decides about operations of kind ``op``. Without ``op`` in its match, a rule that
+        quantizes decides about linear, matmul and grouped, and a rule that keeps about all kinds."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op
 
     def admits(self, role: str | None) -> bool:
-        """Return whether the rule may decide about sites of ``role``. Only a rule that names their role, or adapters in
-        its globs, quantizes adapters and routers."""
+        """Return whether the rule may decide about sites of ``role``. To quantize a router or an adapter, a rule must
+        name its role; globs that name adapters do as well."""
         if self.match.role is not None:
             return role in self.match.role
         if role == "adapter" and self.match.names_adapters:
@@ -91,7 +91,7 @@ DEFAULT = Rule(name="default", keep="no rule matches", required=False)
 NAMED_ROLES = frozenset({"adapter", "router"})
 #: The position of the default, which follows all rules of the policy.
 DEFAULT_INDEX = -1
-#: By role, the position and the rule that take the place of the default for sites of the role.
+#: Maps a role to the closing rule for its sites, which takes the place of the default, and to this rule's position.
 CLOSING: Mapping[str, tuple[int, Rule]] = {
     role: (index, Rule(name=f"{role}s", keep=f"{why}; a rule with 'role: {role}' would quantize it", required=False))
     for index, role, why in (

@@ -31,7 +31,7 @@ VERSION = 1
 #: The most rules of a policy, counted again in every phase, and the most phases.
 MOST_RULES = 500
 MOST_PHASES = 100
-#: The most elements of a block of given size. (Axes are padded with zeros to whole blocks.)
+#: The most elements of a block whose size is written in numbers, since axes are padded with zeros to whole blocks.
 LARGEST_BLOCK = 2**16
 _BLOCKS = "a whole number from 1, a pair of these, row or tensor"
 _SIZE = {"type": "integer", "minimum": 1, "maximum": LARGEST_BLOCK}
@@ -41,23 +41,23 @@ _BLOCK_SCHEMA = WithJsonSchema({
 
 
 class ScaleSection(Section):
-    """The scale of a block: the fields that are written. The others are those of the surroundings."""
+    """The scale of a block. Fields that are left out are inherited, as those of its quantizer are."""
 
     format: Text | None = Field(None, description="Format of a stored scale: e8m0, e4m3, fp32, ...")
     max: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="The largest scale that is used, where this is not the format's largest."
+        None, description="The largest scale that is used, if it is not the format's largest."
     )
     rounding: ScaleRounding | None = Field(None, description="How the ideal scale becomes a value of the format.")
     convention: Convention | None = Field(
-        None, description="decode: elements are multiplied by the scale; encode: divided by it."
+        None, description="decode: dequantizing multiplies elements by the scale; encode: divides them by it."
     )
     zero: Zero | None = Field(None, description="What a scale that underflows becomes.")
     ties: ScaleTies | None = Field(None, description="Where nearest_even rounds a tie between powers of two.")
 
 
 class QuantizeSection(Section):
-    """A quantizer: the fields that are written. An exception for operands takes the others from its rule or default; a
-    rule or default takes them from OCP's MXFP4."""
+    """A quantizer. An exception for operands inherits the fields that it leaves out from its rule or default; a rule or
+    default takes them from OCP's MXFP4."""
 
     element: Texts | None = Field(None, description="Format of the elements, or formats that each block chooses from.")
     selector: Selector | None = Field(None, description="The error by which a block chooses one of several formats.")
@@ -145,7 +145,9 @@ class RuleSection(_HasOperands, json_schema_extra={"oneOf": [{"required": ["keep
     match: Match = Field(description="The sites of the rule; all predicates must hold.")
     quantize: QuantizeSection | None = Field(None, description="The quantizer of all six operands.")
     operands: dict[str, OperandException] = Field(
-        default={}, description="Exceptions by operand or group of operands, later ones win."
+        default={},
+        description="Exceptions by operand or group of operands. An operand's wins over a group's, and a later group's "
+        "over an earlier group's.",
     )
     techniques: tuple[TechniqueEntry, ...] = Field(
         (), description="Techniques of this rule; they replace those of the policy with the same name."
@@ -161,7 +163,7 @@ class RuleSection(_HasOperands, json_schema_extra={"oneOf": [{"required": ["keep
             have = "neither keep nor quantize" if self.keep is None else "both keep and quantize"
             raise ValueError(f"a rule keeps its sites or quantizes them, and this rule has {have}; give it one of them")
         if self.keep is not None and (self.operands or self.techniques):
-            raise ValueError("operands and techniques do nothing in a rule that keeps; remove them, or keep")
+            raise ValueError("operands and techniques do nothing in a rule that keeps; remove them, or remove keep")
         return self
 
 
@@ -191,22 +193,22 @@ _Rules = Annotated[
 
 
 class ExpectSection(Section):
-    """Numbers of sites; another number is an error at the first forward."""
+    """Expected numbers of sites; any other number is an error at the first forward."""
 
     quantized: Range | None = Field(None, description="How many sites are quantized.")
     kept: Range | None = Field(None, description="How many sites are kept in high precision.")
 
 
 class PhaseSection(_HasOperands):
-    """Changes from one point of the training on, merged as under ``extends``."""
+    """Changes that hold from one point of the training on, merged as under ``extends``."""
 
     at: Annotated[int | float, COUNT_OR_SHARE] = Field(
-        description="The training forward from which the phase holds, or a share of total_forwards."
+        description="The number of training forwards before the phase begins, or their share of total_forwards."
     )
     operands: dict[str, OperandException] = Field(default={}, description="Exceptions for the operands of every rule.")
     default: _Default | None = Field(None, description="What becomes of sites that no rule matches.")
     rules: _Rules | None = Field(None, description="Rules in place of the inherited ones, or ahead of them.")
-    techniques: tuple[TechniqueEntry, ...] = Field((), description="Techniques beside the inherited ones.")
+    techniques: tuple[TechniqueEntry, ...] = Field((), description="Techniques in addition to the inherited ones.")
 
     @field_validator("at", mode="before")
     @classmethod

@@ -25,7 +25,7 @@ _REPORTED = 20
 
 
 class Section(BaseModel, frozen=True, extra="forbid"):
-    """A frozen mapping with fixed keys; a key that is written has a value."""
+    """A frozen mapping with fixed keys; a key that is written must have a value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,7 +87,7 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 #: The name of a policy or rule, which reports show and file names may contain.
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
-#: What editors accept for a whole number from 1, or a share of all.
+#: The JSON schema of a whole number from 1, or a share between 0 and 1.
 COUNT_OR_SHARE = WithJsonSchema({
     "anyOf": [{"type": "integer", "minimum": 1}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
 })  # fmt: skip

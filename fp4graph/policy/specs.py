@@ -40,7 +40,7 @@ class _Layer:
 
 
 class SpecResolver:
-    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, applied after every rule's.
+    """Resolves the quantize blocks of one document; a phase's exceptions, ``late``, apply after those of each rule.
 
     ``base_formats`` maps each scale format made with ``max`` to the name of the format that it was made from.
     """
@@ -92,13 +92,13 @@ class SpecResolver:
             if layer.section is None:
                 continue
             if layer.section.element is not None:
-                written.pop("selector", None)  # belonged to the elements that are replaced
+                written.pop("selector", None)  # it chose among the elements replaced here
             written.update(_fields(layer.section, layer.path, without=("scale", "operands")))
             if layer.section.scale is not None:
                 if layer.section.scale.format is not None:
-                    scale.pop("max", None)  # belonged to the format that is replaced
+                    scale.pop("max", None)  # it limited the format replaced here
                 if layer.section.scale.model_fields_set & REPLACES_TIES:
-                    scale.pop("ties", None)  # belonged to the rule that is replaced
+                    scale.pop("ties", None)  # they went with the rounding replaced here
                 scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
         if "element" in written:
             names, path = written["element"]
@@ -163,6 +163,6 @@ def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[
 def _below(number_format: ScaleFormat, largest: float) -> str:
     try:
         below = max((value for value in number_format.values() if 0 < value <= largest), default=None)
-    except ValueError:  # too many values to list: such a format has no other max
+    except ValueError:  # a format with too many values to list takes only its own max
         return "; leave max out"
     return f"; the nearest below is {below:g}" if below is not None else ""

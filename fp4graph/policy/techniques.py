@@ -33,8 +33,8 @@ from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
-#: Stages that the engine asks only where a part ``normalizes``.
-_OF_GROUPS = ("group_statistic", "group_gradient")
+#: Stages that the engine calls only at sites where a part ``normalizes``.
+_GROUP_STAGES = ("group_statistic", "group_gradient")
 _T = TypeVar("_T")
 #: The largest complexity of a technique, so that sums stay finite.
 MOST_COMPLEX = 1000
@@ -53,7 +53,7 @@ class Declared:
 
 
 def override(techniques: Sequence[Declared], by: Sequence[Declared]) -> list[Declared]:
-    """Return ``techniques``, replaced by those of the same name in ``by``, then the remaining techniques of ``by``."""
+    """Return ``techniques``, each replaced by its namesake in ``by``, then the remaining techniques of ``by``."""
     replacing = {declared.name: declared for declared in by}
     replaced = [replacing.pop(declared.name, declared) for declared in techniques]
     return [*replaced, *replacing.values()]
@@ -65,7 +65,7 @@ class TechniqueResolver:
     def __init__(self, document: Node, registry: Registry) -> None:
         self._document = document
         self._registry = registry
-        self._inert: dict[Path, list[str | None]] = {}  # by technique: for each rule, why it has no effect, or None
+        self._inert: dict[Path, list[str | None]] = {}  # by declaration: for each rule, why it has no effect, or None
         self._kept: dict[Path, set[str]] = {}  # operands named in options that no rule quantizes
 
     def declared(self, entries: Iterable[TechniqueEntry], path: Path) -> list[Declared]:
@@ -103,7 +103,7 @@ class TechniqueResolver:
         return self._weighed(technique)
 
     def _weighed(self, technique: Technique) -> Technique:
-        """Return ``technique`` after a check that Ω can add its complexity."""
+        """Return ``technique``; raise PluginError unless its complexity is a number that Ω can add."""
         try:
             weight: Any = technique.complexity
             is_number = issubclass(type(weight), Real) and not isinstance(weight, bool)
@@ -127,7 +127,8 @@ class TechniqueResolver:
         return [technique for technique in implied if technique is not None]
 
     def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
-        """Return the technique that ``spec`` implies, or None. A failure only warns, since all techniques are asked."""
+        """Return the technique that ``spec`` implies, or None. A technique that fails only warns: techniques are asked
+        even if the policy does not declare them."""
         try:
             implied = technique.implied_by(spec)
             return None if implied is None else self._weighed(implied)
@@ -138,7 +139,7 @@ class TechniqueResolver:
             return None
 
     def check_together(self, techniques: Sequence[Declared], specs: Specs) -> None:
-        """Raise PolicyError if techniques at one site conflict, or if one that a technique requires is missing.
+        """Raise PolicyError if techniques at one site conflict, or if a technique that another requires is missing.
 
         Techniques that the specs imply count as well.
         """
@@ -163,9 +164,9 @@ class TechniqueResolver:
                 )
 
     def check_fit(self, techniques: Sequence[Declared], specs: Specs, match: Match) -> None:
-        """Plan sites known only by their rule, so that a technique refuses when the policy loads, with its line.
+        """Plan sites of which only the rule is known, so that a technique that does not fit is an error at load.
 
-        The pass also records which techniques have no effect under the rule, for :meth:`check_effect`.
+        Also record which techniques have no effect under the rule, for :meth:`check_effect`.
         """
         acting = {technique.name for technique in self.implied(specs)}
         sites = [
@@ -211,7 +212,7 @@ class TechniqueResolver:
         return planned
 
     def check_effect(self, shared: Iterable[Declared]) -> None:
-        """Warn about techniques without effect under any rule; ``shared`` are those of the whole policy.
+        """Warn about techniques without effect under any rule; ``shared`` are the techniques of the whole policy.
 
         Ω counts them nevertheless, as the papers do.
 
@@ -247,14 +248,15 @@ class TechniqueResolver:
 
 
 def _probed(match: Match) -> tuple[str, ...]:
-    """Return the kinds of site that a rule is tried on at load. Beside other kinds ``grouped`` is left out: a technique
-    that does not fit experts is refused once a model has experts."""
+    """Return the kinds of operation for which a rule is planned at load. ``grouped`` is left out beside other kinds: a
+    technique that does not fit experts is refused only for a model that has experts."""
     ops: tuple[str, ...] = match.op or ("linear", "matmul")
     return tuple(op for op in ops if op != "grouped") or ops
 
 
 def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
-    """Raise ValueError if a technique rounds to, or differentiates, an element format that blocks choose."""
+    """Raise ValueError if a technique rounds elements, or gives their surrogate gradient, where each block chooses its
+    element format."""
     stages = ("round", "element_surrogate")
     rounding = (part for part in parts_of(technique, site) if any(map(part.acts_at, stages)))
     for operand in sorted({operand for part in rounding for operand in part.operands or ()}):
@@ -267,17 +269,17 @@ def _require_one_element(technique: Technique, site: SiteView, planned: OperandS
 
 
 def _acts_on_groups_alone(technique: Technique) -> bool:
-    """Return whether a technique changes or differentiates statistics of groups, and does nothing else."""
-    others = (stage for stage in STAGES if stage not in _OF_GROUPS)
-    return acts_at(technique, *_OF_GROUPS) and not acts_at(technique, *others) and not plans(technique)
+    """Return whether a technique acts on statistics of groups or their gradients, and on nothing else."""
+    others = (stage for stage in STAGES if stage not in _GROUP_STAGES)
+    return acts_at(technique, *_GROUP_STAGES) and not acts_at(technique, *others) and not plans(technique)
 
 
 def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
     operands = operands_at(technique, site)
-    # A technique that names no operands and has hooks around the optimizer acts on weights. A product of activations
-    # has none.
+    # A technique that names no operands and has hooks around the optimizer acts on weights. Products of activations
+    # have no weight.
     steps_weight = acts_at(technique, "before_step", "after_step") and not operands and site.multiplies_weight
     gemms = {operand.gemm for operand in quantized}
     return bool(operands & quantized or gemms_at(technique, site) & gemms) or steps_weight or technique.per_model

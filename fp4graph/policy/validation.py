@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key") -> _Model:
-    """Return ``node``, which is at ``path`` of the policy, as a ``model``; raise PolicyError at the first mistake.
+    """Return ``node``, found at ``path`` in the policy, as a ``model``; raise PolicyError at the first mistake.
 
     ``what`` is the word for a key in messages: "key", or "option" of a technique.
     """
