@@ -1,6 +1,6 @@
 """Integrations with Hugging Face's Trainer, Accelerate and ``from_pretrained``, and with Lightning's Trainer.
 
-Each part is imported at first use; they need the extra ``hf``, or Lightning. A training needs one additional line.
+Each is imported at first use, and needs the extra ``hf`` or Lightning. It takes one additional line in a training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOME = {
     "FP4GraphLightningCallback": "lightning",
     "apply_with_accelerate": "accelerate",
 }
-#: The extra that installs each.
+#: For each name, the extra that installs the library it needs.
 _EXTRAS = dict.fromkeys(_HOME, "hf") | {"FP4GraphLightningCallback": "clients"}
 
 

@@ -35,17 +35,17 @@ def apply_with_accelerate(
     options: Mapping[str, Any] | None = None,
     same_policy: bool = True,
 ) -> M:
-    """Apply ``policy`` in a loop on Accelerate; the only line to add, before ``accelerator.prepare``.
+    """Apply ``policy`` in a loop on Accelerate. This call, before ``accelerator.prepare``, is the only line to add.
 
     >>> apply_with_accelerate(accelerator, model, optimizer, "tetrajet")
     >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    Prepares model and optimizer in place, lets the accelerator scale the loss if the policy requires it, and returns
+    Prepare model and optimizer in place, let the accelerator scale the loss if the policy requires it, and return
     ``model``. ``accelerator.save_state`` and ``load_state`` work unchanged: the techniques' state is in the model's
     file, and the policy is in ``fp4graph.json`` in the same folder.
 
-    The other arguments are those of :func:`fp4graph.apply`. ``same_policy=False`` lets ``load_state`` read a state that
-    was saved under another policy.
+    ``same_policy=False`` lets ``load_state`` read a state that was saved under another policy. The other keyword
+    arguments are those of :func:`fp4graph.apply`.
 
     Raises:
         Error: the accelerator has already prepared the model or the optimizer; also the errors of

@@ -33,16 +33,16 @@ class FP4GraphConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ignor
 
     The model is as :func:`fp4graph.apply` returns it: the same class with the same parameters, ready to train. Call
     :func:`fp4graph.prepare_optimizer` in your own loop; a Trainer takes ``FP4GraphCallback`` instead of this config.
-    ``save_pretrained`` writes the weights in high precision, the state of techniques, and into ``config.json`` the
-    policy that the model then has; null after :func:`fp4graph.remove`. ``from_pretrained`` of that folder restores all
-    three, where this class has been imported. :func:`fp4graph.export` writes FP4 weights for servers.
+    ``save_pretrained`` writes the weights in high precision, the state of techniques and, in ``config.json``, the
+    policy that the model has at that time, or null after :func:`fp4graph.remove`. ``from_pretrained`` of that folder
+    restores all three if this class has been imported. :func:`fp4graph.export` writes FP4 weights for servers.
 
     Args:
         policy, backend, seed, total_forwards: as for :func:`fp4graph.apply`.
 
     Raises:
         PolicyError: the policy cannot be loaded.
-        Error: from ``from_pretrained``: ``device_map`` put weights on several devices, on the disk or on ``meta``.
+        Error: (by ``from_pretrained``) ``device_map`` put weights on several devices, on the disk or on ``meta``.
     """
 
     _model: weakref.ref[nn.Module] | None = None  # the model that from_pretrained returned
@@ -102,11 +102,11 @@ class FP4GraphQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
                 f"device_map put the weights on {', '.join(sorted(devices))} ('meta': not in memory), and a policy is "
                 "applied to a model on one device: leave device_map out, or name one device"
             )
-        # From here on the model is as after apply(). transformers would refuse its float(), and ignore the state_dict=
-        # of its save_pretrained: it does so for models whose stored weights are quantized.
+        # The stored weights are not quantized, as after apply(). If these marks stayed, transformers would refuse
+        # model.float() and ignore the state_dict= of model.save_pretrained().
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False
-        config: Any = copy.copy(self.quantization_config)  # the user's may serve several models
+        config: Any = copy.copy(self.quantization_config)  # the user's config may serve several models
         name = model.name_or_path
         try:  # apply() restores the techniques' state from the folder of the weights: a subfolder, or the hub's cache
             model.name_or_path = self.folder

@@ -27,15 +27,15 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
     callback's state. For policies with phases, ``total_forwards`` is the number of batches that the Trainer expects.
 
     Args:
-        policy: as for :func:`fp4graph.apply`; ``options`` are its further arguments.
-        part: the attribute of the LightningModule that holds the model, whose call is compiled; by default its only
-            child with parameters.
+        policy: as for :func:`fp4graph.apply`. options: further arguments of :func:`fp4graph.apply`.
+        part: the attribute of the LightningModule that holds the model to compile; by default the only child with
+            parameters.
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        Mismatch: a checkpoint of another policy or seed, or of none, is loaded.
-        Error: the LightningModule has no such part, ``part`` is needed to choose one, or training begins without
-            ``precision="16-mixed"`` under a policy that scales the loss.
+        Mismatch: a checkpoint of another policy or seed, or without a policy, is loaded.
+        Error: the LightningModule has no child ``part``, or not exactly one child with parameters while ``part`` is
+            None; or training begins without ``precision="16-mixed"`` under a policy that scales the loss.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
         return {} if self._model is None else {"written_under": written_under(self._model)}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Compare the policy with that of the checkpoint; a checkpoint without this callback has none."""
+        """Compare the policy with the checkpoint's policy; a checkpoint without this callback has no policy."""
         if self.same_policy and self._model is not None:
             saved = checkpoint["callbacks"].get(self.state_key, {})
             check_policy("the checkpoint", saved.get("written_under"), self._model)

@@ -14,7 +14,8 @@ from fp4graph.policy import Policy
 
 
 def run(result: Any, policy: Policy, seed: int, log: Any) -> Any:
-    """Run ``result`` if it is a Trainer or Lightning's tuple, and return the final loss; else return ``result``."""
+    """Run ``result`` if it is a Trainer, or a tuple of Lightning's Trainer and its module, and return the final loss;
+    else return ``result``."""
     trainer, *parts = result if isinstance(result, tuple | list) and result else (result,)
     if _is_a(trainer, "transformers.trainer"):
         return _hugging_face(trainer, policy, seed, log)
@@ -29,7 +30,7 @@ def _is_a(value: Any, module: str) -> bool:
 
 
 def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | None:
-    """Run a Trainer, under ``policy`` unless its factory has applied one.
+    """Run a Trainer, under ``policy`` unless the user's function has applied a policy.
 
     Return the evaluation loss; without evaluation data, the training loss, or None if losses were logged.
     """
@@ -55,14 +56,14 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
 
 
 def _lightning(trainer: Any, parts: list[Any], log: Any) -> Any:
-    """Fit ``(module[, datamodule])``; return the validation loss that the module logs, or None."""
+    """Fit ``parts``, ``[module]`` or ``[module, datamodule]``; return the validation loss that it logs, or None."""
     package = type(trainer).__module__.rpartition(".trainer")[0].partition(".trainer")[0]
     base: Any = getattr(__import__(package, fromlist=["Callback"]), "Callback")  # noqa: B009  # unknown to mypy
 
     class Logging(base):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            if not log.points or trainer.global_step > log.points[-1][0]:  # else a batch of an accumulated step
+            if not log.points or trainer.global_step > log.points[-1][0]:  # once per step, not per batch
                 log(trainer.global_step, loss)
 
     trainer.callbacks.append(Logging())

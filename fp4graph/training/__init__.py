@@ -13,8 +13,8 @@ __all__ = ["grad_scaler", "prepare_optimizer", "strip_file"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the optimizer's side at first use: plugins import other modules of this package, and listing policies
-    must not wait for Dynamo."""
+    """Import these functions at first use: plugins import other modules of this package, and listing policies must not
+    wait for Dynamo."""
     if name not in __all__:
         raise AttributeError(f"module 'fp4graph.training' has no attribute {name!r}")
     home = "stripping" if name == "strip_file" else "optimizer"

@@ -13,12 +13,12 @@ from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.technique import Technique, acts_at, operands_at
 from fp4graph.technique.operands import Operand
 
-#: Stages around the step: for each weight, then once for all parameters.
+#: Stages before and after the step; the first of a pair is called for each weight, the second once for the optimizer.
 BEFORE, AFTER = ("before_step", "before_optimizer"), ("after_step", "after_optimizer")
 
 
 def groups_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Return the group of each parameter, by the parameter's id."""
+    """Map the id of each parameter to its parameter group."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -28,7 +28,7 @@ def techniques(plan: PhasePlan) -> list[Technique]:
 
 
 def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer through which a technique of one model cannot act."""
+    """Refuse an optimizer through which a technique of the model of ``plan`` cannot act."""
     acting, held = techniques(plan), groups_by_parameter(optimizer)
     for technique in acting:
         weights = [w for w in plan.weights if concerns(technique, w) and w.parameter.requires_grad]
@@ -37,8 +37,8 @@ def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
                 f"technique {technique.name} acts on {weights[0].name}, which this optimizer does not hold; pass the "
                 "optimizer model.parameters() of the applied model"
             )
-    # torch marks a step that runs hooks. Wrappers that skip Optimizer.__init__, as timm's Lookahead, run no step hooks
-    # until they load a state, and never run hooks around saving.
+    # torch marks a step() that runs hooks as ``hooked``. Wrappers that skip Optimizer.__init__, such as timm's
+    # Lookahead, run no step hooks until they load a state, and never run hooks around saving.
     hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
     if acting and not hooked:
         raise Error(
@@ -48,7 +48,7 @@ def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_options(plans: Sequence[PhasePlan]) -> None:
-    """Refuse a technique that acts on the whole optimizer with several sets of options: each would act on all of it."""
+    """Refuse several sets of options for a technique that acts on the whole optimizer, where each would act on it."""
     firsts: dict[str, Technique] = {}
     for plan in plans:
         for technique in techniques(plan):
@@ -63,7 +63,7 @@ def check_options(plans: Sequence[PhasePlan]) -> None:
 def check_uses(plans: Sequence[PhasePlan]) -> None:
     """Refuse a parameter whose uses have different techniques or weight quantizers: techniques act on it once.
 
-    Uses in high precision do not count, and neither do uses whose capture may show that they are.
+    Uses that are in high precision, or may turn out to be when their graph is captured, do not count.
     """
     firsts: dict[int, Weight] = {}
     for weight in (weight for plan in plans for weight in plan.weights):
@@ -76,7 +76,7 @@ def check_uses(plans: Sequence[PhasePlan]) -> None:
 
 
 def _difference(first: Weight, a: PlannedWeight, second: Weight, b: PlannedWeight) -> str | None:
-    """Return why two uses of one parameter, decided as ``a`` and ``b``, cannot be acted on together, or None."""
+    """Return why techniques cannot act once for both uses of a parameter, ``a`` and ``b``, or None if they can."""
     of_first, of_second = _per_weight(a), _per_weight(b)
     if name := next((name for name in {**of_first, **of_second} if (name in of_first) != (name in of_second)), None):
         reason = f"only {first.name if name in of_first else second.name} has technique {name}"
@@ -96,20 +96,20 @@ def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
 
 
 def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
-    """Return a value that is equal for equal quantizers: all that :mod:`fp4graph.model.weight_quantizer` reads but
+    """Return a value that is equal for equal quantizers: all that :mod:`fp4graph.model.weight_quantizer` reads, except
     noise and state."""
     program = planned.plan.program
     return program and (program.fprop.right, program.fprop.transforms, program.apart, weight.stored_transposed)
 
 
 def _declared(planned: PlannedWeight) -> str:
-    """Return the rule of a weight, in brackets."""
+    """Return the rule that decided about a weight, in words and in brackets."""
     place = f", {planned.rule.file}:{planned.rule.line}" if planned.rule.file else ""
     return f" (rule {planned.rule.name!r}{place})"
 
 
 def in_order(plans: Sequence[PhasePlan]) -> list[Technique]:
-    """Merge the models' acting techniques into one order that keeps each model's order; merge equal techniques."""
+    """Return the acting techniques of all models, equal ones once, in an order that agrees with each model's order."""
     pending, merged = [techniques(plan) for plan in plans], list[Technique]()
     while any(pending):
         heads = [order[0] for order in pending if order]

@@ -41,7 +41,7 @@ from fp4graph.training.validation import unequal
 
 __all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
 
-#: The mark of our files, and the version of this layout.
+#: The mark of fp4graph's checkpoints, and the version of this layout.
 FORMAT, VERSION = "fp4graph.checkpoint", 4
 #: Older layouts that can be read, both without a digest: 2 has the count of forwards among the model's entries.
 UNDIGESTED = 2, 3
@@ -66,12 +66,12 @@ def save(
     scheduler: Stateful | None = None,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint; the old one at ``path`` stays until the new one is complete.
+    """Write a checkpoint; an older file at ``path`` stays until the new one is complete.
 
     Args:
         path: the path of the file, in a folder that exists.
-        model: applied or plain, under DDP or ``fully_shard`` too.
-        optimizer, scaler, scheduler: saved if given.
+        model: an applied or a plain model; it may be under DDP or ``fully_shard``.
+        optimizer, scaler, scheduler: each is saved unless it is None.
         progress: numbers, strings, tensors, and lists and dicts of them.
 
     Raises:
@@ -123,19 +123,19 @@ def load(
 ) -> dict[str, Any]:
     """Restore everything as it was at :func:`save`. A file that is damaged or does not fit changes nothing.
 
-    Without an optimizer, only the model is loaded, and the random number generators stay as they are.
+    Without an optimizer, the random number generators stay as they are.
 
     Args:
         path: the path of the file. model, optimizer, scaler, scheduler: constructed as in the run that wrote it.
-        same_policy: False accepts a model under another policy, or under none. Entries that the model does not have
-            are left out; entries that the file lacks start anew.
+        same_policy: False accepts a model under another policy, or a plain model. Entries of techniques that the model
+            does not have are left out; those that the file lacks start anew.
 
     Returns:
         The ``progress`` that was saved.
 
     Raises:
         Mismatch: the file is of another policy, noise seed or model, or lacks a part that is to be loaded.
-        Error: there is no file, or it is truncated, damaged, changed, or not by :func:`save`.
+        Error: the file does not exist, is truncated, damaged or changed, or was not written by :func:`save`.
     """
     module = unwrapped(model)
     with together():  # all ranks check their parts before any rank changes anything
@@ -193,14 +193,14 @@ def _load_parts(file: str, parts: Sequence[tuple[Any, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of a checkpoint without tensors: the policy's text (None for a plain model), and the progress."""
+    """What a checkpoint says about its run: the policy as YAML (None for a plain model), and the progress."""
 
     policy: str | None
     progress: dict[str, Any]
 
 
 def read_summary(path: str | PathLike[str]) -> Summary:
-    """Read the policy and the progress of a checkpoint without a model. The errors are those of :func:`load`."""
+    """Read the policy and the progress of a checkpoint without a model; raise the Errors of :func:`load`."""
     content = _read(path)
     return Summary(content["policy"] and content["policy"]["text"], content["progress"])
 
@@ -233,7 +233,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict with moments and the like sharded as their parameters are.
+    """Return an optimizer's state dict, in which tensors of a parameter's shape are sharded as the parameter is.
 
     torch.distributed.checkpoint cannot do this: it allocates the state by a step of the optimizer, in which techniques
     would act.
@@ -299,7 +299,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _entries(content: Mapping[str, Any], of_rank: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
-    """Return the model's entries, overridden by those of this rank, and the count of forwards."""
+    """Return the model's entries, overridden by this rank's buffers, and the count of forwards."""
     entries = {**content["model"], **(of_rank["buffers"] if of_rank is not None else {})}
     entries, forwards = state.from_former(entries)
     return entries, (content["policy"] or {}).get("forwards", forwards)

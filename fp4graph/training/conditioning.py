@@ -41,12 +41,12 @@ START: dict[str, float] = {
 #: A technique that keeps a copy of an entry of the optimizer's state, to put it back later, names the copy with this
 #: prefix and the entry's name, so that a reset reaches the copy.
 HELD = "held."
-#: Elements updated per call: on a CPU, so that they stay in its cache; elsewhere, to bound the memory for temporaries.
+#: The most elements updated per call. CPU_BATCH keeps them in a CPU's cache; BATCH bounds the memory for temporaries.
 CPU_BATCH, BATCH = 1 << 20, 1 << 26
 
 
 def cosine(step: int, total_steps: int | None, eta_min: float) -> float:
-    """Return c at the ``step``-th step, counted from 1; 1 where ``total_steps`` is None.
+    """Return c at the ``step``-th step, counted from 1; without ``total_steps`` c is 1.
 
     c is half a cosine from 1 at step 0 to ``eta_min`` at ``total_steps + 1``, and stays there.
     """
@@ -57,7 +57,8 @@ def cosine(step: int, total_steps: int | None, eta_min: float) -> float:
 
 
 def new_statistics(grad: Tensor) -> dict[str, Tensor]:
-    """Return zeros for the statistics of gradients like ``grad``: 0-d, on its device, fp32 (fp64 for fp64)."""
+    """Return a parameter's statistics before its first gradient: 0-d zeros on the device of ``grad``, in fp32, or in
+    fp64 if ``grad`` is fp64."""
     return {name: torch.zeros((), dtype=precision(grad), device=grad.device) for name in STATISTICS}
 
 
@@ -67,8 +68,8 @@ def condition(
     """Apply AdaClip, then AdaGN: return the gradient that Adam sees, a new tensor.
 
     Args:
-        grad: the gradient of one parameter, of any shape; not written to.
-        state: holds at least the :func:`new_statistics`, which are updated in place.
+        grad: the gradient of one parameter, of any shape; it is not changed.
+        state: a dict with at least the entries of :func:`new_statistics`, which are updated in place.
         gamma1: γ1·c. gamma2, theta, eps: γ2, θ and eps.
     """
     dtype = precision(grad)
@@ -80,8 +81,8 @@ def condition(
     clipped = torch.where(spikes, (grad * (threshold / peak)).to(grad.dtype), grad)
     norm = sharding.whole(torch.linalg.vector_norm(clipped, dtype=dtype))
     new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
-    for kept, value in zip(old, new, strict=True):
-        kept.copy_(value)
+    for stored, value in zip(old, new, strict=True):
+        stored.copy_(value)
     return clipped.mul_(factor)
 
 
@@ -98,8 +99,8 @@ def condition_foreach(
     if not grads:
         return []
     cpu, dtype = on_cpu(grads[0]), precision(grads[0])
-    kept = [[state[name] for state in states] for name in STATISTICS]
-    old = tuple(torch.stack(values) for values in kept)
+    stored = [[state[name] for state in states] for name in STATISTICS]
+    old = tuple(torch.stack(values) for values in stored)
     if cpu:  # many times faster on a CPU than the norm
         low, high = (torch.stack(values).to(dtype) for values in zip(*map(torch.aminmax, grads), strict=True))
         peak = torch.maximum(-low, high)
@@ -119,7 +120,7 @@ def condition_foreach(
         ]
     norm = torch.stack(list(torch._foreach_norm(clipped, 2, dtype=dtype)))
     new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
-    for values, vector in zip(kept, new, strict=True):
+    for values, vector in zip(stored, new, strict=True):
         torch._foreach_copy_(values, vector.unbind())
     rescaled = torch._foreach_mul(clipped, list(factor.unbind()))
     return [x.to(g.dtype) for x, g in zip(rescaled, grads, strict=True)]
@@ -141,7 +142,8 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
 
 
 def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield ``tensors`` in batches of limited size, of one device and dtype, all contiguous or none."""
+    """Yield ``tensors`` in batches of limited size; a batch has one device and dtype, and is contiguous as a whole or
+    not at all."""
     groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for x in tensors:
         groups.setdefault((x.device, x.dtype, x.is_contiguous()), []).append(x)
@@ -181,14 +183,14 @@ def _bias_correction(decay: float, count: Tensor) -> Tensor:
 
 
 def _threshold(peak: Tensor, old: tuple[Tensor, ...], theta: float) -> Tensor:
-    """Return m̂_max, 0-d or one per gradient."""
+    """Return m̂_max after gradients whose largest magnitudes are ``peak``: 0-d, or one number per gradient."""
     return torch.lerp(old[0], peak, 1 - theta) / _bias_correction(theta, old[3] + 1)
 
 
 def _conditioned(
     peak: Tensor, norm: Tensor, old: tuple[Tensor, ...], gamma1: float, gamma2: float, theta: float, eps: float
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the statistics after this gradient, and AdaGN's factor; 0-d or one per gradient."""
+    """Return the statistics after a gradient, and AdaGN's factor: 0-d each, or one number per gradient."""
     max_avg, norm_avg, norm_avg_sq, count = old
     new = (
         torch.lerp(max_avg, peak, 1 - theta),
@@ -200,5 +202,5 @@ def _conditioned(
     v_hat = new[2] / _bias_correction(gamma2, new[3])
     factor = m_hat / (v_hat.sqrt() + eps) / norm
     finite = (norm * norm).isfinite()
-    kept = tuple(torch.where(finite, value, before) for value, before in zip(new, old, strict=True))
-    return kept, torch.where(norm == 0, 1.0, factor)
+    valid = tuple(torch.where(finite, value, before) for value, before in zip(new, old, strict=True))
+    return valid, torch.where(norm == 0, 1.0, factor)

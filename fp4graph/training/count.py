@@ -18,14 +18,14 @@ from torch import nn
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import Runtime, runtime_of
 
-#: Beginning of our keys in parameter groups.
+#: Beginning of fp4graph's keys in parameter groups.
 PREFIX = "fp4graph."
 
 
 class ForwardCounts:
     """Writes the counts of an optimizer's models when its state is saved, and restores them when a state is loaded.
 
-    An optimizer that loaded its state before it was prepared has the counts in its groups; :meth:`of` restores them.
+    If an optimizer loaded its state before it was prepared, its groups hold the counts; :meth:`of` restores them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +103,7 @@ def _facts(runtime: Runtime) -> dict[str, int]:
 
 
 def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Remove our entries from parameter groups, and return them."""
+    """Remove fp4graph's entries from parameter groups, and return them."""
     entries: dict[str, Any] = {}
     for group in groups:
         for key in [key for key in group if key.startswith(PREFIX)]:

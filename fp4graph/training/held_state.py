@@ -1,7 +1,7 @@
-"""Copies of an optimizer's state of a parameter, by which a technique undoes a step, for all elements or for some.
+"""Copies a parameter's state in an optimizer, so that a technique can undo a step for all elements or for some.
 
 The copies are in the technique's memory, under :data:`~fp4graph.training.conditioning.HELD`, so that a reset of the
-moments reaches them. Holding again replaces copies from a step that raised.
+moments reaches them. New copies replace any that are left over from a step that raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hold(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, 
     """Copy a parameter, as ``memory["saved"]``, and its state, for :func:`restore`.
 
     Raises:
-        Error: an entry is no tensor and no number, so it cannot be restored; ``remedy`` says what to do.
+        Error: an entry is neither a tensor nor a number and cannot be restored; ``remedy`` says what to do.
     """
     memory["saved"] = parameter.detach().clone()
     _released(memory)
@@ -44,7 +44,8 @@ def hold(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, 
 
 
 def restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, Tensor]) -> bool:
-    """Restore a parameter and its state; drop newer entries, and return whether one has the parameter's shape."""
+    """Restore a parameter and its state. Drop entries that the step created; return whether one has the parameter's
+    shape."""
     parameter.copy_(memory.pop("saved"))
     state, held, begins = optimizer.state[parameter], _released(memory), False
     for name, value in entries(optimizer, parameter).items():
@@ -76,7 +77,7 @@ def hold_elements(update: WeightUpdate) -> None:
 
 
 def restore_elements(update: WeightUpdate, stepped: Tensor) -> None:
-    """Restore the elements that have not ``stepped``; state that the step has created keeps its values."""
+    """Restore the elements where ``stepped`` is False; entries that the step created keep their values."""
     update.parameter.copy_(torch.where(stepped, update.parameter, update.scratch["old"]))
     held = _released(update.memory)
     for name, value in entries(update.optimizer, update.parameter).items():
@@ -85,6 +86,6 @@ def restore_elements(update: WeightUpdate, stepped: Tensor) -> None:
 
 
 def _released(memory: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the copies and return them by their names in the optimizer's state."""
+    """Remove the copies from ``memory``, and return them under their names in the optimizer's state."""
     names = [name for name in memory if name.startswith(HELD)]
     return {name.removeprefix(HELD): memory.pop(name) for name in names}

@@ -90,6 +90,6 @@ def is_ours(name: object) -> bool:
 
 
 def _brought(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy on the parameter's device, or on the CPU for a counter, so that reading it waits for nothing."""
+    """Return a copy on the parameter's device; a counter is copied to the CPU, where reading it waits for no device."""
     counter = value.dim() == 0 and not value.is_floating_point()
     return value.to("cpu" if counter else parameter.device, copy=True)

@@ -39,15 +39,15 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     after a resumption. So call this function in every training script that saves checkpoints. Preparing an optimizer
     again, after applying another policy, replaces the model's hooks. If one optimizer trains several applied models,
     prepare it with each of them; if several optimizers share a model's parameters, prepare each.
-    Load an optimizer's checkpoint after preparing it.
+    Load a checkpoint into an optimizer after preparing it.
 
     Every phase of the policy is checked, so that no phase is refused in the middle of a training.
 
     Raises:
-        Error: the model is not applied; or the optimizer holds none of the weights that a technique acts on, runs no
-            hooks, or has already loaded a checkpoint, whose entries of techniques torch has rounded to the parameters'
-            dtype; or two uses of one parameter have different techniques or quantizers; or a technique that acts on the
-            whole optimizer has several sets of options; or several models order their techniques differently.
+        Error: the model is not applied; or the optimizer holds none of the weights that a technique acts on, or runs no
+            hooks; or it has already loaded a checkpoint, and torch rounded techniques' entries to 16 bits; or two uses
+            of one parameter have different techniques or quantizers; or a technique that acts on the whole optimizer
+            has several sets of options; or several models order their techniques differently.
     """
     takes = "prepare_optimizer(model, optimizer) takes"
     if isinstance(optimizer, nn.Module):
@@ -99,7 +99,7 @@ def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
 
 
 def _is_live(runtime: Runtime) -> bool:
-    """Return whether its model still has ``runtime``: it is neither removed nor replaced by another policy or phase."""
+    """Return whether ``runtime`` is still in force: neither removed from its model nor replaced (policy or phase)."""
     return runtime_of(runtime.root) is runtime
 
 
@@ -119,7 +119,7 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Hooks:
-    """The hooks on one optimizer, for the techniques of models in the order in which these were prepared."""
+    """The hooks on one optimizer, for the techniques of ``runtimes``, the applied models in the order of preparing."""
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: Memory) -> None:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
@@ -187,7 +187,7 @@ class _Hooks:
     def _run(self, stages: tuple[str, str]) -> None:
         per_weight, on_all = stages
         live = [runtime for runtime in self.runtimes if _is_live(runtime)]
-        if not self._agree:  # a graph captured since then may have shown which rule decides about a weight
+        if not self._agree:  # a graph captured since the last step may show which rule decides about a weight
             acting.check_uses([runtime.plan for runtime in live])
             self._agree = all(len(weight.choices) == 1 for runtime in live for weight in runtime.weights)
         groups = acting.groups_by_parameter(self.optimizer)
@@ -240,7 +240,7 @@ class _Hooks:
 
 
 def _follow(technique: Technique, weight: Weight, follower: Weight) -> None:
-    """Copy the entries of ``weight`` that the optimizer's step writes to ``follower``, a use of the same parameter."""
+    """Copy the entries that the optimizer's step has written for ``weight`` to another use of the same parameter."""
     sources, targets = weight.entries(technique), follower.entries(technique)
     for slot in weight.slots:
         if slot.technique == technique.name and slot.entry.writer == "optimizer":

@@ -21,11 +21,11 @@ _SHOWN = 12  # lines of a difference
 
 
 class Mismatch(Error):
-    """A checkpoint is complete, but of another model, another policy or another kind of run."""
+    """A checkpoint is complete, but belongs to another model, another policy or another kind of run."""
 
 
 def applied_part(module: nn.Module) -> Runtime | None:
-    """Return the runtime of ``module``, or of its one part that a policy is applied to; None for a plain model.
+    """Return the runtime of the one module, ``module`` or a part of it, that a policy is applied to; None without one.
 
     Raises:
         Error: policies are applied to several parts.
@@ -40,8 +40,8 @@ def applied_part(module: nn.Module) -> Runtime | None:
 
 
 def written_under(module: nn.Module) -> dict[str, Any] | None:
-    """Return the policy, the noise seed, the count of forwards and the length of the training of an applied model, or
-    of the applied part of a model; None for a plain model."""
+    """Return the origin of the state of ``module``, an applied model or a model with an applied part: policy, noise
+    seed, count of forwards, length of the training. Return None for a plain model."""
     runtime = applied_part(module)
     if runtime is None:
         return None
@@ -56,7 +56,7 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
 
 
 def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
-    """Raise :class:`Mismatch`, which names the difference, unless ``module`` trains as the model that was saved.
+    """Raise :class:`Mismatch` with the difference unless policy, seed and length of training are those of ``saved``.
 
     ``source`` names the saved state in the error; ``saved`` is the result of :func:`written_under` for the saved model.
     """
@@ -93,7 +93,7 @@ def write_origin(folder: str | PathLike[str], module: nn.Module) -> None:
 
 
 def check_origin(folder: str | PathLike[str], module: nn.Module) -> None:
-    """Raise :class:`Mismatch` unless ``module`` trains as the model whose state is in ``folder``."""
+    """Raise :class:`Mismatch` unless the state in ``folder`` was written under the policy and seed of ``module``."""
     file = Path(folder) / POLICY_FILE
     check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, module)
 

@@ -1,4 +1,4 @@
-"""The distances that a weight w and its quantized value Q(w) move, by which remedies tell weights that oscillate."""
+"""Measures how far a weight w and its quantized value Q(w) move. By these distances techniques find oscillations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def begin(update: WeightUpdate) -> None:
 
 
 def add(update: WeightUpdate) -> None:
-    """Add the distances from the stored values to those of now, and store the latter."""
+    """Add the distances from the stored w and Q(w) to the present w and Q(w), and store these."""
     memory, weight = update.memory, update.parameter
     for distance, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
         memory[distance] += (now.to(torch.float32) - memory[last]).abs()
@@ -29,6 +29,6 @@ def add(update: WeightUpdate) -> None:
 
 
 def end(memory: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the distances that w and Q(w) moved since :func:`begin`, and forget them."""
+    """Return the distances that w and Q(w) have moved since :func:`begin`, and forget them."""
     del memory["last"], memory["last_q"]
     return memory.pop("moved"), memory.pop("moved_q")

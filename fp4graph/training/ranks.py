@@ -43,7 +43,7 @@ def gathered_whole(value: Any) -> Any:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Raise an Error on every rank if the block raises one on any; the other ranks would wait for that rank forever."""
+    """Raise an Error on all ranks if the ``with`` block raises one on any rank, lest the others wait for it forever."""
     problem: Error | None = None
     try:
         yield
@@ -60,14 +60,14 @@ def together() -> Iterator[None]:
 
 
 def placed(value: Any, reference: Any) -> Any:
-    """Return ``value``, sharded as ``reference`` is where both have the same shape."""
+    """Return ``value``; if it has the shape of a sharded ``reference``, shard it in the same way."""
     if is_sharded(reference) and isinstance(value, Tensor) and value.shape == reference.shape:
         return like(value.to(reference.device), reference)
     return value
 
 
 def differing_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of techniques in which this rank differs from rank 0: those that its backward wrote."""
+    """Return the entries of techniques that differ from rank 0's, because each rank's backward writes its own."""
     differing: dict[str, Tensor] = {}
     if is_distributed():
         for name, value in module.state_dict().items():

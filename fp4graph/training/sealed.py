@@ -1,7 +1,7 @@
 """Writes and reads files of ``torch.save`` with a digest, so that a flipped bit is found before the file is loaded.
 
-The file stays a zip archive that ``torch.load`` reads. The comment at its end is a mark and the SHA-256 of all bytes
-before the digest, the mark included. torch does not check the checksums of the archive itself.
+The file stays a zip archive that ``torch.load`` reads. The archive's comment, the end of the file, is a mark and the
+SHA-256 of all bytes before the digest, the mark included. torch does not check the archive's own checksums.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
     Nothing in the file is executed.
 
     Raises:
-        Error: the file cannot be read, is not a file of torch.save, or does not match its digest.
+        Error: the file cannot be read, was not written by torch.save, or does not match its digest.
     """
     try:
         with open(path, "rb") as file:  # opened once, because another file may take its name meanwhile
@@ -64,8 +64,8 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
         cause = re.search(r"WeightsUnpickler error: (.*)", str(error))  # torch first advises to run the file's code
         first = cause[1] if cause else "".join(str(error).strip().splitlines()[:1])[:300]
         raise Error(
-            f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or not by torch.save "
-            f"({type(error).__name__}: {first})"
+            f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or not written by "
+            f"torch.save ({type(error).__name__}: {first})"
         ) from error
 
 

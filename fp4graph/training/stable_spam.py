@@ -18,9 +18,9 @@ from fp4graph.training import conditioning
 class StableSPAM(Optimizer):
     """Adam whose gradients are clipped and normalized by their own history, and whose moments are reset.
 
-    For each parameter W and its gradient G, both of any one shape, at step t = 1, 2, ..., with scalars m_max, m_norm,
-    v_norm and moments M, V of the shape of W, all 0 at first, and c_t the cosine from 1 to ``eta_min`` over
-    ``total_steps`` (1 if that is None):
+    A parameter W, of any shape, has a gradient G and moments M and V of its shape, and scalars m_max, m_norm and
+    v_norm; moments and scalars are 0 at first. c_t falls from 1 to ``eta_min`` over ``total_steps``, as half a cosine;
+    without ``total_steps`` it is 1. Step t = 1, 2, ... computes:
 
         W ← W·(1 - lr·weight_decay)
 
@@ -36,19 +36,19 @@ class StableSPAM(Optimizer):
         Adam      k ← k + 1,  M ← β1·c_t·M + (1 - β1·c_t)·G,  V ← β2·V + (1 - β2)·G²
                   W ← W - lr/(1 - (β1·c_t)^k) · M/(√(V/(1 - β2^k)) + eps)
 
-    n counts the gradients that this parameter's averages have seen, k Adam's steps since the reset; t counts the steps
+    n counts the gradients in this parameter's averages, k counts Adam's steps since the reset, and t counts the steps
     of the optimizer, whether or not the parameter had a gradient.
 
     Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors'
-    code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps
-    20000, reset_interval 500.
+    code. Its constructor has the same defaults; its training script sets γ1 0.85, γ2 0.999, total_steps 20000 and
+    reset_interval 500.
 
-    We correct what we consider mistakes of the authors' code. There:
+    This class corrects what seem to be mistakes of the authors' code. In that code:
 
     - k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a reset
       their bias correction is too strong: the clipping threshold is many times too high and the gradient too long.
-    - the step of the reset still moves W by the old moments, corrected as if they were new, and the new moments miss
-      its gradient: they enter the next step as zeros with k = 2.
+    - the step of the reset still moves W by the old moments, with the bias correction of new moments. The new moments
+      miss the gradient of this step: they enter the next step as zeros with k = 2.
     - the cosine climbs back to 1 past ``total_steps``.
     - averages have the dtype of the gradient: in bf16, m_max stops moving.
 
@@ -57,11 +57,11 @@ class StableSPAM(Optimizer):
     Cases that the equations leave open:
 
     - G = 0, or so small that ‖G‖ rounds to 0: AdaGN leaves G unchanged.
-    - A gradient with Inf or NaN, or whose ‖G‖ overflows: AdaGN makes all of that parameter's conditioned gradient NaN,
-      and so its moments and values. (Adam loses only the elements concerned.) Thus a failed training shows. But m_max,
-      m_norm, v_norm and n leave such a gradient out, and one whose ‖G‖² overflows, so they are still valid once weights
-      are restored and moments reset.
-    - Parameters without a gradient and empty parameters are skipped, but reset with the others.
+    - G has Inf or NaN, or ‖G‖ overflows: AdaGN makes the whole conditioned gradient NaN, and thereby all elements of W,
+      M and V, so that a failed training shows. (With plain Adam only the elements concerned are lost.) m_max, m_norm,
+      v_norm and n skip this gradient, as they do if only ‖G‖² overflows. So they are still valid once weights are
+      restored and moments reset.
+    - Parameters without a gradient and empty parameters are not updated; their moments are reset with the others.
 
     State of each parameter: ``step`` (k), ``exp_avg`` (M) and ``exp_avg_sq`` (V) as in torch's Adam, kept in the
     parameter's dtype; ``max_avg``, ``norm_avg``, ``norm_avg_sq`` and ``conditioned`` (n), 0-d, in fp32 at least. t is
@@ -70,14 +70,14 @@ class StableSPAM(Optimizer):
 
     Args:
         lr: learning rate; a one-element tensor is read once per step and group, so keep it on the CPU.
-        betas: β1 and β2. eps: in Adam and in AdaGN. weight_decay: decoupled, as in AdamW.
-        gamma1, gamma2: momenta of AdaGN's averages. theta: momentum of AdaClip's (γ3 in the authors' code).
-        total_steps: T, steps of the whole training; c reaches ``eta_min`` at T + 1 and stays there.
+        betas: β1 and β2. eps: the eps of Adam and of AdaGN. weight_decay: decoupled decay, as in AdamW.
+        gamma1, gamma2: momenta of AdaGN's averages. theta: momentum of AdaClip's average (γ3 in the authors' code).
+        total_steps: T, the number of steps of the training; c reaches ``eta_min`` at T + 1 and stays there.
         eta_min: the final value of c.
-        reset_interval: steps between resets; None or 0 for none.
+        reset_interval: steps between resets; None or 0 resets nothing.
         foreach: None or True update many parameters per call, which is several times faster; DTensors are still updated
-            one by one. False updates all one by one. Both ways compute the same up to rounding: on a CPU, contiguous
-            parameters take torch's fused AdamW.
+            one by one. False updates all one by one. The results differ only by rounding: many contiguous parameters on
+            a CPU take torch's fused AdamW.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StableSPAM(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; options that it does not set are the constructor's, and it joins the other groups' schedule.
+        """Add a group, at the other groups' t; an option that it leaves out has the constructor's value.
 
         Raises:
             ValueError: an option is out of its range, or a parameter is complex.
@@ -119,7 +119,7 @@ class StableSPAM(Optimizer):
             raise ValueError("StableSPAM takes real parameters; optimize torch.view_as_real(p) of a complex p")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of ``state_dict()``; the statistics keep their dtype, whatever the parameter's."""
+        """Load a result of ``state_dict()``; the statistics keep their dtype even if the parameter has another."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, p in zip(saved, self._parameters(), strict=True):
@@ -180,13 +180,13 @@ def _options(group: Mapping[str, Any]) -> tuple[float, float, float, dict[str, f
 
 
 def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-    """The equations for one parameter, line by line."""
+    """Apply the equations to one parameter, line by line."""
     assert p.grad is not None
     lr, beta1, beta2, options = _options(group)
     grad = conditioning.condition(p.grad, state, **options)
     state["step"] += 1
     k = state["step"].item()
-    # Copies if the parameter's precision is low, so that stored values are rounded once; else the tensors themselves.
+    # In low precision these are copies, so that stored values are rounded once; else they are the tensors themselves.
     dtype = conditioning.precision(p)
     w, g, m, v = (x.to(dtype) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"]))
     w.mul_(1 - lr * group["weight_decay"])
@@ -195,25 +195,25 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
     denominator = v.sqrt().div_(math.sqrt(1 - beta2**k)).add_(group["eps"])
     w.addcdiv_(m, denominator, value=-lr / (1 - beta1**k))
     if dtype != p.dtype:
-        for kept, value in ((p, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
-            kept.copy_(value)
+        for stored, value in ((p, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
+            stored.copy_(value)
 
 
 def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
-    """The equations for many parameters of one device and dtype, contiguous or not."""
+    """Apply the equations to many parameters of one device and dtype, contiguous or not."""
     lr, beta1, beta2, options = _options(group)
     decay, eps = group["weight_decay"], group["eps"]
     grads = conditioning.condition_foreach([p.grad for p in params if p.grad is not None], states, **options)
     steps, m, v = ([state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq"))
-    torch._foreach_add_(steps, torch.ones(()), alpha=1)  # a number would become a tensor for each
+    torch._foreach_add_(steps, torch.ones(()), alpha=1)  # a number would become a tensor for each parameter
     if conditioning.on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
-        # One pass instead of the calls below; it reads memory in order, whatever the strides.
+        # It makes one pass instead of the calls below, and reads memory in order, whatever the strides.
         adam = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         torch_internals.fused_adamw(params, grads, m, v, steps, weight_decay=decay, **adam)
         return
     counts = [step.item() for step in steps]  # on the CPU: nothing to wait for
     dtype = conditioning.precision(params[0])
-    kept = (params, m, v)
+    stored = (params, m, v)
     params, grads, m, v = ([x.to(dtype) for x in tensors] for tensors in (params, grads, m, v))
     if decay != 0:
         torch._foreach_mul_(params, 1 - lr * decay)
@@ -224,8 +224,8 @@ def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group:
     torch._foreach_div_(denominators, [math.sqrt(1 - beta2**k) for k in counts])
     torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(params, m, denominators, [-lr / (1 - beta1**k) for k in counts])
-    if dtype != kept[0][0].dtype:
-        for tensors, values in zip(kept, (params, m, v), strict=True):
+    if dtype != stored[0][0].dtype:
+        for tensors, values in zip(stored, (params, m, v), strict=True):
             torch._foreach_copy_(tensors, values)
 
 

@@ -19,11 +19,11 @@ from fp4graph.training import sealed
 def strip_file(source: str | Path, target: str | Path) -> int:
     """Write a file of weights without the state of techniques, so that it loads into the plain model.
 
-    Both are .safetensors, or both are of ``torch.save``. Everything else in the file stays: nested state dicts,
+    Both files are .safetensors, or both are of ``torch.save``. Everything else in the file stays: nested state dicts,
     optimizer, epoch, metadata. Return the number of removed entries.
 
     Raises:
-        Error: the files are of different kinds; ``source`` is no file of weights; ``target`` cannot be written.
+        Error: the files are of different kinds; ``source`` holds no weights; ``target`` cannot be written.
     """
     source, target = Path(source), Path(target)
     if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):

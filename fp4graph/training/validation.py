@@ -23,7 +23,7 @@ REMEDY = "It was changed after it was written; use a copy or an earlier file"
 #: The most faults that an error lists.
 SHOWN = 12
 _Types = Mapping[str, tuple[type, ...]]
-_Kept = Mapping[str, bool]  # names of an optimizer's tensors for a parameter: has each its shape?
+_Kept = Mapping[str, bool]  # for each tensor that an optimizer keeps for a parameter: whether it has its shape
 _COUNT = (int, type(None))
 _COUNTS = range(2**63)  # the count of forwards is kept in an int64
 _PARTS: _Types = {
@@ -33,7 +33,7 @@ _PARTS: _Types = {
 _POLICY: _Types = {"text": (str,), "fingerprint": (str,), "seed": (int,), "total_forwards": _COUNT}
 _RANK: _Types = {"rng": (Mapping,), "buffers": (Mapping,)}
 _OPTIMIZER: _Types = {"state": (Mapping,), "param_groups": (list,)}
-#: Shapes of the vector and the matrix that an optimizer is tried on; no other entry of its state has these shapes.
+#: Shapes of the vector and the matrix on which an optimizer is tried; state of another kind never has these shapes.
 _VECTOR, _MATRIX = (3,), (2, 3)
 
 
@@ -55,7 +55,7 @@ def check_parts(file: str, content: Mapping[str, Any]) -> None:
 
 
 def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
-    """Return faults for the keys of the mapping ``value`` that are missing or of another type."""
+    """Return faults for keys that are missing in the mapping ``value``, or whose values have another type."""
     if not isinstance(value, Mapping):
         return [f"{where.removesuffix('.')} is {_named(value)}"]
     faults = [f"{where}{name} is missing" for name in types if name not in value]
@@ -84,8 +84,8 @@ def check_entries(file: str, saved: Mapping[str, Any], here: Mapping[str, Any], 
 def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``optimizer``.
 
-    Entries of the state that cannot be predicted are left to the optimizer, such as those of an optimizer that is
-    not torch's and has made no step.
+    Entries that cannot be predicted are left to the checks of the optimizer itself, such as the state of an optimizer
+    that is not torch's and has made no step.
     """
     groups, here = saved["param_groups"], optimizer.param_groups
     faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
@@ -125,9 +125,10 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
 
 
 def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
-    """Return the tensors that one step under ``options`` keeps for a parameter, and whether each has its shape.
+    """Return the tensors that one step under ``options`` keeps for a parameter of ``shape``, by name, and whether each
+    has this shape.
 
-    Tries a step of the optimizer's class, or of its base class in torch; if the step fails, the result is empty.
+    The step is tried with the optimizer's class, or its base class in torch; if it fails, the result is empty.
     """
     classes = StableSPAM, *(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
     kind: Any = next((base for base in type(optimizer).__mro__ if base in classes), torch.optim.Optimizer)
@@ -138,7 +139,13 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
         trial = kind([tried], **{name: value for name, value in options.items() if name in names and name != "params"})
         step = type(trial).step
         getattr(step, "__wrapped__", step)(trial)  # without the hooks that users have registered for all optimizers
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # an option, or the step needs a closure
+    except (
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # bad option, or no closure
         return {}
     return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
@@ -170,7 +177,7 @@ def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``; checks only torch's schedulers."""
     if isinstance(scheduler, LRScheduler):
         here = scheduler.state_dict()
-        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # one for each group
+        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # of equal lengths
         needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
         faults = _unlike("scheduler", saved, here, needed)
         foreign = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
@@ -209,7 +216,7 @@ def numpy_state(saved: Any) -> tuple[Any, ...]:
 
 
 def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -> list[str]:
-    """Return faults for the keys of plain data that are ``needed`` and missing, or of another kind than ``here``."""
+    """Return faults for keys of ``here`` that are ``needed`` and not in ``saved``, or have another kind of value."""
     if not isinstance(saved, Mapping):
         return [f"{where} is {_named(saved)}"]
     faults = [f"{where}.{key} is missing" for key in here if key in needed and key not in saved]
@@ -220,7 +227,7 @@ def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -
 
 
 def _is_flag(value: Any) -> bool:
-    """Return whether an option may be on, off or left to torch; versions of torch differ in these."""
+    """Return whether an option is on, off or left to torch (None); versions of torch differ in such options."""
     return value is None or isinstance(value, bool)
 
 

@@ -72,7 +72,7 @@ def test_a_checkpoint_that_is_cut_off(tmp_path):
     file = tmp_path / "run/checkpoint.pt"
     file.write_bytes(file.read_bytes()[:-1000])
     done = run("export", tmp_path / "run", "--output", tmp_path / "out")
-    assert "truncated, damaged, or not by torch.save" in done.err
+    assert "truncated, damaged, or not written by torch.save" in done.err
     assert not (tmp_path / "out").exists()
 
 
