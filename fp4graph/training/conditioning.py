@@ -142,8 +142,7 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
 
 
 def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield ``tensors`` in batches of limited size; a batch has one device and dtype, and is contiguous as a whole or
-    not at all."""
+    """Yield ``tensors`` in batches of limited size, each of one device and dtype, and all contiguous or all not."""
     groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for x in tensors:
         groups.setdefault((x.device, x.dtype, x.is_contiguous()), []).append(x)

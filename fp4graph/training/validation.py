@@ -139,13 +139,7 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
         trial = kind([tried], **{name: value for name, value in options.items() if name in names and name != "params"})
         step = type(trial).step
         getattr(step, "__wrapped__", step)(trial)  # without the hooks that users have registered for all optimizers
-    except (
-        AssertionError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # bad option, or no closure
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # bad option, or no closure
         return {}
     return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
