@@ -27,7 +27,7 @@ from fp4graph.technique.operands import GROUPS, Gemm, Operand
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Choice = np.ndarray[Any, np.dtype[np.int64]]
-#: A bound Σᵢ use[i, option of i] <= most: ``use``, ``[items, options]``, and ``most``.
+#: The pair ``use``, ``[items, options]``, and ``most`` of a bound Σᵢ use[i, option of i] <= most.
 Limit = tuple[Floats, float]
 #: The relative excess over a limit that rounding may cause when numbers are summed.
 _ROUNDING = 1e-9
@@ -54,7 +54,7 @@ def solve(costs: Floats, allowed: Bools, limits: Sequence[Limit] = ()) -> Choice
 
         minimize  Σ costs·x   so that   Σₒ x[i, o] = 1,   Σ use·x <= most
 
-    ``costs``, ``[items, options]``, are finite where ``allowed``, which is False where an item has no such option.
+    ``allowed`` tells which options an item has; ``costs`` are finite there. Both are ``[items, options]``.
     """
     needs("scipy", "the search is solved by SciPy", "analysis")
     from scipy import optimize, sparse
@@ -93,10 +93,10 @@ class Format:
     """A policy that quantizes all of its sites alike."""
 
     policy: Policy
-    rule: Rule  # quantizes; for a policy that quantizes nothing, its default rule
+    rule: Rule  # the rule that quantizes; the default rule if the policy quantizes nothing
     explanation: Explanation  # of the model under the policy
-    modules: frozenset[str]  # with the sites that the policy quantizes
-    joint: bool  # a site's GEMMs share the format, for a technique, or because the backward reads operands of fprop
+    modules: frozenset[str]  # the modules of the sites that the policy quantizes
+    joint: bool  # the format is for all GEMMs of a site: it has techniques, or its backward reads operands of fprop
 
     @classmethod
     def of(cls, explanation: Explanation) -> Format:
@@ -139,7 +139,7 @@ class Candidates:
     groups: tuple[tuple[str, ...], ...]  # the modules of each group of siblings
     options: Choice  # [options, 3], the numbers of the formats of fprop, dgrad and wgrad
     allowed: Bools  # [groups, options], whether the formats fit the group
-    uses: dict[str, Floats]  # [groups, options], the use of each budget that adds up over groups, which Ω does not
+    uses: dict[str, Floats]  # [groups, options], the use of each budget that adds up over groups; Ω does not
     call: Call = field(repr=False)
 
     @classmethod
@@ -161,7 +161,7 @@ class Candidates:
         fits: Bools = np.array([[each.fits(group) for each in chosen] for group in groups])
         for group, fitting in zip(groups, fits, strict=True):
             if not fitting.any():
-                what = f"all of {', '.join(group)}, which share one"
+                what = f"all of {', '.join(group)}, which must share a format"
                 raise Error(f"no format quantizes {what}; add {EXACT!r} to formats")
         free = [number for number, each in enumerate(chosen) if not each.joint]
         uniform = {(number,) * 3 for number in range(len(chosen))}
@@ -189,7 +189,7 @@ class Candidates:
         return np.array([sum(float(s.flops or 0) for s in sites if s.module in group) for group in self.groups])
 
     def price(self, cost: Callable[[Policy], float]) -> None:
-        """Add the use of ``overhead``: the cost of each format, interpolated by FLOPs."""
+        """Set the uses of ``overhead``: the costs of the formats, interpolated by FLOPs."""
         costs = np.array([cost(each.policy) if each.rule.quantizes else 1.0 for each in self.formats])
         self.uses["overhead"] = np.outer(self._work / self._work.sum(), costs[self.options].mean(-1))
 
@@ -203,13 +203,13 @@ class Candidates:
         for kept in itertools.product((False, True), repeat=len(costly)):
             used, weights = set(itertools.compress(costly, kept)), Counter[str]()
             for number in used:
-                weights |= Counter(self.formats[number].policy.weights)  # the largest of each
+                weights |= Counter(self.formats[number].policy.weights)  # maxima
             usable: Bools = np.all(~np.isin(self.options, [*set(costly) - used]), axis=1)
             sets.append((math.fsum(weights.values()), usable))
         return sorted(sets, key=lambda each: each[0])
 
     def best(self, costs: Floats, most: Mapping[str, float]) -> Choice | None:
-        """Return the cheapest choice within ``most``, the upper bounds by name; None if no choice of finite cost is.
+        """Return the cheapest choice within ``most``, the upper bounds by name; None if none has a finite cost.
 
         Ω does not add up over groups, so the problem is solved for each set of formats whose Ω is within its bound.
         """
@@ -241,7 +241,7 @@ class Candidates:
                     )
 
     def summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
-        """Return the sum of the values of each option's scores, of groups or single sites, ``[groups, options]``."""
+        """Return the sum of ``value`` over each option's scores (of groups or single sites), ``[groups, options]``."""
         scored = {
             (score.policy, score.operands[0].partition(".")[0], site.removeprefix("(root)")): score
             for score in scores for site in score.sites
@@ -262,8 +262,8 @@ class Candidates:
     def simplified(self, choice: Choice, costs: Floats, squared: Floats, most: Mapping[str, float]) -> Choice:
         """Return a choice with fewer options, within ``most``, that costs at most one standard error more.
 
-        Repeatedly moves all groups of one option to another, whichever pair costs least, while both conditions hold.
-        ``squared`` has the squared standard errors.
+        Repeatedly moves all groups of one option to another option, by the move that costs least, while both conditions
+        hold. ``squared`` has the squared standard errors.
         """
         limit, limits = total(costs, choice) + math.sqrt(total(squared, choice)), self._limits(most)
         rows = np.arange(len(choice))
@@ -295,7 +295,7 @@ class Candidates:
         return written(name, description, header, treatments, ops=ops, blocks=self.explanation.blocks, bases=bases)
 
     def check(self, model: nn.Module, policy: Policy, choice: Choice) -> None:
-        """Raise an Error if ``policy`` gives an operand of the model another spec than the choice."""
+        """Raise an Error if ``policy`` gives an operand of the model another spec than ``choice`` does."""
         formats = {m: self.chosen(option) for group, option in zip(self.groups, choice, strict=True) for m in group}
         for number, site in enumerate(explain(model, policy, self.call.args, self.call.kwargs).sites):
             chosen = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))

@@ -17,7 +17,7 @@ class Units(NamedTuple):
 
 _LINEAR = Units(float, float)
 _LOG2 = Units(lambda value: math.log2(max(value, 1e-12)), lambda power: 2.0**power)
-#: Logits of shares, which are clipped to 10 to 98 %.
+#: Logits of shares; a share below 10 % counts as 10 %, and a share above 98 % as 98 %.
 _LOGIT = Units(
     lambda share: math.log((s := min(max(share, 0.1), 0.98)) / (1 - s)), lambda logit: 1 / (1 + math.exp(-logit))
 )
@@ -50,12 +50,12 @@ SCALES = Remedy(
 _OUTLIERS = Remedy(
     "outlier_clamp, outlier_fallback or hadamard",
     "an outlier sets the scale of its block, and the block's other elements become zero; outlier_fallback reduces the "
-    "dead zone by a third or more; the effect of the other two on it was not measured",
+    "dead zone by a third or more; what the other two do to the dead zone was not measured",
     _ERROR,
 )
 _CLIPPING = Remedy(
     "scales rounded up, as in mxfp4-round-up",
-    "decode scales rounded to nearest clip; the true weights have a loss of 36 under such scales, 27 under others",
+    "decode scales that are rounded to nearest clip elements; they give the true weights a loss of 36 instead of 27",
     _GAUSSIAN,
 )
 _BIAS = Remedy(
@@ -83,9 +83,9 @@ class Quantity(NamedTuple):
     form: str
     sense: int
     units: Units
-    width: float
+    width: float  # the least half-width of its range, in ``units``
     remedy: Remedy | None  # None: the remedy comes from OF_ERROR
-    limit: float | None = None
+    limit: float | None = None  # a value that no healthy training crosses
     tensors: tuple[str, ...] = ("",)  # judges tensors whose names end in one of these
     peers: bool = True  # whether sites of one kind are comparable
 

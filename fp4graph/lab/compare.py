@@ -31,7 +31,7 @@ from fp4graph.policy import Policy, load_policy
 
 __all__ = ["Comparison", "Log", "compare"]
 
-#: Records of the statistics per training, and the steps between records where the training's length is unknown.
+#: The number of records of statistics per training; the steps between records while a training's length is unknown.
 RECORDS, EVERY = 8, 50
 #: The note about a training that ignores its seed.
 SAME_LOSS = (
@@ -65,7 +65,7 @@ def compare(
 
     Before the first training, ``train`` runs under each policy up to the model's first call, where the policy is
     checked. Another call with the same folder resumes: it skips finished runs, repeats failed runs, and may add
-    policies and seeds. Python's, NumPy's and torch's random numbers are seeded before each run and restored at the end.
+    policies and seeds. The random generators of Python, NumPy and torch are seeded before each run and restored after.
 
     Args:
         train: ``train(policy, seed, log)`` applies the policy, trains, and calls ``log(step, loss, **metrics)``. It
@@ -80,13 +80,13 @@ def compare(
         processes: the number of trainings at a time; above 1 they run in processes that must be able to import
             ``train``.
         timing: measure the time per step after the trainings, each policy in alternation with the baseline.
-        statistics: steps between records of the operands' statistics in the first seed's runs; an eighth of the
-            baseline's length by default, 0 for none.
+        statistics: the number of steps between records of the operands' statistics in the first seed's runs; by default
+            an eighth of the baseline's steps, 0 for no records.
 
     Raises:
         Error: a policy does not fit the model (before any training); ``folder`` is in use or holds another comparison;
-            ``train`` takes other arguments, or returned and logged nothing. A run that raises is recorded as failed,
-            with its traceback in ``traceback.txt``, and the other runs continue.
+            ``train`` takes other arguments, or neither returned nor logged a loss. A run that raises is recorded as
+            failed, with its traceback in ``traceback.txt``, and the other runs continue.
     """
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
         needs(package, f"the result is written with {package}", "analysis")
@@ -108,7 +108,7 @@ def compare(
 
 
 def _require_fit(train: Train, processes: int) -> None:
-    """Raise an Error if a training cannot be called with a policy, a seed and a log, or not in other processes."""
+    """Raise an Error if ``train`` does not take a policy, a seed and a log, or if other processes cannot import it."""
     if not callable(train):
         raise Error(f"compare calls a function as train(policy, seed, log); got {train!r:.80}")
     if type(processes) is not int or processes < 1:
@@ -134,7 +134,7 @@ class _Job:
     ) -> None:
         self._train, self._policies, self._seeds = train, policies, seeds
         self._record, self._statistics = record, statistics
-        # A notebook's stream claims to be a terminal, but cannot redraw lines; and rich would show each line by itself.
+        # A notebook's stream claims to be a terminal but cannot redraw lines; rich's Jupyter mode shows lines apart.
         terminal = False if Console().is_jupyter else None
         plain: dict[str, Any] = {"highlight": False, "markup": False, "force_jupyter": False}
         self._console = Console(stderr=True, force_terminal=terminal, **plain)
@@ -142,7 +142,7 @@ class _Job:
 
     @property
     def pending(self) -> list[tuple[Policy, int]]:
-        """The runs to do, from the baseline's first run on."""
+        """The runs that have not finished, by seed; within a seed the baseline is the first."""
         runs = [(policy, seed) for seed in self._seeds for policy in self._policies]
         return [(policy, seed) for policy, seed in runs if not self._record.finished(policy, seed)]
 
@@ -197,7 +197,7 @@ class _Job:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _alone(self, run: tuple[Policy, int], progress: Callable[[Policy, int, int, Any], None]) -> Line:
-        """Train in this process, and say that the training compiles while it has made no step."""
+        """Train in this process; until the first step, say that the training compiles."""
         policy, seed = run
 
         def say(text: str, first: bool) -> None:
@@ -222,7 +222,7 @@ class _Job:
         return self._train, policy, seed, folder, interval if seed == self._seeds[0] else None
 
     def time(self) -> None:
-        """Measure the time per step of every policy that was not measured yet."""
+        """Measure the time per step of every policy that has no steady measurement yet."""
         baseline, *others = self._policies
         for policy in others:
             pair = {"fingerprint": policy.fingerprint, "baseline": baseline.fingerprint}

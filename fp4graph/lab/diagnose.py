@@ -1,6 +1,6 @@
 """Finds why a training diverged: the first quantity that left its normal range, and the technique that addresses it.
 
-docs/diagnose.md describes the ranges. Each has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the
+docs/diagnose.md describes the ranges. Each range has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the
 median absolute deviation from m, and w the least half-width of the quantity in its units (:mod:`fp4graph.lab.checks`).
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Losses = Mapping[int, float | None]
 #: The half-width of a range in median absolute deviations: five robust standard deviations.
 DEVIATIONS = 5 * 1.4826
-#: The least numbers of records for a range from the run itself, and of losses for a running median.
+#: The least number of records for a range from the run itself, and the least number of losses in a running median.
 RECORDS, WINDOW = 5, 5
 
 
@@ -43,17 +43,17 @@ RECORDS, WINDOW = 5, 5
 class Finding:
     """A quantity that left its normal range."""
 
-    step: int  # of the first record outside
-    site: str  # empty, as the operand, for the loss and the gradient norm of the model
+    step: int  # the step of the first record outside the range
+    site: str  # empty for the model's loss and gradient norm, as is ``operand``
     operand: str
     quantity: str
-    value: float | None  # at ``step``; None for one that is not finite
-    normal: float  # the end of the range that was passed
+    value: float | None  # the value at ``step``; None if it is not finite
+    normal: float  # the end of the range that the value passed
     range: str  # the origin of the range: early, peers, baseline or limit
     size: float  # the distance from the middle of the range in half-widths
     stays: bool  # whether the last record is outside too
     remedy: Remedy
-    sites: tuple[int, int] = (1, 1)  # the number where this operand's quantity left its range at ``step``, and of all
+    sites: tuple[int, int] = (1, 1)  # sites where the operand's quantity left its range at ``step``; all its sites
 
     def words(self) -> tuple[str, str]:
         """Return the value and the normal range in words."""
@@ -93,7 +93,7 @@ class Diagnosis:
         return dict(finite(asdict(self)))
 
     def table(self) -> Table:
-        """Return a table of the first findings, with a row for all sites where a quantity left its range at a step."""
+        """Return a table of the first findings, where sites that left one range at the same step share a row."""
         from rich.table import Table
 
         table = Table(title=f"{self.run}: what left its normal range", title_justify="left")
@@ -123,14 +123,14 @@ def diagnose(
     Args:
         run: a folder of ``fp4graph train``, of one run of ``fp4graph.compare``, or of a :class:`Statistics`.
         baseline: the folder of a run with the same settings, under ``bf16`` for instance; or that run's losses.
-        losses: by step, or a list for steps 1, 2, ...; by default the losses in the folder.
+        losses: losses by step, or a list of the losses of steps 1, 2, ...; by default the losses in the folder.
 
     Raises:
         Error: the run has neither losses nor statistics, the baseline has no losses, or pandas is not installed.
     """
     needs("pandas", "diagnoses need pandas", "analysis")
     if not Path(run).exists():
-        raise Error(f"there is no folder {str(run)!r}; give that of fp4graph train, or of a run of fp4graph.compare")
+        raise Error(f"there is no folder {str(run)!r}; give a folder of fp4graph train, or a run of fp4graph.compare")
     record = _read(Path(run), losses)
     if record.recorded is None and not record.losses:
         raise Error(f"{run} has neither losses nor statistics; train with fp4graph train --statistics, or with "
@@ -155,7 +155,7 @@ def diagnose(
     if record.recorded is None:
         missing.append("statistics of operands: train with fp4graph train --statistics STEPS")
     else:
-        few = f"{RECORDS} steps of operands or more, from which their normal range is taken"
+        few = f"{RECORDS} records of operands or more, from which their normal ranges are taken"
         missing += [few] if records < RECORDS else []
         left_out = METRICS.keys() - {*record.recorded.header.get("metrics", METRICS)}
         missing += [f"{name}: {METRICS[name]}" for name in sorted(left_out)]
@@ -171,13 +171,13 @@ class _Read(NamedTuple):
 
     @property
     def quantizers(self) -> dict[str, Any]:
-        """The quantizers of each site in words; the model itself has none."""
+        """The quantizers of each site in words; None for the model itself, whose site is empty."""
         weights = self.recorded.header.get("weights", ()) if self.recorded else ()
         return {"": None, **{weight["site"]: weight["operands"] for weight in weights}}
 
 
 def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read:
-    """Read a folder and its losses, unless ``losses`` has them; ``fp4graph.compare`` writes losses to ``log.jsonl``."""
+    """Read a folder; ``losses`` replaces its losses, which ``fp4graph.compare`` writes to ``log.jsonl``."""
     lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
     if losses is None:
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
@@ -193,16 +193,16 @@ def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read
 
 
 def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
-    """Return where the loss left the range of its run, and that of the baseline.
+    """Return where the loss left the ranges of its run (early, limit) and of the baseline.
 
-    With L the least of the first three losses, m_t the least running median before step t and σ the robust standard
-    deviation of the losses from their running median until its minimum, at most L/20, a loss is outside
+    L is the least of the first three losses, m_t the least running median before step t, and σ the robust standard
+    deviation of the losses from their running median until its minimum, but at most L/20. A loss is outside
 
-    - above m_t + max(10σ, (L − m_t)/2, L/20) from the fourth on, where it undid half of the progress, and if it is not
-      finite (early);
+    - if it is not finite, or if from the fourth loss on it exceeds m_t + max(10σ, (L − m_t)/2, L/20): it undid half of
+      the progress (early);
     - if the running median of 50 losses or more never fell by more than max(σ, L/50): it is stuck (limit);
-    - if from some step to the end the running median exceeds the baseline's by max(10σ, G/4), a quarter of the progress
-      G of the baseline (baseline).
+    - if from some step to the end the running median exceeds the baseline's by max(10σ, G/4), where G is the progress
+      of the baseline (baseline).
     """
     steps = sorted(losses)
     values = [math.inf if (value := losses[step]) is None else value for step in steps]
@@ -243,15 +243,15 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
 
 
 def _running_median(values: Sequence[float]) -> list[float]:
-    """Return the median of each value and the values before it, over a twentieth of all values, at least WINDOW."""
+    """Return the median of the window that ends at each value: a twentieth of all values, but at least WINDOW."""
     width = max(WINDOW, len(values) // 20)
     return [median(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def _outside(rows: Sequence[Measurement], baseline: Sequence[Measurement], diverging: bool) -> list[Finding]:
-    """Return the first record of each field, tensor and site that is outside, if the next record is outside too.
+    """Return, for each field, tensor and site, the first record that is outside and is followed by another outside.
 
-    The last record counts only if the loss is outside (``diverging``).
+    The last record counts if the loss is outside (``diverging``), a record with non-finite elements always.
     """
     row_at = {(row["site"], row["tensor"], row["step"]): row for row in rows}
     reference = _tables(baseline)
@@ -288,10 +288,10 @@ def _tables(rows: Sequence[Measurement]) -> dict[tuple[str, str], Any]:
 
 
 def _sizes(table: Any, reference: Any, quantity: Quantity, diverging: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each site, its distance from the middle of each normal range in half-widths, and the ends of the ranges.
+    """Yield each site, its distances from the middles of its normal ranges in half-widths, and the ends of the ranges.
 
-    Both are frames with a row for each step and a column for each origin of a range. Operands drift during a training,
-    so the median drift of all sites is subtracted, unless the training is diverging.
+    Distances and ends are frames with a row for each step and a column for each origin of a range. Operands drift in a
+    training, so the median drift of all sites is subtracted, unless the training is diverging.
     """
     from pandas import DataFrame
 
@@ -332,7 +332,7 @@ def _place(finding: Finding, rises: bool) -> tuple[float, ...]:
     level = (1 if rises else 3) if of_training else 2 if rises and 2 * count >= max(every_site, 2) else 0
     backward = finding.operand.startswith(("dgrad", "wgrad"))
     passed = finding.quantity == "loss" and not finding.stays
-    follows = finding.quantity == "bias"  # of a GEMM's result, from the errors of its operands
+    follows = finding.quantity == "bias"  # the bias of a GEMM's result follows from the errors of its operands
     return math.inf if passed else finding.step, level, backward, follows, -finding.size
 
 

@@ -1,6 +1,6 @@
 """Estimates of the cost of quantization, for all sites from one forward and backward in high precision.
 
-Both are substitutes (:class:`fp4graph.graph.observe.Substitute`): they run every site both exactly and quantized.
+Both estimates are substitutes (:class:`fp4graph.graph.observe.Substitute`): they run every site exactly and quantized.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Noise:
 
 
 class _Estimate:
-    """Sums of first and second order of each site, over batches."""
+    """The sums of first and of second order of each site, over batches."""
 
     def __init__(self, noise: Noise, terms: int = 0) -> None:
         self._noise, self._terms = noise, terms
@@ -58,10 +58,10 @@ class ForwardEstimate(_Estimate):
 
         L(y + Δ) − L(y) ≈ Σ g·Δ + N/2 Σ_t (g_t·Δ_t)²
 
-    where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
-    empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t enters only one l_n, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
+    where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum replaces the
+    Hessian by the empirical Fisher matrix: if L = 1/N Σ_n l_n, and row t enters only one l_n, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
     with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; BRECQ,
-    Li et al. 2021, equation 10). The two agree in expectation for the log-likelihood of a model that predicts well.
+    Li et al. 2021, equation 10). Both agree in expectation for the log-likelihood of a model that predicts well.
     """
 
     def __call__(
@@ -82,7 +82,7 @@ class ForwardEstimate(_Estimate):
 
 
 class BackwardEstimate(_Estimate):
-    """The loss that the dgrad and wgrad quantizers of each site cost in one step of SGD, to first order.
+    """The loss increase that the dgrad and wgrad quantizers of each site cause in one step of SGD, to first order.
 
     With e the error of the gradient with respect to a factor of the site (A in dgrad, B in wgrad), and δ the change of
     this factor by the exact step w ← w − ηg::
@@ -90,7 +90,7 @@ class BackwardEstimate(_Estimate):
         L(w − ηg̃) − L(w − ηg) ≈ −η g·(g̃ − g) = Σ e·δ
 
     For a weight, δ = −ηg. For an activation A = A(w), an error e reaches the gradient of every weight before it as
-    g̃ − g = Jᵀe with J = ∂A/∂w, so that −η g·Jᵀe = e·J(−ηg) = e·δ: one more forward, after the step, serves all sites.
+    g̃ − g = Jᵀe with J = ∂A/∂w, so that −η g·Jᵀe = e·J(−ηg) = e·δ. One more forward, after the step, gives every δ.
     """
 
     def begin(self, *, stepped: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The linears of a model: groups that share a format, bits per weight, and the share of FLOPs in FP4."""
+"""The linears of a model: groups that must share a format, bits per weight, and the share of FLOPs in FP4."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-#: Bits of a weight that is kept in high precision, as models are served.
+#: Bits of a weight in high precision: models are served in 16 bits.
 KEPT_BITS = 16.0
 
 
 class Call(NamedTuple):
-    """The first call of a model in a loss: its arguments, and the first tensor that each module reads, by module."""
+    """A loss's first call of a model: the arguments, and the first tensor that each module reads, by module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,7 +50,7 @@ def call_of(model: nn.Module, loss: Loss, batch: Any) -> Call:
         for name, module in model.named_modules():
             after.callback(module.register_forward_pre_hook(functools.partial(take, name), with_kwargs=True).remove)
             after.callback(setattr, module, "training", module.training)
-        loss(model.eval(), batch)  # so that no running statistic changes
+        loss(model.eval(), batch)  # in eval mode no running statistic changes
     if not calls:
         raise Error(f"loss(model, batch) does not call the {type(model).__name__}; call model(...) in it")
     return Call(*calls[0], inputs)
@@ -61,8 +61,8 @@ def groups_of(
 ) -> tuple[tuple[str, ...], ...]:
     """Partition the modules ``names`` into groups of siblings, in the order of ``names``.
 
-    Two modules are siblings if they share a weight, if they have the same parent and read one tensor (``inputs``) or
-    have names that servers fuse (:data:`fp4graph.graph.siblings.SIBLINGS`), or if their names differ only in the
+    Two modules are siblings if they share a weight; if they have the same parent, and read one tensor (``inputs``) or
+    have names that servers fuse (:data:`fp4graph.graph.siblings.SIBLINGS`); or if their names differ only in the
     number of an expert. Siblings of siblings are siblings.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -96,9 +96,9 @@ def weights_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def bits_per_element(spec: QuantSpec | None, row: int) -> float:
-    """Return the stored bits of one element and its share of the block's scale, which takes whole bytes.
+    """Return the bits that store one element and its share of the block's scale, which takes whole bytes.
 
-    ``row`` is the length of a line, for blocks that are lines. A tensor's scale counts 0 bits, high precision 16.
+    ``row`` is the length of a line, for blocks that are lines. A tensor's scale counts as 0 bits, high precision as 16.
     """
     if spec is None:
         return KEPT_BITS
@@ -115,7 +115,7 @@ def in_fp4(specs: Mapping[Operand, QuantSpec | None], gemm: Gemm) -> bool:
 def fp4_flops(sites: Sequence[Site]) -> float | None:
     """Return the share of a training step's matrix FLOPs that multiply two operands of 4 bits; None if unknown.
 
-    Σ_s F_s · g_s / Σ_s 3 F_s: site s has F_s FLOPs in each of fprop, dgrad and wgrad, g_s of them in FP4.
+    The share is Σ_s F_s · g_s / Σ_s 3 F_s, where site s has F_s FLOPs in each of its three GEMMs, and g_s GEMMs in FP4.
     """
     total = 3 * sum(site.flops or 0 for site in sites)
     short = sum((site.flops or 0) * sum(in_fp4(site.operands, gemm) for gemm in Gemm) for site in sites)
@@ -123,7 +123,7 @@ def fp4_flops(sites: Sequence[Site]) -> float | None:
 
 
 def bits_per_weight(sites: Sequence[Site]) -> float | None:
-    """Return the mean bits, scales included, over weights that enter matrix products; None without such weights."""
+    """Return the mean bits per weight, scales included, over the weights in matrix products; None without weights."""
     weights: dict[tuple[Any, ...], tuple[int, float]] = {}
     for site in sites:
         if site.op in ("linear", "grouped") and all(isinstance(size, int) for size in site.shapes[1]):

@@ -1,4 +1,4 @@
-"""Writes a policy as a person would: few rules, globs where they hold, and comments that say what each line costs."""
+"""Writes a policy as a person would: few rules, globs for many modules, and comments that say what each line costs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def written(
 ) -> str:  # fmt: skip
     """Return the text of a policy that gives each module its treatment and keeps every other module.
 
-    The treatment in blocks that needs the most globs becomes the last rule, which matches all blocks; the other rules
-    precede it, with globs for their modules alone. If the kept modules need the most globs, no rule matches all blocks.
-    ``header`` has the paragraphs of the comment at the top; ``ops`` has the kinds of operation ("linear", "grouped") of
-    every module that a rule may match.
+    Among the treatments whose modules all are in blocks, the one that needs the most globs becomes the last rule, which
+    matches all blocks; the other rules precede it, with globs for their modules alone. If the kept modules need the
+    most globs, no rule matches all blocks. ``header`` has the paragraphs of the comment at the top; ``ops`` has the
+    kinds of operation ("linear", "grouped") of every module that a rule may match.
     """
     outside = {module: 0.0 for module in ops if not any(module in each.modules for each in treatments)}
     others = [Treatment(Rule(name="others", keep="no format fits"), outside)] if outside else []
@@ -59,7 +59,7 @@ def written(
 def _rule(
     part: Treatment, globs: Mapping[str, set[str]], ops: Mapping[str, Collection[str]], bases: BaseFormats
 ) -> Iterator[str]:
-    """Yield the lines of a rule for ``globs``, each with its cost; an empty ``globs`` matches all blocks."""
+    """Yield the lines of a rule for ``globs``, each with its loss increase; an empty ``globs`` matches all blocks."""
     kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
     op = _flow(kinds[0] if len(kinds) == 1 else kinds)
     yield f"  - name: {_flow(part.rule.name)}  # {sum(part.modules.values()):+.3g}"

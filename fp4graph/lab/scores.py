@@ -34,14 +34,14 @@ class Score:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     unit: str  # a site, block, operand or GEMM, or a combination such as "fc1, fprop"
-    sites: tuple[str, ...]  # of the unit, by the names of their modules; "(root)" is the root
-    operands: tuple[str, ...]  # of the unit that the policy quantizes, such as "fprop.input"
+    sites: tuple[str, ...]  # the modules of the unit's sites, by name; "(root)" is the model itself
+    operands: tuple[str, ...]  # the unit's operands that the policy quantizes, such as "fprop.input"
     policy: str
-    increase: float  # of the mean loss; NaN if only estimated, infinite if a quantized loss was not finite
+    increase: float  # the increase of the mean loss; NaN if only estimated, infinite if a loss was not finite
     error: float  # the standard error of ``increase``; NaN for a single difference
-    snr_db: float | None = None  # of the unit's operands; None if no operand was multiplied
-    estimate: float | None = None  # of ``increase``
-    #: Whose loss increased: that of the forward, or (for units of dgrad and wgrad only) that after steps of SGD.
+    snr_db: float | None = None  # signal-to-noise ratio of the unit's operands; None if no operand was multiplied
+    estimate: float | None = None  # the estimate of ``increase``
+    #: Which loss increased: that of a forward or, for units without operands of fprop, the loss after steps of SGD.
     measure: Literal["forward", "step"] = "forward"
 
     def to_json(self) -> dict[str, Any]:
@@ -64,11 +64,11 @@ class Sensitivity:
     scores: tuple[Score, ...]  # by policy, and within a policy in the order of the model
     loss: float  # of the unquantized model, averaged over the batches
     batches: int
-    repeats: int  # seeds of noise, if a policy draws
+    repeats: int  # the number of noise seeds, if a policy rounds stochastically or otherwise draws
     keep: bool = False  # True: all but the unit was quantized; increases are relative to the fully quantized model
 
     def ranking(self, policy: str | None = None, measure: str | None = None) -> tuple[Score, ...]:
-        """Return the scores, of one policy and measure if named, from the most harmful unit on."""
+        """Return the scores from the most harmful unit on: all scores, or those of a policy, a measure or both."""
         chosen = [s for s in self.scores if policy in (None, s.policy) and measure in (None, s.measure)]
         return tuple(sorted(chosen, key=lambda score: score.value if self.keep else -score.value))
 
@@ -139,7 +139,7 @@ class Sensitivity:
 
     @classmethod
     def from_json(cls, file: str | PathLike[str]) -> Sensitivity:
-        """Read what :meth:`to_json` wrote."""
+        """Read a file that :meth:`to_json` wrote."""
         data = read_json(Path(file))
         if not isinstance(data, dict) or (data.pop("format", None), data.pop("version", None)) != (FORMAT, VERSION):
             raise Error(f"{file} was not written by Sensitivity.to_json of this version of fp4graph; measure it again")

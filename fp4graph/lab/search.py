@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """A bound, and the policy's value; ``name`` is an argument of :func:`search`."""
+    """A bound and the value that the policy reaches; ``name`` is an argument of :func:`search`."""
 
     name: str
     bound: float
@@ -67,7 +67,7 @@ class Search:
     policy: Policy
     text: str  # the policy file, from which ``policy`` is loaded
     choices: tuple[Option, ...]  # an option for each group, in the order of the model
-    predicted: float  # the loss increase, as the sum over the choices
+    predicted: float  # the sum of the choices' loss increases
     measured: float  # the sum of the increases of fprop, dgrad and wgrad, each measured at all sites together
     budgets: tuple[Budget, ...]
     scores: tuple[Score, ...]
@@ -113,30 +113,30 @@ def search(
     """Return the policy whose predicted loss is least within a budget.
 
     Every format is measured at one group of siblings (:func:`fp4graph.lab.linears.groups_of`) and one GEMM at a time
-    (:func:`fp4graph.sensitivity`). Effects are taken to add up. Integer programming chooses exactly::
+    (:func:`fp4graph.sensitivity`). The increases are assumed to add up. Integer programming solves exactly::
 
         minimize  Σ_g Σ_f x[g, f] · (max(0, increase[g, f]) + caution · error[g, f])   within the budget,
                   Σ_f x[g, f] = 1,  x[g, f] in {0, 1}
 
-    where g is a group and f the formats of its three GEMMs, whose costs are added.
+    where g is a group, and f the formats of its three GEMMs, whose increases and errors are added.
 
     Args:
         model: a plain model, trained to the stage for which the policy is wanted; it is not changed.
         loss, batches: as for :func:`fp4graph.sensitivity`; ``options`` are its further arguments.
-        formats: uniform policies, each as for :func:`fp4graph.apply`. A format with techniques, or whose backward reads
-            operands of fprop, takes all three GEMMs of a site or none.
+        formats: uniform policies, each as for :func:`fp4graph.apply`. A format that has techniques, or whose backward
+            reads operands of fprop, is chosen for all three GEMMs of a site or for none.
         bits: the most bits per weight, scales included, on average over all linears that some format quantizes. Weights
-            are stored as fprop reads them, so this binds fprop alone.
+            are stored as fprop reads them, so this bound concerns fprop alone.
         fp4_flops: the least share of a training step's matrix FLOPs whose operands both have four bits.
         complexity: the largest Ω.
-        overhead: the largest ``cost``. Costs of mixed policies are interpolated by FLOPs; the result is measured.
+        overhead: the largest ``cost``. Costs of mixed policies are interpolated by FLOPs; the result's is measured.
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
         scores: scores by ("site", "gemm") that replace the measurement.
         caution: the number of standard errors added to each increase, against scores that are small by chance.
-        simplify: make few rules, within one standard error of the least cost (Breiman et al. 1984).
+        simplify: prefer few rules, within one standard error of the least objective (Breiman et al. 1984).
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
             machine under ``backend``, in alternation with the unquantized model.
-        folder: keeps every score as soon as it is measured; an interrupted search resumes there.
+        folder: stores every score as soon as it is measured; an interrupted search resumes there.
 
     Raises:
         Error: no budget is given or nothing satisfies it; a format is not a uniform policy or fits no linear; a loss is
@@ -164,7 +164,7 @@ def search(
     for _ in range(_ROUNDS):
         choice = candidates.best(costs, most)
         if choice is None:
-            raise Error("every policy within the budget makes the loss infinite; relax it, or give other formats")
+            raise Error("all policies within the budget make the loss infinite; relax the budget, or give other formats")
         if simplify:
             choice = candidates.simplified(choice, costs, squared, most)
         policy = load_policy(yaml.safe_load(candidates.text(choice, increases, name, description, ())))
@@ -175,7 +175,7 @@ def search(
         reached["overhead"] = cost(policy)
         if reached["overhead"] <= overhead:
             break
-        # The square overshoots. Without it the cost would only approach the bound, if interpolation underestimates it.
+        # The square overshoots: where interpolation underestimates costs, they would else only approach the bound.
         most["overhead"] = 1 + (most["overhead"] - 1) * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         candidates.require(most)
     else:

@@ -34,7 +34,7 @@ def variants(policy: Any, by: str = "operand") -> dict[str, Policy]:
     would quantize nothing are left out. A derived policy is named like "tetrajet-Q1".
 
     Raises:
-        PolicyError: a technique does not go with a part of the policy.
+        PolicyError: a technique does not fit what a variant quantizes.
     """
     if by not in VARIANTS:
         raise Error(f"by must be 'operand' or 'gemm'; got {by!r}; {suggest(str(by), VARIANTS)}")
@@ -47,9 +47,9 @@ def variants(policy: Any, by: str = "operand") -> dict[str, Policy]:
 def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
     """Return ``policy`` with only ``operands`` quantized, wherever the policy quantizes them.
 
-    An operand with ``source: fprop`` quantizes the original if fprop's operand is exact. If only its own quantizer is
-    off, it reads fprop's quantized operand: the straight-through gradient of the remaining network. Techniques with
-    nothing left to act on are dropped.
+    If the policy quantizes an operand from fprop's (``source: fprop``), the variant quantizes it from the original
+    where fprop's is exact. An operand whose own quantizer alone is off is fprop's quantized operand, which gives the
+    straight-through gradient of the remaining network. Techniques with nothing left to act on are dropped.
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
     rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]

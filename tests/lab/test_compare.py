@@ -279,7 +279,7 @@ def test_a_failed_run_says_why(compare, end, says):
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        (lambda policy, seed, log: step(*applied(policy, seed)) and None, "returned no loss and logged none"),
+        (lambda policy, seed, log: step(*applied(policy, seed)) and None, "neither returned nor logged a loss"),
         (lambda policy, seed, log: log(1, 1.0), "never called fp4graph.apply"),
     ],
     ids=["no loss", "no apply"],
@@ -341,11 +341,11 @@ def test_goes_on_where_it_was_stopped(compare, tmp_path):
     compare(train, "mxfp4,tetrajet", seeds=2)  # more of the same
     assert began[5:] == [("mxfp4", 0), ("mxfp4", 1)]
 
-    with pytest.raises(Error, match=r"holds a comparison of .*train, and this is one of .*:loop; give another folder"):
+    with pytest.raises(Error, match=r"holds a comparison of .*train, not of .*:loop; give another folder"):
         compare(loop, POLICIES)
     edited = fp4graph.load_policy("mxfp4").to_yaml().replace("name: mxfp4", "name: tetrajet")
     (tmp_path / "edited.yaml").write_text(edited)
-    with pytest.raises(Error, match="runs of policy 'tetrajet' from before it was edited"):
+    with pytest.raises(Error, match="runs of policy 'tetrajet' from before the policy was edited"):
         compare(train, str(tmp_path / "edited.yaml"))
     with recording(tmp_path, train, []), pytest.raises(Error, match=r"in use by process \d+ on .*; wait until it ends"):
         compare(train, POLICIES)

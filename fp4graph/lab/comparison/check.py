@@ -1,4 +1,4 @@
-"""Checks every policy on a training's model before the first training."""
+"""Checks that every policy fits a training's model, before the first training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
         Sentences about policies that could not be checked.
 
     Raises:
-        Error: policies do not fit, quantize nothing or keep every block (all are named with the reasons), or ``train``
-            never applies a policy.
+        Error: some policies do not fit, quantize nothing or keep every block (the text names each with its reason), or
+            ``train`` never applies a policy.
     """
     faults: dict[str, str] = {}
     unchecked: list[str] = []
@@ -54,7 +54,7 @@ class _Unchecked(BaseException):
 
 
 class _Called(BaseException):
-    """Ends the first call of a model, with a problem or None. A BaseException, which trainings do not catch."""
+    """Ends the first call of a model, with a problem or None. Trainings do not catch a BaseException."""
 
 
 class _Probe(Silent):
@@ -95,10 +95,10 @@ def _first_call(train: Train, policy: Policy, seed: int) -> None:
             pass
         except Error:
             raise
-        except Exception as error:  # the training will raise again, and is recorded as failed
+        except Exception as error:  # the training will raise it again, and will be recorded as failed
             raise _Unchecked(f"train() raised {type(error).__name__} before it called the model") from error
     if not probe.heard:
-        raise Error("train() never called fp4graph.apply(model, policy), so every policy would train alike; call it")
+        raise Error("train() never called fp4graph.apply(model, policy), so every policy would train alike; call apply")
     raise _Unchecked(ended)
 
 

@@ -24,7 +24,7 @@ def write_all(result: Comparison) -> None:
     import matplotlib as mpl
     import pandas as pd
 
-    frame = pd.DataFrame(result.rows, dtype=object)  # object: counts stay integers in columns with None
+    frame = pd.DataFrame(result.rows, dtype=object)  # with another dtype, None would turn a column's counts into floats
     for state in ("diverged", "failed"):
         frame[state] = frame[state].map(len)
     write(result.folder / "table.csv", frame.to_csv(index=False))
@@ -46,7 +46,7 @@ def write_all(result: Comparison) -> None:
 
 @styled()
 def losses(result: Comparison) -> Figure | None:
-    """Draw each policy's loss over steps, and below it the loss minus the baseline's if runs can be subtracted.
+    """Draw each policy's loss over steps, and below, if runs can be subtracted, the loss minus the baseline's.
 
     Lines are means over seeds; bands span the range over seeds. Returns None if no loss was logged.
     """

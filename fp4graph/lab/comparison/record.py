@@ -1,8 +1,8 @@
 """The folder of a comparison, which stays readable after a kill at any instant.
 
-``runs.jsonl`` has a line for each finished run, written when the run ends, a line for each timing, and a line where a
-comparison begins or resumes. ``POLICY-SEED/`` is the folder of a run: ``log.jsonl`` with its losses, ``statistics/``,
-and files of the training. ``comparison.lock`` is locked while a process writes here.
+``runs.jsonl`` gets a header whenever a comparison begins or resumes, a line at the end of each run, and a line for each
+timing. ``POLICY-SEED/`` is the folder of a run: ``log.jsonl`` with its losses, ``statistics/``, and files of the
+training. ``comparison.lock`` is locked while a process writes here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp4graph.lab.runs.run import finite
 from fp4graph.policy import Policy
 
 RUNS, LOCK = "runs.jsonl", "comparison.lock"
-LOG = "log.jsonl"  # in a run's folder
+LOG = "log.jsonl"  # the losses, in a run's folder
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
 
@@ -96,8 +96,8 @@ class Record:
             jsonlines.append(self._file, [finite(line)])
         except OSError as error:
             raise Error(
-                f"cannot write {self._file}: {error.strerror or error}. It holds the finished runs; make room, and "
-                "call compare again to continue"
+                f"cannot write {self._file}: {error.strerror or error}. The file holds the finished runs; make room, "
+                "and call compare again to continue"
             ) from error
         self._take(finite(line))
 
@@ -108,17 +108,17 @@ class Record:
             self.timings[line["policy"]] = line
 
     def require_same(self, train: str, source: str | None, policies: Sequence[Policy]) -> None:
-        """Raise an Error if the runs are of another training, or of policies that were edited since."""
+        """Raise an Error if the recorded runs are of another training, or of policies that were edited since."""
         recorded = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
         changed = [p.name for p in policies if recorded.get(p.name, p.fingerprint) != p.fingerprint]
         if all(line["state"] == "failed" for line in self.runs.values()):
             return  # failed runs are repeated, and the training may have been corrected
         if self.header["train"] != train:
-            why = f"a comparison of {self.header['train']}, and this is one of {train}"
+            why = f"a comparison of {self.header['train']}, not of {train}"
         elif self.header["source"] != source:
             why = f"finished runs of {train} from before its source or its settings were changed"
         elif changed:
-            why = f"runs of policy {changed[0]!r} from before it was edited"
+            why = f"runs of policy {changed[0]!r} from before the policy was edited"
         else:
             return
         raise Error(f"{self.folder} holds {why}; give another folder, or delete this one")
@@ -132,7 +132,7 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
 
     Raises:
         Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
-            or a since edited training, or of other policies under the same names.
+            training, or of a training or a policy that was edited since.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
@@ -156,7 +156,7 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
 
 
 def _remove(made: Sequence[Path], folder: Path) -> None:
-    """Remove ``folder`` and its parents that were ``made`` for it, if nothing but the record is in them."""
+    """Remove ``folder`` and the parents that were ``made`` for it, if nothing but the record is in the folder."""
     with suppress(OSError):  # the caller has an error to raise
         if made and {path.name for path in folder.iterdir()} <= {LOCK, RUNS}:
             shutil.rmtree(folder)

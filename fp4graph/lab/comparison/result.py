@@ -27,8 +27,8 @@ Row = Mapping[str, Any]
 def paired(differences: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean d̄ of paired differences, and the half-width of its 95 % confidence interval.
 
-    d̄ ± t · s/√n, with s² = Σ(d_i − d̄)²/(n − 1) and t the quantile 0.975 of Student's distribution with n − 1 degrees of
-    freedom (Student 1908). The half-width is None for n = 1.
+    The half-width is t · s/√n, with s² = Σ(d_i − d̄)²/(n − 1) and t the quantile 0.975 of Student's distribution with
+    n − 1 degrees of freedom (Student 1908); it is None for n = 1.
     """
     from scipy.stats import t
 
@@ -40,10 +40,10 @@ def paired(differences: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies side by side. ``print(comparison)`` shows a table and the verdict, a notebook the curves too.
+    """Policies side by side. ``print(comparison)`` shows a table and the verdict; a notebook also shows the curves.
 
     Attributes:
-        folder: the files: ``report.html``, ``table.csv``, ``table.tex``, ``loss.svg``, ``loss.pdf``, ``runs.jsonl``.
+        folder: has the files ``report.html``, ``table.csv``, ``table.tex``, ``loss.svg``, ``loss.pdf``, ``runs.jsonl``.
         name: the name of the training.
         baseline: the name of the policy that the others are compared with.
         policies: all policies, the baseline first.
@@ -67,7 +67,7 @@ class Comparison:
         return [run for run in self.runs if run["policy"] == policy and run["state"] == state]
 
     def differences(self, policy: str, other: str) -> list[float]:
-        """Return the loss of ``policy`` minus that of ``other`` for each seed that both have finished."""
+        """Return the loss of ``policy`` minus the loss of ``other`` for each seed that both have finished."""
         losses = {run["seed"]: run["loss"] for run in self.of(other)}
         return [run["loss"] - losses[run["seed"]] for run in self.of(policy) if run["seed"] in losses]
 
@@ -83,17 +83,17 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each policy, as plain data; None is unknown.
+        """A row for each policy, as plain data; unknown values are None.
 
-        ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low``
-        to ``high`` is its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
-        alternation, and ``ms_per_step`` is this ratio times the baseline's time; None if not measured.
+        ``difference`` is the mean over seeds of the loss minus the baseline's, for the seeds that both have finished;
+        ``low`` to ``high`` is its 95 % confidence interval. ``ratio`` is the time of a step divided by the baseline's,
+        measured in alternation, and ``ms_per_step`` is this ratio times the baseline's time.
         """
         return [self._row(policy) for policy in self.policies]
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """The rows as text, by the headings of their columns; without the two of times if no time was measured."""
+        """The rows as text, by the headings of their columns; without the columns of times if none was measured."""
         untimed = () if self.timings else ("ms/step", "ratio")
         rows = (_shown(row, self.metrics) for row in self.rows)
         return [{heading: cell for heading, cell in row.items() if heading not in untimed} for row in rows]
@@ -126,7 +126,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in words, with a paragraph for each policy that also says if the seeds are too few to tell."""
+        """The result in words: a paragraph for each policy, which also says if the seeds are too few to tell."""
         rows = [row for row in self.rows if row["policy"] != self.baseline]
         compared = [row for row in rows if row["difference"] is not None]
         paragraphs = [self._ranking(compared), *map(self._paragraph, rows)]

@@ -30,9 +30,9 @@ from fp4graph.model.listening import Silent, listening
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
 
-#: Points of a run's curve in its line; each is the mean of the steps since the point before.
+#: The most points of the curve in a run's line; each point is the mean loss of the steps since the point before.
 POINTS = 200
-#: Statistics that the page of a comparison shows, and those that a diagnosis needs to name the remedy of a low ratio.
+#: The statistics that a comparison's page shows, and that a diagnosis needs to name the remedy of a low SNR.
 METRICS = ("snr", "error", "saturation", "underflow", "scales")
 #: The file in the folder of a run that raised.
 TRACEBACK = "traceback.txt"
@@ -47,10 +47,10 @@ def train_once(
     statistics: int | None = None,
     progress: Progress = lambda policy, seed, step, loss: None,
 ) -> dict[str, Any]:
-    """Run one training to its end, until its loss is not finite, or until it raises; return the line of the run.
+    """Run one training until it ends, raises, or logs a loss that is not finite; return the line of the run.
 
     Raises:
-        NoLoss: the training returned no loss and logged none.
+        NoLoss: the training neither returned nor logged a loss.
     """
     watcher = _Watcher(folder / "statistics", statistics if policy.ever_quantizes else None)
     intervals: list[float] = []
@@ -67,7 +67,7 @@ def train_once(
                 raise Stop
 
     log = Log(folder, look)
-    (folder / TRACEBACK).unlink(missing_ok=True)  # of an earlier attempt
+    (folder / TRACEBACK).unlink(missing_ok=True)  # from an earlier attempt
     error, loss, metrics = None, math.nan, dict[str, float]()
     started = time.perf_counter()
     with seeded(seed), listening(watcher):
@@ -86,7 +86,7 @@ def train_once(
         finally:
             watcher.close()
     gc.collect()
-    points = log.points if log.begun or error is None else []  # else they belong to an earlier attempt
+    points = log.points if log.begun or error is None else []  # an attempt that logged nothing has an earlier one's
     return {
         "kind": "run", "policy": policy.name, "fingerprint": policy.fingerprint, "seed": seed,
         "state": "failed" if error is not None else "finished" if math.isfinite(loss) else "diverged",

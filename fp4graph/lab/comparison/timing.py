@@ -14,20 +14,20 @@ import torch
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.policy import Policy
 
-#: Logged intervals of the first turn, which compiles and fills caches, and of later turns. A turn's first is left out.
+#: Logged intervals of the first turn, which compiles and fills caches, and of later turns, whose first is not counted.
 WARM_UP, INTERVALS = 5, 4
 #: The number of turns of each training, and the seconds after which no turn begins.
 TURNS, SECONDS = 9, 120.0
-#: The largest spread of ratios that are shown. Above it the middle half of them differ by more than most policies cost.
+#: The largest spread of ratios that are shown. A larger spread exceeds what most policies cost.
 STEADY = 0.25
 
 
 def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
-    """Return the baseline's ms per step, and the policy's time over it; empty if the training is too short.
+    """Return the baseline's ms per step, the ratio of the policy's time to it, and the spread of this ratio.
 
     The trainings run in two threads, which wait inside ``log`` for their turns. They end after :data:`TURNS` turns, or
-    with the shorter training. Both results are medians over the turns; ``spread`` is the range of the middle half of
-    the ratios over their median. An exception of a training passes through.
+    with the shorter training; if that is too short, the result is empty. Time and ratio are medians over the turns;
+    ``spread`` is the interquartile range of the ratios divided by their median. A training's exception passes through.
     """
     pair = _Training(train, baseline, seed), _Training(train, policy, seed)
     turns: list[list[float]] = []
@@ -78,7 +78,7 @@ class _Training(threading.Thread):
         return seconds
 
     def end(self) -> None:
-        """End the training; during a turn, at its next call of ``log``."""
+        """End the training: during a turn at the training's next call of ``log``, else at once."""
         self._ends = True
         self._asked.put(0)
 

@@ -24,11 +24,11 @@ Train = Callable[[Policy, int, "Log"], Any]
 
 
 class Stop(BaseException):
-    """Ends a training from inside ``log``. A BaseException, which trainings do not catch."""
+    """Ends a training from inside ``log``. Trainings do not catch a BaseException."""
 
 
 class NoLoss(Error):
-    """A training has neither returned a loss nor logged one."""
+    """A training has neither returned nor logged a loss."""
 
 
 class Log:
@@ -46,7 +46,7 @@ class Log:
     """
 
     def __init__(self, folder: Path, look: Callable[[int, float | None], None]) -> None:
-        """Call ``look(step, loss)`` at each step, with None for an unknown loss; it may raise :class:`Stop`."""
+        """Call ``look(step, loss)`` at each step, with None for an unknown loss; ``look`` may raise :class:`Stop`."""
         self.folder, self._look, self._file = folder, look, folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
         lines = [line for _, line in jsonlines.read(self._file)]
@@ -99,7 +99,7 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
     """Run a training to its end; return its final loss and metrics.
 
     Raises:
-        NoLoss: the training returned no loss and logged none. Its own exceptions pass through.
+        NoLoss: the training neither returned nor logged a loss. Exceptions of the training pass through.
     """
     result = train(policy, seed, log)
     result = _exhausted(result, log) if isinstance(result, Generator) else runs.run(result, policy, seed, log)
@@ -111,7 +111,7 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
         return number(result), metrics
     if not log.points:
         raise NoLoss(
-            f"train(policy {policy.name!r}, seed {seed}) returned no loss and logged none, so there is nothing to "
+            f"train(policy {policy.name!r}, seed {seed}) neither returned nor logged a loss, so there is nothing to "
             "compare; call log(step, loss) in the loop, or return the final loss"
         )
     return log.points[-1][1], metrics

@@ -38,8 +38,8 @@ class Ended(Error):
 class RunFolder:
     """Writes the files of one run into the folder ``path``, which no other process uses until :meth:`close`.
 
-    ``streams``, as for :class:`fp4graph.lab.Statistics`, get every line of metrics too; by default TensorBoard's events
-    below ``path``, if TensorBoard is installed.
+    ``streams``, as for :class:`fp4graph.lab.Statistics`, get every line of metrics too. By default the stream is
+    TensorBoard's events below ``path``, if TensorBoard is installed.
     """
 
     def __init__(self, path: Path, streams: Any = None) -> None:
@@ -77,7 +77,7 @@ class RunFolder:
         return "another process"
 
     def keep_until(self, step: int) -> None:
-        """Drop the lines after ``step``, and hide TensorBoard's events; the resumed run writes them again."""
+        """Drop the lines after ``step``, and hide TensorBoard's later events; the resumed run writes both again."""
         self._first_step = step + 1
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         write(self.path / METRICS, b"".join(map(jsonlines.line, kept)))
@@ -91,7 +91,7 @@ class RunFolder:
         self.stream(step, {names.get(name, name): value for name, value in values.items()})
 
     def stream(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand values to the streams; the first call opens them."""
+        """Hand values to the streams; the first call opens the streams."""
         with self._writing(EVENTS):
             if self._sinks is None:
                 self._sinks = [storage.sink_of(each, self._open, self._first_step) for each in self._streams]
@@ -113,7 +113,7 @@ class RunFolder:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
-        """Convert the system's errors into an Error while ``name`` is written."""
+        """Convert an OSError while ``name`` is written into an Error that says what to do."""
         try:
             yield
         except OSError as error:

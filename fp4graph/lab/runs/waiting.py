@@ -1,4 +1,4 @@
-"""Says that a training compiles, so that nobody thinks it hangs."""
+"""Says that a training compiles, so that nobody thinks that it hangs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from fp4graph import torch_internals
 
-#: Seconds without a first step after which a training says so, and between two such texts.
+#: The seconds to the first text about a training that has made no step, and between two texts.
 PATIENCE = 5.0
 
 
