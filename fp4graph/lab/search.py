@@ -164,7 +164,7 @@ def search(
     for _ in range(_ROUNDS):
         choice = candidates.best(costs, most)
         if choice is None:
-            raise Error("all policies within the budget make the loss infinite; relax the budget, or give other formats")
+            raise Error("all policies within the budget make the loss infinite; relax the budget or give other formats")
         if simplify:
             choice = candidates.simplified(choice, costs, squared, most)
         policy = load_policy(yaml.safe_load(candidates.text(choice, increases, name, description, ())))

@@ -22,7 +22,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Split:
-    """Training and validation images of one data set, with the mean and std of their channels, in [0, 1].
+    """Training and validation images of a data set, with the channels' mean and std for pixels in [0, 1].
 
     ``train`` and ``validation`` are map-style data sets of (PIL image, class number).
     """
@@ -121,8 +121,8 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     """Return a dataset of the Hugging Face hub, or of a folder that ``datasets.load_dataset`` reads.
 
     The dataset needs a column with images, and for classification a column with class numbers. Its splits ``train``
-    and ``validation`` (or ``val``, ``test``) are used. Images without labels that have only ``train`` are divided as in
-    :func:`flat_folder`.
+    and ``validation`` (or ``val``, ``test``) are used. A dataset without labels may have only ``train``, which is then
+    divided as in :func:`flat_folder`.
     """
     needs("datasets", "hf: names are loaded with Hugging Face's datasets")
     import datasets
@@ -150,7 +150,7 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
 
 
 class _Images(Dataset[Any]):
-    """Images and class numbers from the columns ``image`` and ``label`` of rows, or images of files with class 0."""
+    """Pairs (image, class number): from the columns ``image`` and ``label`` of rows, or from files, with class 0."""
 
     def __init__(self, items: Any, image: str | None = None, label: str | None = None) -> None:
         self.items, self.image, self.label = items, image, label

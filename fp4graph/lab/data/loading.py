@@ -27,7 +27,7 @@ def generator(*key: int) -> torch.Generator:
 
 
 class Order:
-    """The rows of each batch: passes over all samples in random order, cut every ``batch_size``.
+    """The rows of each batch: passes over all samples in random order, cut into batches of ``batch_size``.
 
     A short batch at the end of a pass is filled from the next pass, and a batch's key is its number. With
     ``like_loader`` the rows are those of a shuffling ``DataLoader`` with ``drop_last`` that is seeded with
@@ -90,7 +90,7 @@ class Streamed(Dataset[Any]):
 
     def batches(self, rows: Rows) -> Iterator[Batch]:
         keys: Any = ([(key, int(index)) for index in chosen] for key, chosen in rows)
-        random = torch.Generator()  # else a loader would draw from the generator of the model
+        random = torch.Generator()  # without it the loader would draw from torch's global generator, as the model does
         return map(tuple, DataLoader(self, batch_sampler=keys, num_workers=self.workers, generator=random))
 
 

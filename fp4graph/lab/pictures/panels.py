@@ -49,7 +49,7 @@ def kind_of(row: Measurement) -> str:
 
 
 def by_kind(recorded: Recorded, column: str) -> Curves:
-    """Return a curve in percent for each kind of site, or for the KINDS highest at the end and one for the others."""
+    """Return a curve in percent for each kind of site; of many, for the KINDS highest at the end and all others."""
     curves = curves_by(kind_of, recorded, column, 100)
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     if len(others := ranked[KINDS:]) < 2:
@@ -67,7 +67,7 @@ def error_panels(
 
     An error has its ``total`` and its parts (:data:`TERMS`), in percent of the signal; an unknown error is empty and
     keeps its place. A bar is as long as the total. The parts divide the bar in the ratio of their squares, which may
-    add up to more than the total's, because scale bias and grid noise can cancel.
+    add up to more than the total's square, because scale bias and grid noise can cancel.
     """
     ticks, labels = (8.5, 9.0) if small else ("medium", "medium")
     for axes, (title, bars) in zip(panels.flat, errors.items(), strict=False):

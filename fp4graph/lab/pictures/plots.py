@@ -1,6 +1,6 @@
 """Pictures of recorded statistics. Each function returns a matplotlib Figure, or None if nothing was recorded.
 
-The docstring of a function of a :class:`Recorded` is its title in the report; the report's template explains it.
+The docstring of a function that draws a :class:`Recorded` is the picture's title in the report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Draw = Callable[[Recorded], "Figure | None"]
 
 
 def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
-    """Decorate a drawing function: apply our style, and return None if no column was recorded."""
+    """Decorate a drawing function: apply the pictures' style, and return None if no column was recorded."""
 
     def decorated(draw: Draw) -> Draw:
         @functools.wraps(draw)

@@ -14,7 +14,7 @@ from fp4graph.technique.operands import Operand
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colours that colour-blind readers can tell apart (Okabe and Ito 2008); the grey is ours.
+#: Six colours that colour-blind readers can tell apart (Okabe and Ito 2008), then a purple and a grey.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#5a5a5a")
 #: Names of the operands with TetraJet's numbers.
 LABELS = {str(operand): f"Q{number} {operand}" for number, operand in enumerate(Operand, 1)}
@@ -39,7 +39,7 @@ def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply our style to figures made in this context, or in the decorated function."""
+    """Apply the pictures' style to figures made in this context, or in the decorated function."""
     needs("matplotlib", "pictures are drawn with matplotlib", "analysis")
     from matplotlib import style
 

@@ -37,7 +37,7 @@ __all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 
 #: Steps between looks at the loss on an accelerator, where each look waits for the device.
 LOOK_EVERY = 10
-#: The most lines of metrics of a training, validations not counted.
+#: The most lines of metrics of a training, besides the lines of its validations.
 LINES = 1000
 #: The counts in a checkpoint's progress, which also holds the history.
 COUNTS = "step", "seconds", "sites", "quantized"
@@ -46,7 +46,7 @@ PROBE = 8
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
 }  # fmt: skip
-#: Called with (step, steps of the whole training, last training loss), and with (step, validation loss).
+#: A Tick gets (step, steps of the whole training, last training loss), a Report (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
 Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
@@ -56,9 +56,9 @@ def train(
     run: Run, *, report: Report | None = None, directory: Path | None = None, resume: bool = False,
     tick: Tick | None = None, watch: Watch | None = None, statistics: int | None = None, stream: Any = None,
 ) -> Outcome:  # fmt: skip
-    """Train and validate a task; equal ``run`` give equal results on one machine.
+    """Train and validate a task; equal runs give equal results on one machine.
 
-    The caller's random numbers do not change.
+    The caller's random generators keep their states.
 
     Args:
         report: called after each validation; an exception that it raises ends the training and passes through.
@@ -66,8 +66,8 @@ def train(
         resume: continue from the checkpoint in ``directory``, if there is one, bit for bit as if uninterrupted.
         tick: called whenever the loss is read.
         watch: called with the prepared model and optimizer; returns a context that surrounds the training.
-        statistics: steps from one record of :class:`fp4graph.lab.Statistics` to the next, kept in
-            ``directory / "statistics"`` and the streams.
+        statistics: the number of steps between records of :class:`fp4graph.lab.Statistics`, which go to
+            ``directory / "statistics"`` and to the streams.
         stream: further destinations of the metrics in ``directory``, as for :class:`fp4graph.lab.Statistics`; by
             default TensorBoard's events in ``directory``, if TensorBoard is installed.
 
@@ -81,7 +81,7 @@ def train(
         training = Training(run)
         if statistics is not None and not 1 <= statistics <= training.steps:
             raise Error(
-                f"statistics at every {statistics}th step of {training.steps} record nothing; "
+                f"statistics every {statistics} steps record nothing in a training of {training.steps} steps; "
                 f"give a number from 1 to {training.steps}"
             )
         probe = training.probe() if statistics is not None else None  # before the state of random numbers is set
@@ -122,7 +122,7 @@ def restored(folder: Path) -> Training:
 
 
 class Training:
-    """A training in progress; applies the policy to the problem's model."""
+    """A training in progress, of a problem's model to which the policy is applied."""
 
     def __init__(self, run: Run) -> None:
         self.policy, task = load_policy(run.policy), task_named(run.task)
@@ -148,7 +148,7 @@ class Training:
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
         self.step = self.sites = self.quantized = 0
-        self.largest_norm = torch.zeros((), device=self.device)  # of the gradient, since the last line of metrics
+        self.largest_norm = torch.zeros((), device=self.device)  # of gradients since the last line of metrics
         self.seconds = 0.0
         self.history: list[Validation] = []
 

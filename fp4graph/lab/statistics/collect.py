@@ -32,22 +32,22 @@ class Statistics:
 
     Args:
         model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
-        every: steps from one record of the operands to the next.
+        every: the number of steps between records of the operands.
         directory: holds ``statistics.jsonl`` (:mod:`fp4graph.lab.statistics.storage`), to which lines are appended.
         metrics: names among METRICS; by default all, but the rate of change of Y needs a ``probe``.
         sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
-        window: steps over which weights are followed, one window before each ``window_every``-th step (ten times
-            ``every`` by default, at least ``window``).
+        window: the number of steps over which weights are followed. A window ends at each ``window_every``-th step (by
+            default ten times ``every``, but at least ``window``).
         sample: the approximate number of elements measured of an operand, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
             for the rate of change of Y over the last :attr:`PROBED` steps of each window.
-        step: the steps done before, for a resumed training; by default the count in the optimizer's state.
+        step: the number of steps that a resumed training has done before; by default the optimizer's count.
         stream: a further destination of each record's numbers, or a list: a ``SummaryWriter`` of TensorBoard or a
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
-        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown; later, from
-            ``optimizer.step()``, the disk is full.
+        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later,
+            ``optimizer.step()`` raises an Error if the disk is full.
     """
 
     #: Steps at the end of a window over which outputs are compared; each costs a forward of the probe.
@@ -133,8 +133,8 @@ class Statistics:
         if runtime is not self._runtime:  # a phase has begun
             self._runtime, self._left = runtime, 0
             self._outputs.clear()
-        # A new phase registers hooks for its techniques. Register ours again, to stay last. Pre-hooks may not change
-        # while they run, so _after_step() registers ours.
+        # A new phase registers hooks for its techniques. Register _after_step() again, so that it stays last. Pre-hooks
+        # may not change while they run, so _after_step() registers _before_step() again.
         self._after.remove()
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         if self._log is not None:

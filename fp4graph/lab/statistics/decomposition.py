@@ -38,8 +38,8 @@ class Decomposition:
     rounded to 2^-51 of the largest. Blocks with NaN or Inf are NaN in every term.
 
     The terms come from "Decomposing MXFP4 quantization error for LLM reinforcement learning"; the definition above
-    (``ideal``) is ours. By the rebuttal's formula (``printed``) the scale bias is (S − S*)·x/S, and the remaining error
-    is dead zone where Q_S(x) = 0, else grid noise; these terms add up within float64's rounding.
+    (``ideal``) is this project's. By the rebuttal's formula (``printed``) the scale bias is (S − S*)·x/S, and the
+    remaining error is dead zone where Q_S(x) = 0, else grid noise; these terms add up within float64's rounding.
     """
 
     total: Tensor
@@ -69,8 +69,8 @@ def decompose(
         quantizer: a spec, or an operand's program; Q_S* does not round the scales in any of the program's passes.
         dim: the contraction axis, along which blocks run.
         key: seeds the random bits, which both quantizations share; inside a model, ``draw`` and ``state`` replace it.
-        definition: of the three terms, see :class:`Decomposition`. ``printed`` raises an Error for a program that
-            quantizes twice or changes the quantizer's result.
+        definition: the definition of the three terms, see :class:`Decomposition`. ``printed`` raises an Error for a
+            program that quantizes twice or changes the quantizer's result.
     """
     if definition not in ("ideal", "printed"):
         raise Error(f"definition must be ideal or printed; got {definition!r}")
@@ -78,7 +78,7 @@ def decompose(
     if draw is None and program.draws:
         draw = Draw(noise.make_key(key, device=x.device), noise.make_step(0, 0, 0, device=x.device))
     x = x.detach().to(torch.float32).movedim(dim, -1)
-    with operators.tensor_code():  # else a kernel would be compiled for each of the two
+    with operators.tensor_code():  # else a kernel would be compiled for each of the two programs
         if definition == "printed":
             parts = _printed(program, x, draw, state)
         else:
@@ -127,7 +127,7 @@ def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> Parts:
 
 
 def with_ideal_scales(program: OperandProgram) -> OperandProgram:
-    """Return ``program`` with the scale S* = Z/Qmax in fp32, or Qmax/Z by the spec's convention."""
+    """Return ``program`` with the scale S* in fp32: Z/Qmax for decode scales, Qmax/Z for encode scales."""
     spec = program.spec
     assert spec is not None, "a high-precision operand has no error"
     scale = ScaleSpec("fp32", rounding="nearest_even", convention=spec.scale.convention)  # type: ignore[arg-type]

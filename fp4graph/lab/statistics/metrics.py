@@ -1,6 +1,6 @@
 """Computes the statistics: sums of tensors over a step, and from the sums the fields of docs/analysis.md.
 
-Source: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the others are elementary.
+Source: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3, for three of the metrics.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ METRICS: dict[str, str] = {
     "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
     "saturation": "share of elements beyond the largest value under their scale",
     "underflow": "share of elements that are not zero and become zero",
-    "scales": "histogram of block scales, by exponent, shares of blocks of zeros and at an end of the format's range",
+    "scales": "histogram of block scales by exponent, shares of zero blocks and of scales at an end of the range",
     "confidence": "quantization confidence of weights: mean and histogram",
     "latent": "histogram of latent weights w/S",
     "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
     "flips": "how often quantized weights flip",
-    "rate_of_change": "relative change per step of W and Q(W), and with a probe of Y",
-    "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
+    "rate_of_change": "relative change per step of W and Q(W) and, with a probe, of Y",
+    "gradient": "bias and standard deviation of dgrad's and wgrad's results relative to high precision",
     "gradient_norm": "norm of each weight's gradient, as the optimizer gets it",
 }
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
@@ -85,7 +85,7 @@ def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
 
 
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
-    """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
+    """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, in [0, 1].
 
     thr_i are the thresholds between values of the format. MaxDist is half the width of the interval of one quantized
     value; for the largest value, to which all larger weights round, its distance to the last threshold. (TetraJet A.2.)
@@ -150,7 +150,7 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
 
 
 def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
-    """Return an operand's fields from its sums; ``limit`` is the format's largest value, which ends ``latent``."""
+    """Return an operand's fields from its sums; the format's largest value, ``limit``, ends the field ``latent``."""
     fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
     if "snr" in metrics:
         signal, error = sums["signal"], sums["error"]

@@ -20,7 +20,7 @@ from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm, Operand
 
-#: The number of elements of each weight that are followed step by step, and of recorded paths among them.
+#: The number of each weight's elements that are followed step by step, and the number of their paths in a record.
 FOLLOWED, SHOWN = 256, 2
 
 
@@ -76,14 +76,14 @@ class OperandRecording:
         gemm, wants_gradient = left.operand.gemm, "gradient" in self._metrics
         if gemm is Gemm.FPROP and wants_gradient:
             exact.update({Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT})
-        # An operand may be empty, such as the input of an expert without tokens; its partner is still measured.
+        # An operand may be empty, such as the input of an expert without tokens; the other operand is still measured.
         measured = [self._add_operand(site, exact, seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
             (left_moments, left_exact), (right_moments, right_exact) = measured
             self._add(site, str(gemm), m.gradient_sums(left_moments, right_moments, left_exact, right_exact))
 
     def _add_operand(self, site: str, exact: dict[Operand, Tensor], seen: ObservedOperand) -> tuple[Moments, Tensor]:
-        """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
+        """Add an operand; return the moments of its sampled lines, and the same lines of its high-precision factor."""
         selection = Selection(tuple(seen.x.shape), self._sample)
         if seen.program.spec is None:
             x = selection.of(seen.x)
@@ -95,7 +95,7 @@ class OperandRecording:
             if "scales" in self._metrics:
                 sums |= m.scale_sums(sampled.scales, seen.program.spec.scale.format)
             if seen.operand is Operand.FPROP_WEIGHT:
-                # Confidence needs thresholds, which are not common to weights whose blocks choose their format.
+                # Confidence needs thresholds, which differ between blocks that choose their format.
                 left_out = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()
                 sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - left_out)
                 self._left_out[site, str(seen.operand)] = sorted(left_out)
@@ -157,7 +157,7 @@ class Moving:
         self._selection = Selection(tuple((stored.mT if weight.stored_transposed else stored).shape), sample)
         quantizer = program.fprop.right
         self._spec = quantizer.spec
-        # Flips need the grid of the format, which blocks that choose their format do not have in common.
+        # Flips need the grid of the format, which differs between blocks that choose their format.
         self._element = None if self._spec is None or self._spec.others else self._spec.element
         composed = quantizer.draws or program.fprop.transforms or program.apart is not None
         self._program = quantizer if by_block(quantizer) and not composed else None  # None: lines depend on each other
@@ -168,7 +168,7 @@ class Moving:
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
-        """Measure the movement since the last call; ``step`` is the noise of the latest forward."""
+        """Measure the movement since the last call; ``step`` is the step tensor of the latest forward."""
         now = self._sampled(self._weight.parameter)
         q = self._quantized(now, step)
         if self._last is not None:

@@ -39,7 +39,7 @@ class Selection:
     elements: int | None  # the approximate number of elements to sample; None for all
 
     def of(self, x: Tensor) -> Tensor:
-        """Copy the sampled lines of ``x [..., R, K']`` in fp32, ``[P, n, K']``; K' may differ from the operand's K."""
+        """Return a copy of the sampled lines of ``x [..., R, K']``, fp32 ``[P, n, K']``; K' may differ from K."""
         matrices = x.reshape(-1, *x.shape[-2:])
         if self.elements is None:
             return matrices.to(torch.float32, copy=True)
@@ -49,7 +49,7 @@ class Selection:
         return taken.to(torch.float32)
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the sampled elements' row-major indices, int32 ``[P, n, K]``, which wrap as :meth:`Blocking.index`."""
+        """Return the sampled elements' row-major indices, int32 ``[P, n, K]``, wrapping like :meth:`Blocking.index`."""
         count, length = self.shape[-2:]
         matrices, lines = self._chosen
         starts = (matrices[:, None] * count + lines).to(torch.int32) * length
@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     ratio: Tensor  # x divided by its scale, before rounding; NaN where the block's scale is NaN
     moments: Moments
     element: ElementFormat
-    scales: Tensor  # stored, [B], 0 for a block of zeros; of the whole operand if its blocks depend on each other
+    scales: Tensor  # the stored scales, [B], 0 for a block of zeros; all of the operand's if its blocks are dependent
 
 
 @torch.no_grad()
@@ -127,9 +127,9 @@ def by_block(program: OperandProgram) -> bool:
 
 def _acts_by_block(part: Part) -> bool:
     """Return whether a part treats each block by itself."""
-    mixes_less = part.mixes in ("none", "block") and getattr(part, "group_granularity", None) is None
+    within_blocks = part.mixes in ("none", "block") and getattr(part, "group_granularity", None) is None
     return not any(map(part.acts_at, QUANTIZER_STAGES)) or (
-        mixes_less and not part.draws and not isinstance(part, Wrapper)
+        within_blocks and not part.draws and not isinstance(part, Wrapper)
     )
 
 
@@ -179,6 +179,6 @@ def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Ten
     below = places.floor()
     steps = 2.0**spec.random_bits
     midpoint = 0.0 if spec.random_bits == 24 else 0.5
-    p = ((places - below) * steps - midpoint).ceil() / steps  # as resolved by the random bits
+    p = ((places - below) * steps - midpoint).ceil() / steps  # a multiple of 2^-random_bits
     unit = scaling.dequantize(step, scale, spec)
     return (below + p) * unit * ratio.sign(), (1 - p) * p * unit.square()

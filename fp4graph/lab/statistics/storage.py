@@ -1,7 +1,7 @@
 """Statistics on disk: an append-only file of JSON lines (:mod:`fp4graph.lab.jsonlines`).
 
-``statistics.jsonl`` has a line with ``"format": "fp4graph.statistics"`` where a training begins or resumes, and a line
-for each measurement of a step, site and tensor (docs/analysis.md). The lines of a step are written at once.
+``statistics.jsonl`` gets a header line with ``"format": "fp4graph.statistics"`` when a training begins or resumes, and
+a line for each measurement of a step, site and tensor (docs/analysis.md). The lines of a step are written at once.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Log:
 
 
 def sink_of(stream: Any, resources: ExitStack, step: int | None = None) -> Callable[[int, Mapping[str, float]], object]:
-    """Return the function of (step, values) that hands a step to a stream's library.
+    """Return a function of (step, values) that hands a step's values to the stream.
 
-    TensorBoard's events in a folder are closed with ``resources``; ``step`` hides earlier events from there on.
+    TensorBoard's events in a folder are closed with ``resources``; earlier events from ``step`` on are hidden.
     """
     if isinstance(stream, str | PathLike):
         needs("tensorboard", "streaming to a folder needs TensorBoard", "analysis")
@@ -123,7 +123,7 @@ class Recorded:
     def worst(self, column: str = "snr_db", count: int | None = 10) -> list[dict[str, Any]]:
         """Return the sites and tensors with the worst mean of ``column`` over all records, the worst first.
 
-        Low values of ``snr_db``, ``gain`` and ``confidence`` are bad, and high values of other columns. Each item has
+        Bad are low values of ``snr_db``, ``gain`` and ``confidence``, and high values of other columns. Each item has
         ``site``, ``tensor``, the mean under the column's name, the ``worst`` value, and its ``step``.
         """
         places: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
@@ -168,13 +168,13 @@ class Recorded:
 
 
 def find(path: str | PathLike[str]) -> Path | None:
-    """Return ``path`` or the file of statistics in this directory or its ``statistics/``; None without such a file."""
+    """Return the file of statistics: ``path``, or a file in the directory ``path`` or its ``statistics/``; or None."""
     path = Path(path)
     return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
 
 
 def read(path: str | PathLike[str]) -> Recorded:
-    """Read the statistics of a run: a ``statistics.jsonl``, or the directory that holds one or its ``statistics/``.
+    """Read the statistics of a run, from a ``statistics.jsonl`` or from a directory where :func:`find` finds it.
 
     Rows after the step at which a training was resumed are replaced by the resumed training's. Raises an Error if the
     statistics are missing or of another version, or if a line is damaged.

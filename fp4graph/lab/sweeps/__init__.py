@@ -1,4 +1,4 @@
-"""Sweeps: train many configurations of a policy, and score each policy's loss against its cost."""
+"""Sweeps: train many configurations of a policy, and score each configuration's loss against its cost."""
 
 from fp4graph.lab.sweeps.results import Rule, gain, score
 

@@ -21,7 +21,7 @@ from fp4graph.errors import Error, install
 AWAY = (StorageInternalError, SQLAlchemyError)
 #: Seconds for which a sweep repeats queries that a database does not answer.
 ASK_AGAIN = 120.0
-#: Engine settings by kind of database: how long to wait for another's write, or for a server.
+#: Engine settings by kind of database: the seconds to wait for another process's write, or for a server.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "sqlite": {"connect_args": {"timeout": 60}},
     "postgresql": {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}},
@@ -38,7 +38,7 @@ class Storage(RDBStorage):
     ``shown`` is the URL without the password, for messages.
 
     Raises:
-        Error: the database cannot be reached; or with ``existing``, it has no studies, and nothing is written.
+        Error: the database cannot be reached, or has no studies though ``existing`` is True; it is then left unchanged.
     """
 
     def __init__(self, url: str, *, existing: bool = False) -> None:
@@ -62,10 +62,10 @@ class Storage(RDBStorage):
 
         def connect() -> None:
             if existing and not inspect(engine).has_table("studies"):
-                raise Error(f"{self.shown} holds no sweep: the database is empty or of another program; give another")
+                raise Error(f"{self.shown} holds no sweep: it is empty or of another program; give another database")
             RDBStorage.__init__(self, text, engine_kwargs=settings)
 
-        self.ask_again = 1.0  # if two processes make the tables of an empty database, one fails
+        self.ask_again = 1.0  # of two processes that make the tables of an empty database at once, one fails
         try:
             self.patiently(connect)
         except RuntimeError as error:  # the schema of another Optuna
@@ -93,7 +93,7 @@ class Storage(RDBStorage):
                 delay = min(2 * delay, 5.0)
 
     def record_heartbeat(self, trial_id: int) -> None:
-        with suppress(*AWAY):  # an error would end Optuna's thread; the next heartbeat may succeed
+        with suppress(*AWAY):  # an error would end Optuna's heartbeat thread; the next heartbeat may succeed
             super().record_heartbeat(trial_id)
 
 

@@ -77,7 +77,7 @@ def _panel(axes: Any, study: Results, rule: Rule) -> None:
     lost = f", {study.count('diverged')} diverged" if study.count("diverged") else ""
     axes.set_title(f"{title}, {len(points)} configurations{lost}", fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
-    labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}
+    labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), or G·max(1, Ω) for G < 0"}
     axes.set_ylabel(labels[rule], fontsize=9)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="best", framealpha=0.9)
@@ -105,7 +105,7 @@ def _named(study: Results, rule: Rule) -> list[tuple[str, str]]:
 
 
 def _scale(axes: Any, complexities: Sequence[float], scores: Sequence[float], best: Sequence[float]) -> None:
-    """Scale the axes; scores are linear up to the power of ten that exceeds at least half of the frontier's."""
+    """Scale the axes; the axis of scores is linear up to the first power of ten above the median of ``best``."""
     linear = 10.0 ** math.ceil(math.log10(max(statistics.median(map(abs, best)), 1e-3)))
     axes.set_yscale("symlog", linthresh=linear)
     axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")

@@ -96,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its scores, which are None if the trial or every baseline did not complete."""
+    """A trial with its scores, -inf if it diverged; None if it did not end by itself or no baseline completed."""
 
     trial: Trial
     gain: float | None
@@ -109,7 +109,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Results:
-    """A study's scored trials, and M_ref, the validation loss of the better baseline; None without a complete one."""
+    """A study's scored trials; ``reference`` is :func:`reference_loss`."""
 
     name: str
     task: str
@@ -156,7 +156,7 @@ def scored(trial: Trial, reference: float | None) -> Scored:
 
 
 def best(results: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
-    """Return (family, category, trial): every baseline, then for each family the rows of the design-space paper."""
+    """Return (family, category, trial): every baseline, then each family's rows of the design-space paper's tables."""
     ended = [s for s in results.trials if s.trial.finished]
     rows = [(s.trial.family, "baseline", s) for s in ended if s.trial.kind == "baseline"]
     for family in results.families:
@@ -180,7 +180,7 @@ def frontier(trials: Sequence[Scored], rule: Rule) -> list[Scored]:
 
 @dataclass(frozen=True)
 class Effect:
-    """The losses of a family's trials with one choice of one parameter; ``lost`` trials have infinite loss."""
+    """The losses of a family's trials with one choice of a parameter; ``lost`` is the number of infinite losses."""
 
     family: str
     parameter: str

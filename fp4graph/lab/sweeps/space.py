@@ -1,9 +1,9 @@
 """Search spaces: choices that each change a policy, written in YAML, and the policies that they give.
 
 A configuration takes one choice of every parameter whose ``when`` holds. Its policy is the space's ``base``, merged
-with the fragments of its choices in the order of the parameters, then with those of ``also``: ``quantize`` changes the
-quantize block of every rule, ``operands`` its exceptions, ``techniques`` are appended or replace techniques of the same
-name, and ``run`` sets options of the training, such as ``lr``.
+with the fragments of its choices in the order of the parameters, then with the fragments of ``also`` whose ``when``
+holds. In a fragment, ``quantize`` changes the quantize block of every rule, ``operands`` the exceptions of every rule,
+``techniques`` are appended or replace techniques of the same name, and ``run`` sets options of the training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its choices by label, the plain one first, and the condition under which it applies."""
+    """A parameter: its choices by label, the plain choice first, and the condition under which it applies."""
 
     name: str
     choices: Mapping[str, Part]
@@ -74,7 +74,7 @@ class Parameter:
                 yield assignment
 
     def only(self, labels: Iterable[str]) -> Parameter:
-        """Return this parameter with some of its choices."""
+        """Return this parameter with only the choices ``labels``."""
         return replace(self, choices={label: self.choices[label] for label in labels})
 
     def shown(self, label: str) -> str:
@@ -134,7 +134,7 @@ class Space:
         return sum(1 for _ in itertools.islice(self.assignments(), limit))
 
     def assigned(self, choose: Callable[[Parameter, list[str]], str]) -> Assignment:
-        """Return the assignment that takes ``choose(parameter, labels)`` of each parameter with open labels."""
+        """Return the assignment with the choice ``choose(parameter, labels)`` of each parameter with open labels."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
             if labels := parameter.open_to(taken):
@@ -190,7 +190,7 @@ class Space:
         return document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))}), run
 
     def _resolved(self, document: Node) -> Policy:
-        """Resolve the policy; unless the space is ``inert``, a PolicyWarning rejects it."""
+        """Resolve the policy; unless the space is ``inert``, raise a PolicyWarning as a PolicyError."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if self.inert else "error", PolicyWarning)
             try:
@@ -245,7 +245,7 @@ def load_space(ref: str | Path) -> Space:
     """Load the space ``ref``: a file, or the name of a shipped space (``design-space``).
 
     Raises:
-        PolicyError: a key, name or condition is unknown, or a choice occurs in no valid policy; has file and line.
+        PolicyError: a key, name or condition is unknown, or a choice occurs in no valid policy; names file and line.
     """
     shipped = {file.stem: file for file in Path(__file__).with_name("spaces").glob("*.yaml")}
     path = shipped.get(str(ref), Path(ref))
@@ -282,7 +282,7 @@ def parse_space(text: str, file: str) -> Space:
         if section.family not in parameters:
             raise place.error(f"family {section.family!r} is not a parameter; {suggest(section.family, parameters)}")
         if parameters[section.family].when:
-            raise place.error(f"family must be a parameter without a condition; {section.family!r} has one")
+            raise place.error(f"family must be a parameter without a condition; {section.family!r} has a condition")
     base = _base(root, section, file)
     content = {**root.plain(), "base": {key: v for key, v in base.plain().items() if key not in ("version", "name")}}
     space = Space(
@@ -311,7 +311,7 @@ def _base(root: Node, section: SpaceSection, file: str) -> Node:
             raise node.place.error(f"base: {error}") from None
         document = parse(policy.to_yaml(), section.base)
     else:
-        for key, why in (("extends", "name that policy as the base"), ("name", "the space has one")):
+        for key, why in (("extends", "name that policy as the base"), ("name", "the space has a name")):
             if key in node.value:
                 raise node.where(key).error(f"base takes no {key!r}: {why}; remove it")
         document = node.replacing({"version": (node.place, Node(1, node.place))})

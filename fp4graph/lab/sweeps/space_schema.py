@@ -32,7 +32,7 @@ def _policy(value: Any) -> Any:
     return value
 
 
-#: The labels that each parameter may have.
+#: The labels, by parameter, with which a condition holds.
 Condition = dict[str, Annotated[tuple[str, ...], BeforeValidator(_labels)]]
 
 
@@ -105,7 +105,7 @@ def _each_rule(document: Node, over: Node) -> Node:
     rules, default, phases = map(document.child, ("rules", "default", "phases"))
     if rules is not None:
         changed["rules"] = _laid(rules, over)
-    if default is not None and isinstance(default.value, dict):  # a quantize block that also has the exceptions' keys
+    if default is not None and isinstance(default.value, dict):  # a quantize block, with the keys of operands beside it
         flat = over.child("quantize") or Node({}, over.place)
         changed["default"] = _deep(_deep(default, flat), _selected(over, "operands"))
     if phases is not None:
@@ -114,7 +114,7 @@ def _each_rule(document: Node, over: Node) -> Node:
 
 
 def _laid(rules: Node, over: Node) -> Node:
-    if ahead := rules.child("before"):  # of a phase
+    if ahead := rules.child("before"):  # the rules that a phase puts before the policy's
         return rules.replacing({"before": (rules.where("before"), _laid(ahead, over))})
     return Node([_deep(rule, over) if rule.child("quantize") else rule for rule in rules.value], rules.place)
 

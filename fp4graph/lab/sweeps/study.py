@@ -2,7 +2,7 @@
 
 One transaction writes a trial with its full configuration, and transactions number the trials. A reader of trial n
 therefore sees all trials before it. If two workers choose the same configuration, the trial with the lower number runs,
-and the other one withdraws. A trial's ``result`` is one attribute, written before Optuna's state.
+and the other trial is withdrawn. A trial's ``result`` is one attribute, written before Optuna's state.
 
 Workers send Optuna's heartbeats, and Optuna fails the trials of silent workers. This module handles two cases that
 Optuna does not: A worker may die before its trial's first heartbeat, so an observer sends the first heartbeat. A kill
@@ -44,7 +44,7 @@ PRUNERS: dict[str, Callable[[], BasePruner]] = {
     "median": partial(MedianPruner, n_startup_trials=5, n_warmup_steps=1),
     "hyperband": HyperbandPruner,
 }
-#: Raised at a report or a result: the trial is no longer this worker's, because the worker counted as dead.
+#: Raised when a worker reports a loss or a result of a trial that it no longer has, because it counted as dead.
 TakenOver = UpdateFinishedTrialError
 
 
@@ -71,7 +71,7 @@ class Manifest:
         return cls(str(run["task"]), common, space.text, space.name, space.digest, patience)
 
     def differences(self, other: Manifest) -> list[str]:
-        """Return in words the differences between the settings of a study, ``other``, and these."""
+        """Return in words how these settings differ from ``other``, the settings of a study."""
         differences = []
         old, new = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
         if old != new:
@@ -114,8 +114,8 @@ class Study:
         study = cls.open(url, name, pruner)
         if different := manifest.differences(study.manifest):
             raise Error(
-                f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Their results are not "
-                "comparable: give the new study another name with --study, or use the settings of the old one. "
+                f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Results would not be "
+                "comparable: give the new study another name with --study, or use the settings of the old study. "
                 "fp4graph sweep-results still reads the old study"
             )
         return study
@@ -222,7 +222,7 @@ class Study:
         return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
-        with suppress(TakenOver):  # by another worker at the same time
+        with suppress(TakenOver):  # another worker may end the trial at the same time
             self._study.tell(number, value, state, skip_if_finished=True)
 
 
@@ -238,7 +238,7 @@ def _read(trial: FrozenTrial, excused: bool) -> Trial:
 
 
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
-    """Return a trial with Optuna's parameters, for its tools; ``more`` is as for ``optuna.create_trial``."""
+    """Return a trial whose assignment Optuna's tools read; ``more`` are arguments of ``optuna.create_trial``."""
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
     distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)

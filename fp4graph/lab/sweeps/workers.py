@@ -38,7 +38,7 @@ Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
 
 #: The number of times a configuration may end its worker's process before it is recorded as failed.
 LOSSES = 3
-#: Draws (plus ten per trial) after which the space is enumerated.
+#: The number of draws, plus ten per trial, after which the space is enumerated.
 DRAWS = 1000
 #: Seconds between looks at the database while waiting for other workers.
 POLL = 1.0
@@ -51,8 +51,8 @@ HURRIED = 5.0
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
     """Return the next configuration to run, from all trials of the study; None if no configuration is left or ready.
 
-    The baselines come first, and other configurations wait until one has finished: scores need it, and faults of data
-    or device show there. Then come the plain choices in every family, the lost trials, and the sampler's choices.
+    The baselines come first. Other configurations wait until a baseline has finished, because scores need its loss, and
+    because it shows faults of data or device. Then come each family's plain choices, lost trials and sampled choices.
     ``random`` choices are the same for equal seeds, independent of the workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
@@ -70,7 +70,7 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
 
 
 def _drawn(space: Space, trials: Sequence[Trial], seed: int, sampler: str) -> Iterator[Configuration]:
-    """Yield the sampler's configurations, then all others; leave out those with the choices of a trial."""
+    """Yield the sampler's configurations, then all others; leave out configurations that a trial has taken."""
     taken = {tuple(trial.assignment.items()) for trial in trials if trial.state not in FREE}
     estimated = _estimated(space, trials, seed) if sampler == "tpe" else ()
     draws = (space.draw(random.Random(f"{seed}:{draw}")) for draw in range(DRAWS + 10 * len(trials)))
@@ -129,7 +129,7 @@ def work(
     trials. ``going`` is called before each trial; False ends the worker.
 
     Raises:
-        Error: a baseline or a plain configuration failed, so that all others would; or the database is unreachable.
+        Error: a baseline or a plain configuration failed, as all others would, or the database is unreachable.
     """
     run = Run(**study.manifest.run)
     run = replace(run, device=device or run.device)
@@ -178,7 +178,7 @@ def _run(
     if configuration.error is not None:
         return ended("refused", reason=str(configuration.error))
     if lost >= LOSSES:
-        return ended("failed", fatal=is_baseline, reason=f"its worker's process ended {lost} times while it ran")
+        return ended("failed", fatal=is_baseline, reason=f"{lost} worker processes ended while training this configuration")
     try:
         with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
@@ -211,7 +211,7 @@ def worker_name(pid: int, token: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a worker process that the study does not have. ``log`` is a folder."""
+    """The arguments of a worker process besides the study's settings. ``log`` is the folder of the workers' logs."""
 
     url: str
     study: str
@@ -295,24 +295,24 @@ class Workers:
 
     def _start(self, index: int) -> None:
         context, token = multiprocessing.get_context("spawn"), uuid.uuid4().hex
-        ours, theirs = context.Pipe(duplex=False)
-        process: Any = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
-        # Ctrl-C reaches all processes of a terminal, but only this one handles it; a worker inherits the block, because
-        # its own handler would come after seconds of imports. Starting the tracker inside the block would lift it.
+        receiver, sender = context.Pipe(duplex=False)
+        process: Any = context.Process(target=_process, args=(self._job, index, token, os.getpid(), sender))
+        # Ctrl-C reaches all processes of a terminal, but only this one handles it. A worker inherits the block, because
+        # it could set a handler only after seconds of imports. Starting the tracker in the block would lift the block.
         resource_tracker.ensure_running()
         with _blocked(signal.SIGINT):
             process.start()
-        theirs.close()
-        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), self._progress())
+        sender.close()
+        self._running[index] = _Worker(process, receiver, worker_name(process.pid, token), self._progress())
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
 
         A killed worker is replaced as long as trials make progress, and its trial is freed at once. ``stop`` is called
-        before dead workers are handled: a signal to the process group also ends the workers, which needs no repair.
+        before dead workers are replaced, because a signal that stops the sweep may have ended the workers too.
 
         Raises:
-            Error: a worker raised it, or workers end without progress.
+            Error: a worker raised an Error, or a worker ended and no trial made progress since its start.
         """
         while self._running and not stop():
             ended = {index: worker for index, worker in self._running.items() if not worker.process.is_alive()}

@@ -99,8 +99,8 @@ AUGMENTED: dict[str, Any] = {
     "augmentation": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
     "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
 }
-SOURCE = f"{PAPER}; the paper names no model, so the model is ours"
-DOWNLOADED = "FOLDER; downloaded if it has none"
+SOURCE = f"{PAPER}; the paper names no model, so this project chose one"
+DOWNLOADED = "FOLDER, into which missing data is downloaded"
 FOLDERS = "FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME"
 # A mirrored 6 is not a 6, so digits are not flipped, and crops keep every stroke.
 _OF_DIGITS = {"scale": (0.7, 1.0), "ratio": (0.9, 1.1), "hflip": 0.0, "color_jitter": None}
@@ -124,7 +124,7 @@ TASKS = (
     _task("digits", "A ViT of 2 blocks on scikit-learn's 1797 scans of handwritten digits, 8x8 pixels",
           Recipe(lr=2e-3, batch_size=64, epochs=20),
           partial(_small, sources.digits, patch_size=2, embed_dim=64, depth=2, num_heads=2), embedded=True),
-    _task("digits-augmented", "A ViT of 2 blocks on the same digits, enlarged to 16x16 and cropped at random",
+    _task("digits-augmented", "A ViT of 2 blocks on scikit-learn's digits, enlarged to 16x16 and cropped at random",
           _adamw(lr=2e-3, batch_size=64, epochs=24, schedule="timm", warmup=1 / 24, validations=24),
           partial(_augmented, sources.digits, 16, augmentation=_OF_DIGITS, embed_dim=96, depth=2, num_heads=3),
           embedded=True),

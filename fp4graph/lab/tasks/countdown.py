@@ -26,13 +26,13 @@ from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.language import llama
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
-#: Numbers in a puzzle, each a digit from 1 to 9.
+#: The count of numbers in a puzzle; each number is a digit from 1 to 9.
 NUMBERS = 3
 #: All characters of texts. Token 0 pads, token 1 ends a completion, the other tokens are the characters in order.
 CHARACTERS = "0123456789+-,=:"
 PAD, END, FIRST = 0, 1, 2
 VOCABULARY = FIRST + len(CHARACTERS)
-#: Tokens of a prompt, and of a shortest answer with its END.
+#: The numbers of tokens in a prompt, and in a shortest answer with its END.
 PROMPT, ANSWER = 2 * NUMBERS + 3, 2 * NUMBERS
 #: The number of different training prompts.
 DIFFERENT = 2195
@@ -67,7 +67,7 @@ def reward(prompt: str, completion: str) -> float:
 
 
 def sets(held_out: bool) -> list[tuple[int, ...]]:
-    """Return the sets of numbers to train on, or the held-out ones: every fifth of all 165, in order.
+    """Return the sets of numbers to train on, or the held-out sets: every fifth of all 165 sets, in order.
 
     No held-out puzzle is a permutation of a training puzzle.
     """
@@ -136,8 +136,8 @@ def advantages(rewards: Tensor) -> Tensor:
 def started(seed: int, steps: int = WARM_UP) -> Any:
     """Return a LLaMA of 2 blocks and 108,992 parameters that solves some puzzles, as GRPO needs. Train only copies.
 
-    The model has had ``steps`` of AdamW in high precision, with a warm-up of a tenth of them, on the cross-entropy of
-    an answer's tokens. Equal arguments give equal models.
+    The model was trained with ``steps`` steps of AdamW in high precision, the first tenth a warm-up, on the
+    cross-entropy of an answer's tokens. Equal arguments give equal models.
     """
     tokens = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": PAD}
     with torch.random.fork_rng(devices=()):
@@ -173,7 +173,7 @@ class Countdown(Problem):
     their sets of numbers never occur in training. Training follows ``warm_up`` supervised steps.
 
     Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, so that the ratio to
-    the old policy is 1 and never clipped, and without the KL penalty. The task is ours.
+    the old policy is 1 and never clipped, and without the KL penalty. The task is this project's.
 
     Raises:
         Error: the group has one completion, or a rollout is longer than the cache; in :meth:`measure`, a reward is not
@@ -221,8 +221,8 @@ class Countdown(Problem):
             entropy = mean_entropy(logits, before_end(tokens)).view(-1, self.group)
             return {"loss": failed, "reward": rewards.mean(1), "entropy": entropy.mean(1)}
         chosen, mask = log_probs(model, prompts, tokens)
-        each = (chosen * mask).sum(1) / mask.sum(1)
-        surrogate = -(advantages(rewards) * each.view(-1, self.group)).mean(1)
+        mean_log_prob = (chosen * mask).sum(1) / mask.sum(1)
+        surrogate = -(advantages(rewards) * mean_log_prob.view(-1, self.group)).mean(1)
         return {"loss": failed + surrogate - surrogate.detach()}
 
 
@@ -236,20 +236,20 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
     """
     from transformers import LogitsProcessorList
 
-    longest, prompt, training = noise.shape[1], prompts.shape[1], model.training
+    completion, prompt, training = noise.shape[1], prompts.shape[1], model.training
 
     def perturb(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.float() + noise[:, ids.shape[1] - prompt]
 
     generated = model.eval().generate(
         prompts, attention_mask=torch.ones_like(prompts), logits_processor=LogitsProcessorList([perturb]),
-        max_new_tokens=longest, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
+        max_new_tokens=completion, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
         eos_token_id=END, pad_token_id=PAD,
     )  # fmt: skip
     model.train(training)
     tokens = generated.sequences[:, prompt:]
     logits = torch.stack(generated.logits, 1).float()
-    return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=PAD), logits
+    return nn.functional.pad(tokens, (0, completion - tokens.shape[1]), value=PAD), logits
 
 
 def before_end(tokens: Tensor) -> Tensor:
@@ -280,6 +280,6 @@ COUNTDOWN = Task(
     "GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts per prompt, after a supervised start",
     Recipe(lr=1e-3, batch_size=32, steps=400, optimizer="adamw", schedule="cosine", warmup=0.05, clip=1.0,
            validations=8),
-    Countdown, source="ours; the objective of Shao et al. 2024, on policy", embedded=True,
+    Countdown, source="this project; the objective of Shao et al. 2024, on policy", embedded=True,
 )  # fmt: skip
 TASKS = (COUNTDOWN,)

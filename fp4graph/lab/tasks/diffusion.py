@@ -78,7 +78,7 @@ def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
 
 
 def _levels(downwards: str, **options: Any) -> dict[str, Any]:
-    """Return options of a U-Net with levels with (A) or without (-) attention, from first to last."""
+    """Return options of a U-Net whose levels, from first to last, have attention (A) or have none (-)."""
     down = [{"A": "AttnDownBlock2D", "-": "DownBlock2D"}[kind] for kind in downwards]
     up = [name.replace("Down", "Up") for name in reversed(down)]
     return {"down_block_types": tuple(down), "up_block_types": tuple(up), **options}
@@ -93,8 +93,8 @@ TASKS = (
           embedded=True),
     _task("small-diffusion", "A U-Net of 3 levels on CIFAR-10", Recipe(lr=1e-3, batch_size=512, epochs=20),
           partial(_small, sources.cifar10, **_levels("-AA"), block_out_channels=(64, 128, 128), attention_head_dim=32),
-          source=f"{PAPER}; the paper gives no model size, so the size is ours",
-          data="FOLDER; downloaded if it has none"),
+          source=f"{PAPER}; the paper gives no model size, so this project chose one",
+          data="FOLDER, into which missing data is downloaded"),
     _task("big-diffusion", "A U-Net of 6 levels on FFHQ, 128x128 pixels",
           Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
           partial(from_folder, size=128, **_levels("----A-"), block_out_channels=(128, 128, 256, 256, 512, 512),

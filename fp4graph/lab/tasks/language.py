@@ -60,7 +60,7 @@ class Parts:
 
 
 def load(data: str) -> Parts:
-    """Return ``stdlib``, ``wikitext``, or the text files of a path."""
+    """Return the documents that ``data`` names: ``stdlib``, ``wikitext``, or a path to text files."""
     if data == "stdlib":
         return standard_library()
     return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
@@ -123,7 +123,7 @@ def wikitext() -> Parts:
 
 
 def prepared(texts: Parts, vocabulary: int) -> Parts:
-    """Return ``texts`` as tokens of a tokenizer trained on them; :func:`data_folder` caches both."""
+    """Return ``texts`` as tokens of a tokenizer trained on them; :func:`data_folder` caches tokens and tokenizer."""
     if vocabulary == BYTES:
         return tokenize(texts)
     checksum = 0
@@ -208,8 +208,8 @@ class Language(Problem):
     """Cross-entropy per token of the next token, in sequences of ``context`` tokens from random places of the text.
 
     Validation uses the first sequences of the validation text that do not overlap, at most ``VALIDATED``. Perplexity
-    is the exponential of the mean loss. Losses are comparable only for one text and one vocabulary. ``data`` is the
-    default text.
+    is the exponential of the mean loss. Losses are comparable only between runs with the same text and vocabulary.
+    ``data`` is the default text.
     """
 
     def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:

@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Recipe, Run):
-    """A run without open settings, from which a problem is made; its length is :meth:`total_steps`."""
+    """A run whose settings are all decided, from which a problem is made; its length is :meth:`total_steps`."""
 
     device: str
     backend: str
@@ -66,7 +66,7 @@ class Problem(ABC):
     """A model, on the CPU and in fp32, and the data to train it on; both are functions of the seed.
 
     ``samples`` is the number of training samples in an epoch, and ``dtype`` the parameters' dtype in training.
-    ``blocks`` names the model's blocks if they are not a repeated stack, which ``block: true`` would find.
+    ``blocks`` names the model's blocks if ``block: true`` does not find them, because they are not a repeated stack.
     """
 
     model: nn.Module
@@ -85,8 +85,8 @@ class Problem(ABC):
         torch.manual_seed(settings.seed)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        """Yield training batches without end, from number ``start`` on: on the CPU, all of one shape, and functions of
-        the seed and their number. A problem without ``train`` must override this."""
+        """Yield training batches without end, from number ``start`` on. They are on the CPU, have one shape, and are
+        functions of the seed and their number. A problem without ``train`` must override this method."""
         for number, batch in enumerate(self.train.batches(self.order.rows(start)), start):
             yield self.prepared(batch, number, training=True)
 
@@ -113,7 +113,7 @@ class Problem(ABC):
 class Task:
     """A model, its data and a recipe, under a name. An ``embedded`` task needs no external data.
 
-    ``source`` cites the origin of the recipe. ``data`` describes the values of ``--data``; None takes no value.
+    ``source`` cites the origin of the recipe. ``data`` describes the values of ``--data``; None forbids ``--data``.
     """
 
     family: str
@@ -121,12 +121,12 @@ class Task:
     description: str
     recipe: Recipe
     make: Callable[[Settings], Problem]
-    source: str = "ours"
+    source: str = "this project"
     data: str | None = None
     embedded: bool = False
 
     def settings(self, run: Run) -> Settings:
-        """Return the settings of ``run``, with the recipe's for None; raise an Error if they do not fit the task."""
+        """Return the settings of ``run``, with the recipe's in place of None; raise an Error if they do not fit."""
         if run.data is not None and self.data is None:
             raise Error(f"task {self.name!r} makes its data itself; leave --data out")
         recipe = self.recipe
