@@ -293,7 +293,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(study
     work(study, table10, 5, objective=toy.objective)
     assert states(study) == [*["complete"] * 3, *["lost"] * 3, "failed", "complete"]
     assert study.trials()[6].key == fatal.key
-    assert study.trials()[6].result["reason"] == "3 worker processes ended while training this configuration"
+    assert study.trials()[6].result["reason"] == "3 workers ended while they trained this configuration"
 
 
 class NotThere:

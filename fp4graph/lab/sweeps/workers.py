@@ -178,7 +178,7 @@ def _run(
     if configuration.error is not None:
         return ended("refused", reason=str(configuration.error))
     if lost >= LOSSES:
-        return ended("failed", fatal=is_baseline, reason=f"{lost} worker processes ended while training this configuration")
+        return ended("failed", fatal=is_baseline, reason=f"{lost} workers ended while they trained this configuration")
     try:
         with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
