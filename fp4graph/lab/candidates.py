@@ -96,7 +96,7 @@ class Format:
     rule: Rule  # the rule that quantizes; the default rule if the policy quantizes nothing
     explanation: Explanation  # of the model under the policy
     modules: frozenset[str]  # the modules of the sites that the policy quantizes
-    joint: bool  # the format is for all GEMMs of a site: it has techniques, or its backward reads operands of fprop
+    joint: bool  # a site's GEMMs share the format: it has techniques, or its backward reads operands of fprop
 
     @classmethod
     def of(cls, explanation: Explanation) -> Format:

@@ -142,7 +142,7 @@ class _Job:
 
     @property
     def pending(self) -> list[tuple[Policy, int]]:
-        """The runs that have not finished, by seed; within a seed the baseline is the first."""
+        """The runs that have not finished, by seed; within a seed the baseline comes first."""
         runs = [(policy, seed) for seed in self._seeds for policy in self._policies]
         return [(policy, seed) for policy, seed in runs if not self._record.finished(policy, seed)]
 

@@ -53,7 +53,7 @@ class Finding:
     size: float  # the distance from the middle of the range in half-widths
     stays: bool  # whether the last record is outside too
     remedy: Remedy
-    sites: tuple[int, int] = (1, 1)  # sites where the operand's quantity left its range at ``step``; all its sites
+    sites: tuple[int, int] = (1, 1)  # how many of the operand's sites left this range at ``step``, and how many there are
 
     def words(self) -> tuple[str, str]:
         """Return the value and the normal range in words."""
@@ -130,7 +130,7 @@ def diagnose(
     """
     needs("pandas", "diagnoses need pandas", "analysis")
     if not Path(run).exists():
-        raise Error(f"there is no folder {str(run)!r}; give a folder of fp4graph train, or a run of fp4graph.compare")
+        raise Error(f"there is no folder {str(run)!r}; give a folder of fp4graph train or of a run of fp4graph.compare")
     record = _read(Path(run), losses)
     if record.recorded is None and not record.losses:
         raise Error(f"{run} has neither losses nor statistics; train with fp4graph train --statistics, or with "
@@ -177,7 +177,7 @@ class _Read(NamedTuple):
 
 
 def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read:
-    """Read a folder; ``losses`` replaces its losses, which ``fp4graph.compare`` writes to ``log.jsonl``."""
+    """Read a folder; ``losses`` replace the folder's losses, which ``fp4graph.compare`` writes to ``log.jsonl``."""
     lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
     if losses is None:
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}

@@ -60,8 +60,8 @@ class ForwardEstimate(_Estimate):
 
     where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum replaces the
     Hessian by the empirical Fisher matrix: if L = 1/N Σ_n l_n, and row t enters only one l_n, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
-    with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; BRECQ,
-    Li et al. 2021, equation 10). Both agree in expectation for the log-likelihood of a model that predicts well.
+    with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", sec. 11; BRECQ, Li
+    et al. 2021, equation 10). Both matrices agree in expectation for the log-likelihood of a model that predicts well.
     """
 
     def __call__(

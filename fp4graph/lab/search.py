@@ -129,7 +129,7 @@ def search(
             are stored as fprop reads them, so this bound concerns fprop alone.
         fp4_flops: the least share of a training step's matrix FLOPs whose operands both have four bits.
         complexity: the largest Ω.
-        overhead: the largest ``cost``. Costs of mixed policies are interpolated by FLOPs; the result's is measured.
+        overhead: the largest ``cost``, which is interpolated by FLOPs for mixed policies, but measured for the result.
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
         scores: scores by ("site", "gemm") that replace the measurement.
         caution: the number of standard errors added to each increase, against scores that are small by chance.

@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """The rows as text, by the headings of their columns; without the columns of times if none was measured."""
+        """The rows as text, by the headings of their columns; without the columns of times if no time was measured."""
         untimed = () if self.timings else ("ms/step", "ratio")
         rows = (_shown(row, self.metrics) for row in self.rows)
         return [{heading: cell for heading, cell in row.items() if heading not in untimed} for row in rows]

@@ -32,7 +32,7 @@ from fp4graph.policy import Policy
 
 #: The most points of the curve in a run's line; each point is the mean loss of the steps since the point before.
 POINTS = 200
-#: The statistics that a comparison's page shows, and that a diagnosis needs to name the remedy of a low SNR.
+#: The statistics that a comparison's page shows, and the statistics by which a diagnosis finds the remedy of a low SNR.
 METRICS = ("snr", "error", "saturation", "underflow", "scales")
 #: The file in the folder of a run that raised.
 TRACEBACK = "traceback.txt"
@@ -86,7 +86,7 @@ def train_once(
         finally:
             watcher.close()
     gc.collect()
-    points = log.points if log.begun or error is None else []  # an attempt that logged nothing has an earlier one's
+    points = log.points if log.begun or error is None else []  # else the points are of an earlier attempt
     return {
         "kind": "run", "policy": policy.name, "fingerprint": policy.fingerprint, "seed": seed,
         "state": "failed" if error is not None else "finished" if math.isfinite(loss) else "diverged",

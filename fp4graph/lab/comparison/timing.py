@@ -14,7 +14,7 @@ import torch
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.policy import Policy
 
-#: Logged intervals of the first turn, which compiles and fills caches, and of later turns, whose first is not counted.
+#: The logged intervals of the first turn, which compiles, and of later turns; each turn's first interval is left out.
 WARM_UP, INTERVALS = 5, 4
 #: The number of turns of each training, and the seconds after which no turn begins.
 TURNS, SECONDS = 9, 120.0

@@ -49,7 +49,7 @@ def kind_of(row: Measurement) -> str:
 
 
 def by_kind(recorded: Recorded, column: str) -> Curves:
-    """Return a curve in percent for each kind of site; of many, for the KINDS highest at the end and all others."""
+    """Return a curve in percent for each kind of site, but one for all kinds below the KINDS highest at the end."""
     curves = curves_by(kind_of, recorded, column, 100)
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     if len(others := ranked[KINDS:]) < 2:

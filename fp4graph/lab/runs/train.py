@@ -122,7 +122,7 @@ def restored(folder: Path) -> Training:
 
 
 class Training:
-    """A training in progress, of a problem's model to which the policy is applied."""
+    """A training in progress: a problem's model under the policy, its optimizer, and the counts so far."""
 
     def __init__(self, run: Run) -> None:
         self.policy, task = load_policy(run.policy), task_named(run.task)

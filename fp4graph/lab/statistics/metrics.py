@@ -1,6 +1,6 @@
 """Computes the statistics: sums of tensors over a step, and from the sums the fields of docs/analysis.md.
 
-Source: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3, for three of the metrics.
+Source of oscillation, confidence and rate of change: TetraJet (Chen et al. 2025), A.1 to A.3.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Sample(NamedTuple):
     ratio: Tensor  # x divided by its scale, before rounding; NaN where the block's scale is NaN
     moments: Moments
     element: ElementFormat
-    scales: Tensor  # the stored scales, [B], 0 for a block of zeros; all of the operand's if its blocks are dependent
+    scales: Tensor  # the stored scales, [B], 0 for a block of zeros; of all blocks if blocks depend on each other
 
 
 @torch.no_grad()

@@ -123,7 +123,7 @@ class Recorded:
     def worst(self, column: str = "snr_db", count: int | None = 10) -> list[dict[str, Any]]:
         """Return the sites and tensors with the worst mean of ``column`` over all records, the worst first.
 
-        Bad are low values of ``snr_db``, ``gain`` and ``confidence``, and high values of other columns. Each item has
+        Low values are bad for ``snr_db``, ``gain`` and ``confidence``, high values for other columns. Each item has
         ``site``, ``tensor``, the mean under the column's name, the ``worst`` value, and its ``step``.
         """
         places: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
@@ -168,7 +168,7 @@ class Recorded:
 
 
 def find(path: str | PathLike[str]) -> Path | None:
-    """Return the file of statistics: ``path``, or a file in the directory ``path`` or its ``statistics/``; or None."""
+    """Return ``path`` if it is a file, else the file of statistics in it or in its ``statistics/``; None without one."""
     path = Path(path)
     return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
 

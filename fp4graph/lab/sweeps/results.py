@@ -96,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its scores, -inf if it diverged; None if it did not end by itself or no baseline completed."""
+    """A trial with its scores: -inf if it diverged; None if it is otherwise incomplete, or no baseline is complete."""
 
     trial: Trial
     gain: float | None
@@ -109,7 +109,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Results:
-    """A study's scored trials; ``reference`` is :func:`reference_loss`."""
+    """A study's scored trials, and ``reference``, the loss M_ref of :func:`reference_loss`."""
 
     name: str
     task: str
