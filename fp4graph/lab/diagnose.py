@@ -53,7 +53,7 @@ class Finding:
     size: float  # the distance from the middle of the range in half-widths
     stays: bool  # whether the last record is outside too
     remedy: Remedy
-    sites: tuple[int, int] = (1, 1)  # how many of the operand's sites left this range at ``step``, and how many there are
+    sites: tuple[int, int] = (1, 1)  # how many sites left this range at ``step``, and how many there are
 
     def words(self) -> tuple[str, str]:
         """Return the value and the normal range in words."""

@@ -168,7 +168,7 @@ class Recorded:
 
 
 def find(path: str | PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a file, else the file of statistics in it or in its ``statistics/``; None without one."""
+    """Return ``path`` if it is a file, else the file of statistics in it or its ``statistics/``; or None."""
     path = Path(path)
     return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
 
