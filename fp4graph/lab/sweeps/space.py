@@ -111,8 +111,7 @@ class Configuration:
 class Space:
     """A search space, as :func:`load_space` reads it.
 
-    ``inert`` accepts techniques without effect. ``text`` is the space as YAML with the base written out; ``digest`` is
-    its hash.
+    ``inert`` accepts techniques without effect. ``text`` is the space as YAML, base included; ``digest`` is its hash.
     """
 
     name: str
