@@ -20,7 +20,7 @@ class Gaussian(Problem):
     The last tenth of the samples is for validation. The loss is (y' - y)², whose expectation for weights w' is
     Σ(w' - w)² plus the effect of quantizing X and w'. With bf16 parameters X is bf16 too; y stays fp32.
 
-    Source: "Elucidating the design space of FP4 training", appendix, Tables 3 and 11. The paper states no split.
+    Source: "Elucidating the design space of FP4 training", appendix, Tables 3 and 11. The split is this project's.
     """
 
     def __init__(self, settings: Settings, samples: int = SAMPLES, features: int = FEATURES) -> None:
