@@ -31,7 +31,7 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
     if name == "eager":
-        return torch_internals.backend_named(name)  # runs each product's own backward, which refuses itself
+        return torch_internals.backend_named(name)  # runs the backward of each product, which refuses by itself
     compiler = partial(_inductor, options or {}) if name == "inductor" else torch_internals.backend_named(name)
     return partial(_first_order, compiler)
 
@@ -39,10 +39,10 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
 def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile with ``compiler``, which traces the backward, and have that backward refuse ``create_graph=True``.
 
-    A hook on the autograd node of the backward refuses, so results stay the compiler's own. The node is found through
-    the outputs and the inputs that the graph has written to, or through the bases of those that are views, because a
-    later write to a view replaces its ``grad_fn``. Parameters are not written to where gradients are enabled. A graph
-    without quantized products gets no hook.
+    A hook on the autograd node of the backward refuses, so the compiler's results are returned as they are. The node is
+    found through the graph's outputs and the inputs that it may write to; of a view, through its base, because a later
+    write to the view replaces its ``grad_fn``. Parameters are left out, as nothing writes to them where gradients are
+    enabled. A graph without quantized products gets no hook.
     """
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     sites = [str(n.kwargs["site"]) for m in modules for n in m.graph.nodes if "site" in n.kwargs]
@@ -69,7 +69,7 @@ def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) 
 
 
 def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Compile with Inductor; on a GPU, options make it compute what eager mode computes, as its C++ code does."""
+    """Compile with Inductor. GPU code needs options to compute what eager mode computes; C++ code does so by itself."""
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
     if not on_gpu:
         require_compiler()
@@ -78,10 +78,10 @@ def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[
 
 
 def with_own_code(function: Any, cls: type) -> Callable[..., Any]:
-    """Return ``function`` with a code object of its own, named after ``cls``.
+    """Return ``function`` with a new code object, named after ``cls`` and numbered.
 
-    Dynamo has a cache and a recompile limit for each code object, and remembers input sizes, to make changing ones
-    dynamic, by the name of the code: the number in the name separates the captures.
+    Dynamo has a cache and a recompile limit for each code object. By the name of the code it remembers input sizes, to
+    make sizes that change dynamic. So captures that share neither need different objects with different names.
     """
     code = function.__code__.replace(co_name=f"fp4graph_{cls.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)

@@ -60,7 +60,7 @@ def _listed(operands: Sequence[Any]) -> list[Any]:
 
 
 def _path(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the pairs of operands that einsum multiplies, in order; a result joins the end of the operands."""
+    """Return the pairs of operands that einsum multiplies, in order; each result joins the operands as the last."""
     settings = torch.backends.opt_einsum
     if settings.is_available() and settings.enabled:
         path = settings.get_opt_einsum().contract_path(equation, *operands, optimize=settings.strategy or "auto")[0]
@@ -69,7 +69,7 @@ def _path(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return a function that contracts two tensors with these labels by one matmul; None where that needs more."""
+    """Return a function that contracts two tensors with these labels by one matmul; None if one is not enough."""
     batch = [i for i in left if i in right and i in result]
     summed = [i for i in left if i in right and i not in result]
     rows = [i for i in left if i not in right]
@@ -94,7 +94,8 @@ def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tens
 
 
 def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
-    """Return a function that computes the tensordot at ``node`` as one matmul; None where it sums all of an operand."""
+    """Return a function that computes the tensordot at ``node`` as one matmul; None if it sums all axes of an operand,
+    or no axis."""
     a, b = (value_of(argument) for argument in node.args[:2])
     if a is None or b is None or node.kwargs.get("out") is not None:
         return None
@@ -177,9 +178,9 @@ def convolution(
 ) -> Tensor:
     """Compute a convolution along one or two axes as the product that implicit GEMM kernels compute.
 
-    ``Y[l, o] = Σ_k A[l, k] · W[o, k] + bias[o]``, l over images and places of the output, k over the input channels of
-    o's group and the places under the kernel, the kernel's last axis fastest. Shapes: input ``[B, C, *S]`` or
-    ``[C, *S]``, weight ``[O, C/groups, *kernel]``, A ``[B·L, C/groups·|kernel|]``, which is written to memory.
+    ``Y[l, o] = Σ_k A[l, k] · W[o, k] + bias[o]``: l counts images and places of the output; k counts the input channels
+    of o's group and the places under the kernel, its last axis fastest. Shapes: input ``[B, C, *S]`` or ``[C, *S]``,
+    weight ``[O, C/groups, *kernel]``, and A ``[B·L, C/groups·|kernel|]``, which is written to memory.
     """
     axes = weight.dim() - 2
     if input.dim() == axes + 1:
@@ -187,10 +188,10 @@ def convolution(
     kernel, (steps, spread) = list(weight.shape[2:]), (_each(stride, axes), _each(dilation, axes))
     reach = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
     if isinstance(padding, str):
-        around = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+        margins = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
     else:
-        around = [(p, p) for p in _each(padding, axes)]
-    x = F.pad(input, [width for pair in reversed(around) for width in pair])
+        margins = [(p, p) for p in _each(padding, axes)]
+    x = F.pad(input, [width for pair in reversed(margins) for width in pair])
     places = [(size - r - 1) // s + 1 for size, r, s in zip(x.shape[2:], reach, steps, strict=True)]
     if axes == 1:
         x, kernel, steps, spread = x.unsqueeze(2), [1, *kernel], [1, *steps], [1, *spread]
@@ -208,7 +209,7 @@ def convolution(
 
 
 def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:
-    """Return K, N and the elements of the weight of a convolution's product."""
+    """Return K, N and the number of the weight's elements of a convolution's product."""
     weight = value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
     if weight is None or any(not isinstance(size, int) for size in weight.shape):
         return None, None, None

@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile(model, backend="fp4graph", options={"policy": ...})``, for policies without state."""
+"""The backend of ``torch.compile(model, backend="fp4graph", options={"policy": ...})``: no noise, state or phases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def fp4graph_backend(
 ) -> Callable[..., Any]:
     """Rewrite ``gm`` under ``options["policy"]`` and compile it with ``options["backend"]`` (inductor by default).
 
-    Other options are passed to Inductor. ``options["mode"]`` is torch.compile's mode, which torch does not take
-    beside options.
+    ``options["mode"]`` is torch.compile's mode, because torch takes either a mode or options. All other options go to
+    Inductor.
 
     Raises:
-        PolicyError: no policy is given, or the policy draws noise or keeps state, which needs the model and so
+        PolicyError: no policy is given; or the policy draws noise, keeps state or has phases, which need
             :func:`fp4graph.apply`.
+        CaptureError: a site cannot be quantized as the policy says.
         Error: an option of the compiler is unknown or would break exactness.
     """
     settings = dict(options or {})

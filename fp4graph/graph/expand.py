@@ -1,8 +1,8 @@
 """Opens nodes that hide matrix products: replaces each by the trace of a Python function that computes the same.
 
-:data:`fp4graph.graph.operations.TABLE` says which function belongs to which operation: torch's own where there is one,
-else one of :mod:`fp4graph.graph.attention` or :mod:`fp4graph.graph.contractions`. Products with copies of experts'
-matrices are written out beside the node (:func:`write_out`), which the graph keeps where no rule quantizes them.
+:data:`fp4graph.graph.operations.TABLE` says which function belongs to which operation: a function of torch where there
+is one, else one of :mod:`fp4graph.graph.attention` or :mod:`fp4graph.graph.contractions`. :func:`write_out` writes a
+product with copies of experts' matrices beside its node, and the graph keeps the node if no rule quantizes the product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4graph.torch_internals import pytree
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:
-    """Replace ``node`` by a trace of ``function`` on its arguments; the new nodes inherit its place in the model."""
+    """Replace ``node`` by a trace of ``function`` on its arguments; the new nodes get the node's place in the model."""
     _replace(node, _traced(gm, node, function, (node.args, node.kwargs), tag))
     gm.graph.lint()
 
@@ -32,7 +32,7 @@ class Replacement:
     """New nodes that compute the same as ``node``; :meth:`settle` decides which of the two a graph keeps.
 
     Attributes:
-        nodes: the new nodes in order; result: the new node that stands for ``node``.
+        nodes, result: the new nodes in order, and the one of them that stands for ``node``.
     """
 
     node: Node
@@ -55,7 +55,7 @@ class Replacement:
 
 
 def write_out(gm: GraphModule, node: Node, function: Callable[..., Any], arguments: Sequence[Node]) -> Replacement:
-    """Put a trace of ``function`` on ``arguments`` before ``node``, whose users are left as they are."""
+    """Put a trace of ``function`` on ``arguments`` before ``node``, and leave the users of ``node`` as they are."""
     last = node.prev
     result = _traced(gm, node, function, (tuple(arguments), {}), None)
     nodes: list[Node] = []
@@ -87,8 +87,8 @@ def _traced(gm: GraphModule, node: Node, function: Callable[..., Any], arguments
 def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node], tag: str | None) -> Any:
     """Copy the nodes of ``traced`` before ``node``, and return its output as nodes of the graph."""
     graph: Graph = gm.graph
-    kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-    place: dict[str, Any] = {key: value for key, value in node.meta.items() if key in kept}
+    keys = ("nn_module_stack", "stack_trace", "source_fn_stack")
+    place: dict[str, Any] = {key: value for key, value in node.meta.items() if key in keys}
     if tag is not None:
         place["fp4graph_op"] = tag
     mapping: dict[Node, Node] = {}
@@ -112,7 +112,7 @@ def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node]
 
 
 def _with_gradient(value: Any, node: Node) -> Any:
-    """Return the ``value`` of a traced node, with ``requires_grad`` if an input has it: traces lose that."""
+    """Return the ``value`` of a traced node, with ``requires_grad`` if an input has it, because traces lose it."""
     inputs = (value_of(source) for source in node.all_input_nodes)
     needs = name_of(node) != "detach" and any(x is not None and x.requires_grad for x in inputs)
     return value.requires_grad_() if needs and isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,6 +1,6 @@
 """Writes a product with copies of experts' matrices, ``w[ids]``, as a grouped product of sorted tokens.
 
-Models write ``Y[s] = A[s] @ W[ids[s]]``, with ``A [S, P, K]`` and ``W [E, K, N]``, as a copy of a matrix for every s
+Models compute ``Y[s] = A[s] @ W[ids[s]]``, with ``A [S, P, K]`` and ``W [E, K, N]``, by copying a matrix for every s
 and a batched product. A grouped product of rows sorted by expert computes the same and copies nothing:
 
     order      = argsort(ids)         stable
@@ -29,7 +29,7 @@ from fp4graph.graph.operations import operation_of
 from fp4graph.graph.products import Product, name_of, origin, value_of, view_source
 from fp4graph.numerics.declare import operator
 
-#: Key in a node's meta data: the number of axes of the parameter behind the node.
+#: Key in a node's meta data: the number of axes of the parameter that the node is a view of.
 AXES = "fp4graph_axes"
 #: Key in a node's meta data: a :class:`Copies`, or the reason for its absence: CHANGED or OTHERWISE.
 COPIES = "fp4graph_copies"
@@ -37,7 +37,7 @@ COPIES = "fp4graph_copies"
 CHANGED = "changed"
 #: The node's result holds copies that were picked or viewed in a way that :class:`Copies` cannot describe.
 OTHERWISE = "otherwise"
-#: Operations that pick parts of a tensor by a tensor of indices, and the position of what they pick from.
+#: Operations that pick parts of a tensor by a tensor of indices, and the position of the argument that they pick from.
 _PICKS = {"index_select": 0, "gather": 0, "take_along_dim": 0, "index": 0, "embedding": 1}
 _CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as", "_to_copy"})
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"})
@@ -65,7 +65,7 @@ class Copies:
     dtype: torch.dtype | None = None
 
     def viewed(self, node: Node, result: object) -> Copies | str:
-        """Return the copies after ``node``, which views or casts them, or OTHERWISE."""
+        """Return the copies as ``node`` views or casts them; OTHERWISE if no :class:`Copies` describes the result."""
         if not isinstance(result, Tensor):
             return OTHERWISE
         view = replace(self, versions=(*self.versions[:2], _version(result)))
@@ -91,8 +91,9 @@ class Copies:
         Args:
             tokens: ``[..., P, K]``, or ``[..., K, P]`` where the weight comes first; the leading axes may be broadcast
                 to those of ``ids``.
-            w: ``[E, K, N]``, or ``[E, N, K]`` where the copies are transposed, or come first and are not.
-            dtype: the dtype of the product, where the caller's autocast is known.
+            w: ``[E, K, N]`` if the copies are first and transposed, or second and not transposed; else ``[E, N, K]``.
+            detached: whether ``w`` gets no gradient.
+            dtype: the dtype of the product under the caller's autocast.
 
         Returns:
             ``[*ids.shape, P, N]``, or ``[*ids.shape, N, P]`` where the weight comes first.
@@ -123,7 +124,7 @@ def _version(x: Tensor) -> int:
 
 
 def follow(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> None:
-    """Mark ``node`` where its ``result`` is a view of a parameter, or copies of matrices of one.
+    """Mark ``node`` if its ``result`` is a view of a parameter, or holds copies of a parameter's matrices.
 
     Args:
         inputs: the node's input tensors.
@@ -172,7 +173,7 @@ def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: i
     w, ids = tensors = inputs[stack], inputs[index]
     if w.dim() != 3 or ids.dtype not in (torch.int32, torch.int64) or ids.dim() + 2 != result.dim():
         return None
-    # Without a graph, the matrices stay in memory until the product: a parameter or its view may, a cast may not.
+    # Without a graph, the stack stays in memory until the product: free for a parameter or its view, not for a cast.
     parameter = value_of(origin(stack)[0])
     if not isinstance(w, torch_internals.FakeTensor) and not (
         w is parameter or (parameter is not None and torch_internals.is_alias(w, parameter))
@@ -184,8 +185,8 @@ def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: i
 def _changes_copies(node: Node, result: object, inputs: Mapping[Node, Tensor]) -> bool:
     """Return whether ``node`` computes new matrices from experts' copies, as ``2·w[ids]`` or ``relu(w[ids])``.
 
-    The result has matrices as large as the copies, and other inputs have smaller ones (a scale, a mask, a gate).
-    Scores plus a picked bias remain scores, and copies joined with another tensor are activations.
+    It does if the result's matrices are as large as the copies, and those of other inputs (a scale, a mask, a gate) are
+    smaller. Scores plus a picked bias remain scores, and copies joined with another tensor are activations.
     """
 
     def matrix(x: Tensor) -> int | torch.SymInt:
@@ -220,7 +221,7 @@ def _listed(argument: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """A function that computes a product with copies from other operations, and its arguments: nodes and tensors."""
+    """A function that computes a product with copies by other operations, and its arguments, as nodes and tensors."""
 
     function: Callable[..., Tensor]
     nodes: tuple[Node, Node, Node]
@@ -266,7 +267,7 @@ def _exact(tokens: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype) -
 
 
 #: The grouped product of tokens ``[T, K]``, matrices ``[E, K, N]`` and cumulative numbers of tokens ``[E]``. Unlike
-#: torch's own, it takes any floating-point dtype and any sizes.
+#: torch's grouped product, it takes any floating-point dtype and any sizes.
 EXPERTS_MM = operator(
     "experts_mm(Tensor tokens, Tensor matrices, Tensor ends, ScalarType dtype) -> Tensor",
     lambda tokens, matrices, ends, dtype: tokens.new_empty((tokens.shape[0], matrices.shape[2]), dtype=dtype),

@@ -1,8 +1,8 @@
 """Finds the matrix work of a captured graph: the first pass of :mod:`fp4graph.graph.rewrite`.
 
-The pass opens nodes that hide products, takes the markers out of the graph, and describes every matrix operation as
-the table of :mod:`fp4graph.graph.operations` has it: a :class:`FoundProduct` may become a site, a :class:`FoundWork`
-cannot. The pass asks the policy only about operations that are opened if a rule wants their products.
+The pass opens nodes that hide products, removes the markers from the graph, and describes every matrix operation by the
+table of :mod:`fp4graph.graph.operations`: a :class:`FoundProduct` may become a site, a :class:`FoundWork` cannot. It
+asks the policy only whether to open operations that are opened where a rule wants their products.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find(
 
 
 class _Finder:
-    """Walks graphs node by node; ``keys`` are those of :func:`find`."""
+    """Walks graphs node by node; ``keys`` is the argument of :func:`find`."""
 
     def __init__(self, describer: Describer, keys: Mapping[int, str]) -> None:
         self.found = Found()
@@ -101,15 +101,15 @@ class _Finder:
         if marker.module is not None:
             self.found.keys[key] = marker.module
         self.found.steps.add(step)
-        # The step is a new tensor in each forward, because a backward may follow the next forward. As a static input it
-        # would make a CUDA graph record every step; otherwise the graph copies its five numbers.
+        # The step is a new tensor in each forward, because a backward may run after the next forward. For a static
+        # input that moves, a CUDA graph would be recorded at every step; otherwise the graph copies its five numbers.
         torch_internals.unmark_static(step)
         self.found.marked.add(marker.module)
 
     def _open_all(self, gm: GraphModule, markers: Markers) -> None:
-        """Open the nodes of ``gm`` (not of its submodules) that hide products, until no node hides any.
+        """Open the nodes of ``gm`` (not of its submodules) that hide products, until no such node is left.
 
-        Products of a node that was opened because a rule asks for its kind are tagged with the kind:
+        If a node is opened because a rule asks for its kind, its products are tagged with the kind:
         ``meta["fp4graph_op"] = "sdpa"``.
         """
         opened = True
@@ -121,10 +121,10 @@ class _Finder:
                     opened = True
 
     def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:
-        """Walk the bodies of a higher-order op where rewriting them is sound, else list the products inside.
+        """Walk the bodies of a higher-order op if rewriting them is sound, else list the products inside.
 
-        An op that is given a matrix parameter and holds products, such as an ``autograd.Function``, is itself a product
-        that cannot be quantized.
+        An op with products inside that takes a matrix parameter, such as an ``autograd.Function``, is itself listed as
+        work that cannot be quantized.
         """
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False

@@ -44,10 +44,10 @@ def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
     """Return the FLOPs of the matrix operations that ``call`` runs, as torch counts them, by the module that runs them.
 
-    The root, with the sum, has the name "". Return None if the call fails: some models run on tensors without data only
-    while a compiler traces them, and torch 2.14 has no grouped product of fp32 there.
+    The sum has the name "" of the root. Return None if the call fails: some models run on tensors without data only
+    while a compiler traces them, and torch 2.14 has no grouped product of fp32 for such tensors.
     """
-    grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # the counter of torch 2.15 does not know it either
+    grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # unknown to the counters of torch 2.14 and 2.15
     counter = FlopCounterMode(display=False, custom_mapping=grouped)
     try:
         # torch 2.14 does not count the fused attention of a CPU.
@@ -100,10 +100,8 @@ def of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) 
 
 
 def of_node(node: Node, formula: Callable[..., int] | None = None) -> int | None:
-    """Return the forward FLOPs of any other node: 0 for views, arithmetic and look-ups, None where unknown.
-
-    ``formula``, if given, replaces torch's counter.
-    """
+    """Return the forward FLOPs of a node that is not read as a product: 0 for views, arithmetic and look-ups, None
+    where unknown. A ``formula`` replaces torch's counter."""
     try:
         args, kwargs = pytree.tree_map_only(Node, _empty, (node.args, node.kwargs))
         if formula is not None:
@@ -117,7 +115,7 @@ def of_node(node: Node, formula: Callable[..., int] | None = None) -> int | None
 
 
 def _empty(node: Node) -> Any:
-    """Return the value of ``node``: tensors without data, symbolic numbers as they were at the capture."""
+    """Return the value of ``node``, with tensors without data, and symbolic numbers as they were at the capture."""
     value = node.meta.get("example_value", node.meta.get("val"))
     value = pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda number: number.node.hint, value)
     with torch_internals.without_dispatch_modes():
@@ -125,7 +123,7 @@ def _empty(node: Node) -> Any:
 
 
 def _sizes(x: Tensor) -> list[int]:
-    """Return the shape, symbolic sizes as they were at the capture. A size that depends on data raises TypeError."""
+    """Return the shape, with symbolic sizes as at the capture. Raise TypeError for a size that depends on data."""
     return _known(x.shape)
 
 

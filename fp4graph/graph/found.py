@@ -1,4 +1,4 @@
-"""The matrix work of captured graphs, and the markers that belong to it, as data for the passes that read them."""
+"""Data that the passes share: the matrix work of a captured graph, and the markers that belong to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product
 from fp4graph.technique.site import SiteView
 
-#: Counts the FLOPs of a call where torch's counter cannot, as ``Operation.flops``; None uses the counter.
+#: Counts the FLOPs of a call where torch's counter cannot, like ``Operation.flops``; None stands for torch's counter.
 Formula = Callable[..., int] | None
 
 
@@ -50,11 +50,12 @@ class FoundWork:
     Attributes:
         module: the module that the node was called in, or None.
         view: the work as the policy sees it, without sizes.
-        places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
-        reason: why it cannot be quantized.
-        verdict: the planner's treatment of it.
-        formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
-        supported: whether a rule could have the work quantized.
+        places: indices of the rules whose predicates on module and place hold, if only a marker knows the module; None
+            otherwise.
+        reason: why the work cannot be quantized.
+        verdict: how the planner treats the work.
+        formula: counts the FLOPs where torch's counter cannot.
+        supported: whether another rule could have the work quantized.
     """
 
     node: Node
@@ -77,7 +78,7 @@ class FoundProduct:
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.
         weight_first: the product as work that cannot be quantized, if only the first factor is a parameter; else None.
-        newcomer: name of the module, if it joined the model after the names were taken.
+        newcomer: name of the calling module, if it joined the model after the names were taken; else None.
         caller: name of the module that the product was called in, or None.
     """
 
@@ -93,13 +94,13 @@ class FoundProduct:
 
     @property
     def places(self) -> tuple[int, ...] | None:
-        """Indices of the rules whose predicates on the place hold, where the marker knows it; None asks the policy."""
+        """Indices of the rules whose predicates on module and place hold, if only a marker knows them; else None."""
         return None if self.owner is not None or self.marked is None else self.marked.marker.tag.rules
 
 
 @dataclass
 class Found:
-    """The content of a captured graph, and of the bodies inside it.
+    """The matrix work and the inputs that were found in a captured graph and in the bodies inside it.
 
     Attributes:
         work: the matrix work, in the order of the graph.
@@ -124,7 +125,7 @@ class Markers:
     """The markers found so far in a captured graph, or in the body of a higher-order op in it.
 
     Args:
-        outer: the node of the captured graph that a placeholder of the body stands for.
+        outer: maps placeholders of the body to the nodes of the captured graph that they stand for.
     """
 
     def __init__(self, outer: Mapping[Node, Node] | None = None) -> None:
@@ -144,7 +145,7 @@ class Markers:
             self._by_module[marker.module_id] = marker
 
     def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
-        """Return the marker that carries ``weight``, else that of the innermost module around ``node`` that has one."""
+        """Return the marker that carries ``weight``, else the marker of the innermost marked module around ``node``."""
         if weight is not None and weight in self._by_weight:
             return self._by_weight[weight]
         for identity in (*(caller.id for caller in reversed(module_stack(node))), None):

@@ -37,9 +37,9 @@ _COMPUTING = ("numerics", "ops", "kernels", "graph", "technique", "torch_interna
 def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
     """Return the function that replaces a node: one object for all sites of equal program and form.
 
-    Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
-    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting; for ``grouped`` ``a [T, K]``,
-    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``.
+    The call is ``f(a, b, addend, key, step, salt, *state, site=...)``. Form ``linear`` takes ``a [..., K]`` and
+    ``b [N, K]``; ``matmul`` takes ``a [..., M, K]`` and ``b [..., K, N]`` with ``torch.matmul``'s broadcasting;
+    ``grouped`` takes ``a [T, K]``, ``b [E, K, N]`` and, as ``ends=``, the cumulative numbers of tokens ``[E]``.
     """
     return _site_function(program, form, alpha, beta, switches.current())
 
@@ -75,7 +75,7 @@ def _site_function(
         left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
 
-    # A function in a technique's options shows its address, which differs from process to process.
+    # The text of a function in a technique's options has its address, which differs from process to process.
     description = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
     name = f"{_PREFIX}{form}_{hashlib.sha256(description.encode()).hexdigest()[:16]}"
     if name in globals():  # two programs whose texts are equal
@@ -87,12 +87,12 @@ def _site_function(
 
 @contextmanager
 def cacheable(gm: GraphModule) -> Iterator[None]:
-    """Let torch's caches hold a graph with our functions, in this context."""
+    """In this context, let torch's caches hold a graph that calls site functions."""
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
     names = {str(getattr(target, "__name__", "")) for target in targets}
-    ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(names) if name.startswith(_PREFIX)}
-    with torch_internals.functions_cached(ours):
+    versions = {f"{__name__}.{name}": torch.__version__ for name in sorted(names) if name.startswith(_PREFIX)}
+    with torch_internals.functions_cached(versions):
         yield
 
 
@@ -105,9 +105,9 @@ def _techniques_digest(program: MatmulProgram) -> str:
 
 @functools.cache
 def _source(cls: type) -> bytes:
-    """Return a digest that identifies the code of ``cls``: that of its package's files, which it may call.
+    """Return a digest of the files of ``cls``'s package, all of which the code of ``cls`` may call.
 
-    For a class made in a function, or without a file, no file has all of its code: its digest is random.
+    The digest is random for a class that was made in a function or has no file: no file holds all of its code.
     """
     try:
         file = Path(inspect.getfile(cls))

@@ -88,8 +88,8 @@ class Names:
     ) -> SiteView:
         """Return a site of ``module`` as a policy sees it; ``parameter`` names its second factor in ``module``."""
         role = None if module is None else role_of(f"{module}.{parameter or ''}".strip("."), self._infos, self._heads)
-        role = None if role == "router" and op == "grouped" else role  # experts inside a module that is called a router
-        block = None if role == "head" and "" in self.blocks else self.block(module)  # one block, and a head after it
+        role = None if role == "router" and op == "grouped" else role  # experts in a module that is called a router
+        block = None if role == "head" and "" in self.blocks else self.block(module)  # a head is not in the one block
         return SiteView(module, op, *sizes, block, producer, role)
 
     def name(self, module: nn.Module) -> str | None:
@@ -106,7 +106,7 @@ class Names:
         return None
 
     def newcomer(self, node: Node) -> str | None:
-        """Return the innermost module that ``node`` was called in, if it joined the model after the names were taken.
+        """Return the innermost module that ``node`` was called in if that joined the model after the names were taken.
 
         A module that no ``named_modules()`` lists, such as one in a plain list, does not count.
         """

@@ -19,7 +19,7 @@ from fp4graph.graph.nested import nested
 from fp4graph.graph.products import DIMENSIONS, PRODUCER, producer_of
 from fp4graph.torch_internals import pytree
 
-#: Attributes that are views of the tensor; the pass does not see reads of others.
+#: Attributes that are views of the tensor; the pass does not see reads of other attributes.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 #: Operations that pick one matrix of a stack by its number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
@@ -43,7 +43,7 @@ class Nodes:
 
     def __init__(self, names: Names, produced: MutableMapping[Tensor, str | None]) -> None:
         self._names, self._produced = names, produced
-        self._graph = Graph()  # owns the nodes by name and stays empty
+        self._graph = Graph()  # a node must name a graph; this one stays empty
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
 
     def call(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
@@ -51,9 +51,9 @@ class Nodes:
         return Node(self._graph, "", op, target, args, kwargs)
 
     def of_call(self, call: partial[Any], inputs: dict[Node, Tensor]) -> Node | None:
-        """Return a new node for the call of a function of torch, as Dynamo makes it; None if it makes no tensor.
+        """Return a new node for the call of a function of torch, as Dynamo makes it; None if the call makes no tensor.
 
-        The function's input tensors are added to ``inputs``, by their nodes.
+        Add the tensors that the call reads to ``inputs``, by their nodes.
         """
 
         def node_of(x: Tensor) -> Node:
@@ -91,9 +91,9 @@ class Nodes:
         return node
 
     def remember(self, result: Any, node: Node, *, written: bool) -> None:
-        """Map the ``result`` to ``node``; copies of experts' matrices that were ``written`` into keep their node."""
+        """Map ``result`` to ``node``; copies of experts' matrices keep their node if they were ``written`` into."""
 
-        def name(x: Tensor, new: Node) -> None:
+        def assign(x: Tensor, new: Node) -> None:
             new.meta[DIMENSIONS] = x.dim()
             old = self._nodes.get(x)
             if not (written and old is not None and experts.COPIES in old.meta):
@@ -101,13 +101,13 @@ class Nodes:
 
         if isinstance(result, Tensor):
             if not isinstance(result, nn.Parameter):
-                name(result, node)
+                assign(result, node)
         elif isinstance(result, tuple | list):
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
                     part = self.call("call_method", "__getitem__", (node, index), {})
                     part.meta |= {key: node.meta[key] for key in (experts.AXES, experts.COPIES) if key in node.meta}
-                    name(item, part)
+                    assign(item, part)
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors of ``result``, for the forwards after this one."""
@@ -116,27 +116,27 @@ class Nodes:
                 self._produced[leaf] = producer_of(node)
 
 
-def _selected(places: Any, names: Any, inputs: Mapping[Node, Tensor]) -> tuple[Any, Any]:
-    """Return the arguments of a pick from a tensor of three or more axes, with tensors of one integer as numbers.
+def _selected(args: Any, kwargs: Any, inputs: Mapping[Node, Tensor]) -> tuple[Any, Any]:
+    """Return the arguments of a pick; in a pick from three or more axes 0-d tensors of integers become numbers.
 
-    A loop over experts picks ``W[e]`` this way. A node keeps a number, unlike the values of a tensor, and the weight's
-    state is shown through the same views.
+    A loop over experts picks ``W[e]`` with such a tensor. The node must keep its value, because the state of the weight
+    is picked by the same node.
     """
-    stack = inputs.get(places[0]) if places and isinstance(places[0], Node) else None
+    stack = inputs.get(args[0]) if args and isinstance(args[0], Node) else None
     if stack is None or stack.dim() < 3:
-        return places, names
+        return args, kwargs
 
     def number(node: Node) -> Any:
         index = inputs[node]
         return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
 
-    indices, names = pytree.tree_map_only(Node, number, (places[1:], names))
-    return (places[0], *indices), names
+    indices, kwargs = pytree.tree_map_only(Node, number, (args[1:], kwargs))
+    return (args[0], *indices), kwargs
 
 
 @cache
 def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
-    """Return kind and target of Dynamo's node for a call of ``func``; None if the call makes no tensor."""
+    """Return the op and the target of Dynamo's node for a call of ``func``; None twice if the call makes no tensor."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         attribute = getattr(func, "__self__", None)

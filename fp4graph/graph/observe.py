@@ -1,4 +1,4 @@
-"""Shows the sites of a forward without a compiler to a recording, and substitutes other products for them."""
+"""Passes quantized sites to a recording as they run, or calls a substitute in their place."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fp4graph.ops.observe import OperandObserver, observed
 class Recording(Protocol):
     """Receives the quantized sites of forwards as they run.
 
-    A site has the name of its module ("(root)" for the root); the second and further sites of a module in the graph
-    have "#1", "#2", ... after it. A site that runs several times in a step is received each time.
+    A site has the name of its module, "(root)" for the root; "#1", "#2", ... follow the name at the module's second,
+    third, ... site. A site that runs several times in a step is passed each time.
     """
 
     def operands(self, site: str) -> OperandObserver | None:
         """Return the observer of the GEMMs of ``site`` in this forward and its backward; None for no observer.
 
-        Called before every forward of the site. The observer reads the training's own tensors and must not write them.
+        Called before every forward of the site. The observer reads the tensors of the training and must not change
+        them.
         """
 
     def output(self, site: str, y: Tensor) -> None:
@@ -42,7 +43,7 @@ class Substitute(Protocol):
 
         Args:
             a, b: the factors, as the operation of the model takes them.
-            quantized: multiplies them under the policy; exact: runs the operation of the model itself.
+            quantized, exact: return the product under the policy, and the result of the model's operation itself.
         """
 
 
@@ -56,7 +57,7 @@ def current_substitute() -> Substitute | None:
 
 @contextmanager
 def substituted(substitute: Substitute) -> Iterator[None]:
-    """Call ``substitute`` instead of the quantized sites that forwards of this context run uncompiled."""
+    """In this context, call ``substitute`` instead of each quantized site of an uncompiled forward."""
     token = _substitute.set(substitute)
     try:
         yield
@@ -78,7 +79,7 @@ class Observation:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: names before it, and in it
+        self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: sites of frames before, and its own
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
         """Put the recording around every site of a captured graph: the torch.compile backend."""
@@ -107,6 +108,6 @@ class Observation:
             self.recording.output(name, y)
             return y
 
-        # FX generates calls by function name, so every function needs a name of its own.
+        # FX generates calls by function name, so no two functions may share a name.
         fp4graph_observed.__name__ = fp4graph_observed.__qualname__ = f"fp4graph_observed_{id(node):x}"
         return fp4graph_observed

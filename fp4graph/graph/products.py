@@ -1,6 +1,6 @@
 """Reads single nodes: the two factors of a product, and the views and producers of a tensor.
 
-Which reader belongs to which operation is written in :data:`fp4graph.graph.operations.TABLE`.
+:data:`fp4graph.graph.operations.TABLE` says which reader belongs to which operation.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
         return "only tokens [T, K] sorted by expert, with offsets, are multiplied with weights [E, K, N]"
     if product.addend is not None:
         return "it adds a bias; add the bias afterwards to quantize it"
-    out, ours = value_of(product.node), name_of(product.node) == "experts_mm"  # its dtype is autocast's
-    return None if out is None or ours or out.dtype is a.dtype else "it asks for an out_dtype"
+    out, follows_autocast = value_of(product.node), name_of(product.node) == "experts_mm"
+    return None if out is None or follows_autocast or out.dtype is a.dtype else "it asks for an out_dtype"
 
 
 def is_quantized_elsewhere(x: object) -> bool:
@@ -122,7 +122,7 @@ def is_quantized_elsewhere(x: object) -> bool:
 
 
 def operation(node: Node) -> Callable[..., Any]:
-    """Return the function that ``node`` calls; a method is a function of its object."""
+    """Return the function that ``node`` calls; of a method, a function whose first argument is the object."""
     target: Any = node.target
     if not isinstance(target, str):
         return target  # type: ignore[no-any-return]
@@ -183,9 +183,8 @@ def transposes(views: tuple[Node, ...]) -> bool:
     for view in views:
         name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
         if name in _TRANSPOSITIONS:
-            sizes = tuple(
-                range(2, 2 + _dimensions(view.args[0]))
-            )  # all different: the shape tells where each axis went
+            # All sizes differ, so that the shape shows where each axis went.
+            sizes = tuple(range(2, 2 + _dimensions(view.args[0])))
             shown = operation(view)(torch.empty(sizes, device="meta"), *view.args[1:], **view.kwargs).shape
             transposed ^= len(sizes) > 1 and tuple(shown[-2:]) == (sizes[-1], sizes[-2])
     return transposed
@@ -198,8 +197,8 @@ def _dimensions(node: Any) -> int:
 
 
 def producer_of(node: Node) -> str | None:
-    """Return the operation that computed ``node``, past views, casts, picks of rows and dropout; "swiglu" for
-    silu(x)·y."""
+    """Return the name of the operation that computed ``node``, before views, casts, picks of rows and dropout;
+    "swiglu" for silu(x)·y."""
     while (source := rows_of(node)) is not None or name_of(node) == "dropout":
         node = source if source is not None else node.args[0]  # type: ignore[assignment]
     if node.op == "placeholder":

@@ -1,7 +1,8 @@
-"""State that checkpointed regions write: the backward runs a region again, and must not read what the first run wrote.
+"""Moves writes of state out of checkpointed regions, which the backward runs again.
 
-The graph hands a region a copy of the state, so that both runs read the same values. The region writes to a copy of its
-own and returns it; the graph around it writes the result to the state. The second run's result is dropped.
+The second run must not read what the first run wrote, so the graph passes the region a copy of the state, which both
+runs read. The region writes to a second copy and returns it. The graph around the region writes the returned copy of
+the first run to the state, and the returned copy of the second run is dropped.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fp4graph.numerics import declare
 #: Higher-order ops whose body the backward runs again.
 _RECOMPUTED = frozenset({"tag_activation_checkpoint", "wrap_activation_checkpoint"})
 
-# Inductor takes `clone` out of a graph. Then the backward would start from the state itself, after the write.
+# Not `clone`, which Inductor removes from a graph: the backward would then start from the state after the write.
 COPY = declare.operator("copy(Tensor x) -> Tensor", Tensor.clone, CompositeExplicitAutograd=Tensor.clone)
 
 
 def separate_writes(bodies: Iterable[GraphModule], written: set[Node]) -> None:
-    """Let checkpointed regions return the state that their forward writes, in place.
+    """Change checkpointed regions, in place, to return the state that their forward writes.
 
     Args:
         bodies: a graph and the bodies inside it, each before the bodies that it holds.
@@ -42,7 +43,7 @@ def separate_writes(bodies: Iterable[GraphModule], written: set[Node]) -> None:
 
 
 def _return_writes(body: GraphModule, written: set[Node]) -> list[int]:
-    """Let ``body`` write to copies, and return them after its results; return the places of their inputs."""
+    """Change ``body`` to write to copies of its inputs and to return them last; return the places of these inputs."""
     inputs = body.graph.find_nodes(op="placeholder")
     places = [place for place, node in enumerate(inputs) if node in written]
     (results,) = body.graph.find_nodes(op="output")
@@ -55,14 +56,14 @@ def _return_writes(body: GraphModule, written: set[Node]) -> list[int]:
 
 
 def _write_after(region: Node, places: list[int]) -> set[Node]:
-    """Give ``region`` copies of its inputs at ``places``, write its last results to these inputs, and return them."""
+    """Pass ``region`` copies of its inputs at ``places``, and write its last results to the inputs; return these."""
     graph, values = region.graph, region.meta["example_value"]
     arguments, following, written = list(region.args), region.next, set()
     for place in places:
         state: Any = arguments[place + 1]
         with graph.inserting_before(region):
             arguments[place + 1] = copy = _copy(state)
-        # Else the backward would make the copy again, from the state after the write.
+        # A recomputed copy would be one of the state after the write.
         copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with graph.inserting_before(following):
             result = graph.call_function(operator.getitem, (region, len(values)))

@@ -25,8 +25,8 @@ from fp4graph.technique.operands import Gemm
 class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker at the product carries them.
 
-    A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
-    the module; either may be unknown (None). ``all`` are the errors of one graph, this one first.
+    A module has multiplied with the weight of a module that it did not call. ``owner`` is the owner of the weight, and
+    ``caller`` the name of the multiplying module; None is unknown. ``all`` lists the errors of the graph, this first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:
@@ -41,8 +41,8 @@ class SiteCall:
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
-        ends: node of the cumulative numbers of tokens, of a grouped product.
-        state: nodes of the weight's state, each with the views that show it as the product sees its weight.
+        ends: node of a grouped product's cumulative numbers of tokens; None for other products.
+        state: nodes of the weight's state, each with the views that lead from the weight to the product's factor.
     """
 
     function: Callable[..., Tensor]
@@ -54,8 +54,8 @@ class SiteCall:
 
 
 def call_of(site: PlannedSite, product: Product) -> SiteCall:
-    """Return the call for ``site``; ``product`` is its node, read now: the factors may have been replaced since it was
-    found.
+    """Return the call for ``site``. ``product`` is its node, read again: the factors may have been replaced since the
+    site was found.
 
     Raises:
         CaptureError: the operands are sharded, or the graph lacks what the program needs: a marker with the key, or the
@@ -76,8 +76,8 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
             raise UnmarkedWeight(
                 "its quantizers draw noise, whose key the module hands over when it is called, and a graph break parts "
                 "that call from this product (a backward hook, a print, or a loop that torch.compile does not "
-                "trace); remove the break, leave out strict=True of fp4graph.apply, which runs the module uncompiled, "
-                f"or {rule_that_keeps(found.view.op, found.view.module)}",
+                "trace); remove the break, or leave out strict=True of fp4graph.apply, so that the module runs "
+                f"uncompiled, or {rule_that_keeps(found.view.op, found.view.module)}",
                 found,
             )
         key, step = marked.marker.key, marked.marker.step
@@ -140,8 +140,8 @@ def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
 def _salt(site: PlannedSite) -> int:
     """Return the salt that makes the noise of two products under one key independent.
 
-    The salt holds the weight's path, or what tells the product from others of the module, and the occurrence. The first
-    weight of a marker has salt 0.
+    The salt is a hash of the occurrence and of the weight's path, or, if the marker does not carry the weight, of the
+    product's kind, parameter and module. The first weight of a marker has salt 0 at its first occurrence.
     """
     marked, view, owner = site.found.marked, site.found.view, site.found.owner
     if marked is None or (marked.weight == 0 and site.occurrence == 0):

@@ -22,24 +22,24 @@ class Site:
 
     Attributes:
         module: fully qualified name of the module that owns the weight, or that computes a product of activations; ""
-            is the root, None a module that cannot be known.
-        op: "linear" (the second factor is a parameter), "matmul" (both are activations), "sdpa" (a product of a fused
-            attention that a rule takes apart), or the name of an operation that cannot be quantized.
-        shapes: shapes of the two factors as the graph has them; a symbolic size is text.
+            is the root, and None a module that cannot be known.
+        op: "linear", "matmul", "grouped", "sdpa" or "conv" (see :class:`SiteView`), or the name of an operation that
+            cannot be quantized.
+        shapes: shapes of the two factors in the graph; a symbolic size is text.
         rule: name of the rule that decided, or None where no rule did.
         reason: why the site stays in high precision; "" for a quantized site.
-        operands: the spec of each of the six operands after all techniques planned; None is high precision.
+        operands: the spec of each of the six operands after the ``plan`` of every technique; None is high precision.
         quantized: True where at least one operand is quantized.
-        occurrence: number of earlier sites of the same module in the graph; tells their noise apart.
+        occurrence: number of earlier sites of the same module in the forward; separates their noise.
         rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, lower numbers are the closing
-            rules for roles, and None is an operation that policies do not decide about.
+            rules for roles. None where policies do not decide about the operation.
         flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
         supported: False for an operation that no rule can quantize.
-        exact: the GEMMs whose operands are both bf16 numbers by construction. On CUDA those of an fp32 model multiply
-            as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
+        exact: the GEMMs whose two operands hold bf16 numbers by construction. On CUDA these GEMMs of an fp32 model
+            multiply in bf16 with fp32 output, unless a group scale turns out not to be one number for the tensor.
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
-        apart: the specs of those channels in fprop and wgrad, where ``operands`` has those of the other channels;
-            dgrad multiplies all channels together.
+        apart: the specs of these channels in fprop and wgrad; ``operands`` has the specs of the other channels. dgrad
+            multiplies all channels together.
         techniques: the names of the rule's techniques, in the policy's order; empty where nothing is quantized.
         program: what is computed in place of the product; None where nothing is quantized.
         lowered: returns :attr:`schedule`; None where nothing is quantized.
@@ -65,7 +65,7 @@ class Site:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The code that quantizes each operand on the device of the capture, with reasons; None without any."""
+        """The kernel of each operand on the device of the capture, with reasons; None where nothing is quantized."""
         return None if self.lowered is None else self.lowered()
 
     @property

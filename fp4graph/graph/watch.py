@@ -33,10 +33,10 @@ class Watch:
 
 
 class Watcher(Interpreter):
-    """Raises NonFiniteError where a result of the graph, or a gradient in it, is NaN or Inf.
+    """Raises NonFiniteError if an output of the graph, or a gradient in it, is NaN or Inf.
 
-    Infinities inside the graph are ignored, because attention masks use them. The graph's outputs and every gradient
-    must be finite; the error names the first node that made NaN or Inf of finite values.
+    NaN and Inf that do not reach an output are ignored, because attention masks use infinities. The error names the
+    first node that made NaN or Inf of finite values.
 
     ``handles`` is the list to which the hooks on gradients are added.
     """
@@ -78,7 +78,7 @@ class Watcher(Interpreter):
         raise NonFiniteError("it made NaN or Inf of finite values", site=f"{self._described(origin)}, forward")
 
     def _tainted_ancestors(self, node: Node) -> set[Node]:
-        """Return the nodes from which NaN or Inf reached ``node``; not those whose NaN or Inf an operation removed."""
+        """Return the nodes from which NaN or Inf reached ``node`` without an operation that removed it in between."""
         ancestors: set[Node] = set()
         waiting = [node]
         while waiting:
