@@ -117,9 +117,9 @@ def test_sizes_count():
     shown = fp4graph.explain(llama(), one_rule("tensor_scaling", quantize=NVFP4), (ids,))
     verdicts = targets.verdicts("b200", shown.sites[0].program, shown.sites[0])
     assert [each.kind for each in verdicts.values()] == ["native", "native", "simulated"]
-    assert verdicts["wgrad"].why == "tokens 24 is no multiple of 16"
+    assert verdicts["wgrad"].why == "tokens 24 is not a multiple of 16"
     table = shown.on("b200")
-    assert "tokens 24 is no multiple of 16" in table
+    assert "tokens 24 is not a multiple of 16" in table
     assert "model.layers.0-1.self_attn.q_proj" in table
     *shares, kept = [int(number) for number in re.findall(r"(\d+) %", table)]
     assert sum(shares) == pytest.approx(100, abs=2)

@@ -23,8 +23,8 @@ def attention(
     """Compute ``softmax(Q Kᵀ·scale + mask) V`` as ``scaled_dot_product_attention`` documents it.
 
     Shapes: query ``[..., H, L, E]``, key ``[..., H', S, E]``, value ``[..., H', S, Ev]``, H' dividing H with
-    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. The O(L·S) weights,
-    which the fused kernel never writes, are kept.
+    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. Unlike the fused
+    kernel, it writes the O(L·S) weights to memory.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)

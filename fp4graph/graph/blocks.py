@@ -65,14 +65,14 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
 
 
 def _without_adapters(modules: Mapping[str, ModuleInfo]) -> dict[str, ModuleInfo]:
-    """Return ``modules`` as they were before PEFT put layers into wrappers: an adapter makes no block of its layer."""
+    """Return ``modules`` as they were before PEFT wrapped layers, so that an adapter makes no block of its layer."""
     others = {name: info for name, info in modules.items() if not is_adapter(name, modules)}
     return {re.sub(r"\.base_layer(?=\.|$)", "", name): info for name, info in others.items()}
 
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:
     """Return the position of the block that module ``name`` is in, or None."""
-    return None if name is None else next((blocks[around] for around in upwards(name) if around in blocks), None)
+    return None if name is None else next((blocks[outer] for outer in upwards(name) if outer in blocks), None)
 
 
 def upwards(name: str) -> Iterator[str]:
@@ -92,8 +92,8 @@ class _Tree:
         for name, info in modules.items():
             if name:
                 self.children.setdefault(name.rpartition(".")[0], []).append(name)
-            for around in upwards(name):
-                self.matrices[around] = self.matrices.get(around, 0) + info.matrices
+            for outer in upwards(name):
+                self.matrices[outer] = self.matrices.get(outer, 0) + info.matrices
 
     def is_composite(self, name: str) -> bool:
         """Return whether a child of ``name`` has children of its own and matrices below: attention, an MLP."""
@@ -109,13 +109,13 @@ def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
     """Return whether ``leaf``, a name in ``parent``, is numbered."""
     if leaf.isdigit():
         return True
-    # Outside containers an author chose such a name: the two attentions of a block do not form a stack.
+    # Outside containers the author numbered the name: `attention_1` and `attention_2` of a block do not form a stack.
     contained = parent is not None and issubclass(parent.cls, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return contained and re.fullmatch(r".+_\d+", leaf) is not None
 
 
 def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]], tree: _Tree) -> bool:
-    """Return whether the stack ``key`` gives way to one nested in it or around it."""
+    """Return whether the stack ``key`` gives way to a stack nested in it or around it."""
     members = stacks[key]
     composite = any(map(tree.is_composite, members))
     return any(
@@ -126,4 +126,4 @@ def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]],
 
 
 def _inside(inner: list[str], outer: list[str]) -> bool:
-    return any(name.startswith(f"{around}.") for around in outer for name in inner)
+    return any(name.startswith(f"{parent}.") for parent in outer for name in inner)

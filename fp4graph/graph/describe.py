@@ -89,8 +89,8 @@ class Describer:
         return None
 
     def written_out(self, node: Node, markers: Markers) -> WrittenOut | None:
-        """Return the grouped product that replaces a product with copies of experts' matrices; None for any other node,
-        and where that is impossible."""
+        """Return the grouped product that replaces a product with copies of experts' matrices; None for other nodes,
+        and where no grouped product is known to be equal."""
         copied = any(experts.COPIES in source.meta for source in node.all_input_nodes)
         read = read_product(node) if copied else None
         if not isinstance(read, Product) or (weight_first := self._weight_first(read, markers)) is None:
@@ -100,7 +100,7 @@ class Describer:
     def _weight_first(self, product: Product, markers: Markers) -> bool | None:
         """Return whether the first factor, not the second, holds copies of experts' matrices; None if neither does."""
         pairs = ((product.b, product.a, False), (product.a, product.b, True))
-        for factor, other, first in pairs[: 2 if product.form == "matmul" else 1]:  # else tokens may be learned
+        for factor, other, first in pairs[: 2 if product.form == "matmul" else 1]:  # else `a` may be learned tokens
             copies, value = factor.meta.get(experts.COPIES), value_of(factor)
             if copies is None or value is None or value.dim() < 3:
                 continue
@@ -111,7 +111,7 @@ class Describer:
     def _counts(self, node: Node) -> bool:
         """Return whether torch's FLOP counter finds products in an operation that the table does not know.
 
-        The result for one node holds for all with the same operation, options, and axes and dtypes of tensors.
+        One result holds for all nodes of the same operation, options, and numbers of axes and dtypes of tensors.
         """
         values = [value for source in node.all_input_nodes if (value := value_of(source)) is not None]
         if not values or library_of(node) in COLLECTIVE:

@@ -57,10 +57,10 @@ class Direct(TorchFunctionMode):
     Args:
         policy: the policy of the phase in force.
         names: the names of the model's modules and parameters.
-        whole_model: whether the forward is that of the whole model. A tensor that no operation of it made is then an
-            input of the model; in a part, some operation outside of the part may have made it.
+        whole_model: whether the forward is one of the whole model. Then a tensor that no operation of the forward made
+            is an input of the model; otherwise an operation outside of the part may have made the tensor.
         produced: maps tensors that earlier passes returned to the operations that made them.
-        idle: operations without matrix work; the pass adds to it.
+        idle: the kinds of operations that have no matrix work; the pass adds to them.
         carries: marks the weight of a module that the forward uses without calling the module; returns whether this
             succeeded.
         lists: also list work that every policy keeps.
@@ -101,7 +101,7 @@ class Direct(TorchFunctionMode):
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
-        """Run operations of this context as those of ``module``."""
+        """Take the operations of this context for operations of ``module``."""
         caller = f"{id(module)}@{len(self._stack)}"
         self._stack[caller] = ("", type(module))
         try:
@@ -132,8 +132,8 @@ class Direct(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__set__":
             self._describer.writes += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) runs operations of fp4graph, not of the model.
-        inside = torch_internals.backward_id() == self._backward
-        if not inside or (node := self._nodes.of_call(exact, inputs := dict[Node, Tensor]())) is None:
+        of_model = torch_internals.backward_id() == self._backward
+        if not of_model or (node := self._nodes.of_call(exact, inputs := dict[Node, Tensor]())) is None:
             return exact()
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
@@ -167,7 +167,7 @@ class Direct(TorchFunctionMode):
         return result
 
     def _run_opened(self, node: Node, function: Callable[[], Any]) -> Any:
-        """Run ``function`` in the place of ``node``, with its operations seen one by one."""
+        """Run ``function`` in place of ``node``; the pass sees each operation of ``function``."""
         tag = self._tag
         self._tag = tag_of(node) or tag
         try:
@@ -275,7 +275,7 @@ def _check_router(choice: Node) -> None:
 def _check_function(function: Any, found: FoundProduct) -> None:
     """Raise CaptureError where the forward of a custom autograd function multiplies with a weight.
 
-    The function's own backward multiplies too, unseen by the pass.
+    The pass does not see the products of the function's backward.
     """
     if found.has_weight:
         raise CaptureError(
@@ -286,13 +286,13 @@ def _check_function(function: Any, found: FoundProduct) -> None:
 
 
 def _functions() -> list[Any]:
-    """Return the custom autograd functions whose forwards are running, the innermost first; no checkpointed regions."""
+    """Return the custom autograd functions whose forwards are running, innermost first; checkpoints are left out."""
     functions, frame = [], inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward":
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # with setup_context() there is no ctx
+            owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # a class with setup_context() gets no ctx
             if isinstance(first, FunctionCtx):
                 functions.append(getattr(first, "_forward_cls", type(first)))
             elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
@@ -319,7 +319,7 @@ def _viewed(node: Node, views: Sequence[Node]) -> Tensor:
 
 
 def _without_overrides(function: Any) -> Callable[..., Any]:
-    """Return a Python function of torch that does not ask for overrides itself; the operations inside of it do."""
+    """Return a copy of a Python function of torch that does not ask for overrides; operations inside the copy do."""
     scope = {**function.__globals__, "has_torch_function": lambda *_: False}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

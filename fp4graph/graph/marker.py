@@ -46,7 +46,7 @@ class Tag:
         state: for each state tensor, (index of its weight, technique, entry name).
         plans: for each weight, a number that tells its plan from the model's other plans: a technique may plan by the
             name or the place of a module.
-        carried: whether another module than the weights' owner makes the mark, for these weights alone.
+        carried: whether a module that does not own the weights makes the mark, for these weights alone.
     """
 
     rules: tuple[int, ...]
@@ -69,10 +69,10 @@ class Tag:
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker node, read.
+    """The content of a marker node.
 
     Attributes:
-        key, step: nodes of the module's noise key and of the count of forwards.
+        key, step: nodes of the module's noise key and of the step tensor.
         weights, state: nodes of the weights and state tensors that the tag lists.
         training: whether the module was in training mode.
         module_id, module: id and fully qualified name of the module that was called; None where unknown.

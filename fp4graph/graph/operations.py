@@ -2,8 +2,8 @@
 
 A node of a graph is looked up among the operators that plugins read, then in :data:`TABLE`, then by its library. An
 entry reads the node as one product, which makes it a site, or opens it into other operations, or says why the
-operation is not quantized. Operations without an entry are views, arithmetic and look-ups. One without an entry
-that torch's FLOP counter knows, or that belongs to an unknown library and reads a matrix parameter, is an error
+operation is not quantized. Operations without an entry are taken for views, arithmetic and look-ups. Such an operation
+is an error if torch's FLOP counter knows it, or if it belongs to an unknown library and reads a matrix parameter
 (:meth:`fp4graph.graph.describe.Describer.describe`).
 
 A new operation is a row here:
@@ -14,8 +14,9 @@ A new operation is a row here:
   :mod:`fp4graph.graph.attention`.
 - It multiplies parts of a parameter that another operation picked: the two are written out together, as
   :mod:`fp4graph.graph.experts` does.
-- It does neither: the reason, with ``Verdict.KEEP`` if every policy keeps it. Without, it is kept where a policy would
-  keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
+- It does none of these: the reason, and ``Verdict.KEEP`` if every policy keeps it. Without this verdict an operation
+  with a parameter is an error where the policy would quantize a linear layer, and kept elsewhere. ``flops`` counts what
+  torch's counter does not.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 class Verdict(Enum):
-    """The planner's treatment of matrix work that cannot be a site, as the kinds of site that could replace the work.
+    """How the planner treats matrix work that cannot be a site. The values are the kinds of site that could replace it.
 
     The work is an error where the policy would quantize one of these kinds, and is kept elsewhere. ``UNKNOWN`` work is
     an error under every policy that quantizes anything, until a rule keeps it.
@@ -59,7 +60,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class NoProduct:
-    """Matrix work that cannot be a site: the operation's name, why, and the verdict as :class:`Operation` has it."""
+    """Matrix work that cannot be a site: the name, reason and verdict of its operation, as in :class:`Operation`."""
 
     op: str
     reason: str
@@ -77,10 +78,10 @@ class Operation:
             impossible.
         asks: called with a node, returns the kind of site that a rule must want before the operation is opened: "sdpa",
             "conv", or "product" for a linear or a matmul, whichever the operation would be; "" always opens it.
-        sizes: called with a node, returns K, N and the elements of the second factor of the site asked for.
-        reason: why the operation is not a site, where it is neither read nor opened.
+        sizes: called with a node, returns K, N and the number of elements of the second factor of the site asked for.
+        reason: why the operation is not a site, if it is neither read nor opened.
         verdict: the treatment of an operation that is not a site. None means ``LIKE_LINEAR`` if a factor is a
-            parameter, else ``KEEP``; state ``LIKE_LINEAR`` where a factor is a weight but no parameter.
+            parameter, else ``KEEP``; state ``LIKE_LINEAR`` if a factor is a weight but not a parameter.
         flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None uses torch's
             counter.
     """
@@ -152,8 +153,8 @@ def read_product(node: Node) -> Product | NoProduct | None:
         return NoProduct(name, "writes into out=")
     product = operation.read(node, *node.args, **node.kwargs)
     reason = products.objection(product)
-    weighs = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
-    return product if reason is None else NoProduct(name, reason, Verdict.LIKE_LINEAR if weighs else None)
+    quantized = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
+    return product if reason is None else NoProduct(name, reason, Verdict.LIKE_LINEAR if quantized else None)
 
 
 def tag_of(node: Node) -> str | None:
@@ -200,7 +201,7 @@ _ATTENTION = "this fused attention is kept in high precision; scaled_dot_product
 _CONVOLUTION = "convolutions are kept in high precision"
 _QUANTIZED = Operation(reason="its factors are quantized already", verdict=Verdict.LIKE_LINEAR)
 
-#: What is done with each operation: by function, by operator or its qualified name, and by name of a method.
+#: The entry of each operation, by function, by operator or its qualified name, and by name of a method.
 TABLE: Mapping[Any, Operation] = {
     key: operation
     for keys, operation in [
@@ -217,7 +218,7 @@ TABLE: Mapping[Any, Operation] = {
          Operation("einsum", opened=contractions.einsum_as_matmul, asks=_asks_of_einsum,
                    reason="not a chain of matmuls")),
         ((torch.tensordot, torch.functional.tensordot, aten.tensordot),
-         _written_out(contractions.tensordot_as_matmul, "it is no matmul")),
+         _written_out(contractions.tensordot_as_matmul, "not one matmul")),
         (_spelled("inner"), _written_out(contractions.inner_as_matmul, "a product with a vector")),
         ((torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
          _written_out(contractions.chain_as_matmul, "a product with a vector")),
@@ -274,7 +275,7 @@ TABLE: Mapping[Any, Operation] = {
 
 #: The libraries that move tensors between processes.
 COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
-#: What is done with every operation of a library: None where this table and torch's counter know all its products.
+#: The entry of all operations of a library; None if :data:`TABLE` and torch's counter know all of its products.
 LIBRARIES: Mapping[str, Operation | None] = {
     **dict.fromkeys(("aten", "prims", "prim", "inductor", *COLLECTIVE)),
     **dict.fromkeys(("quantized", "torchao", "bitsandbytes", "fbgemm", "mslk", "marlin"), _QUANTIZED),

@@ -56,7 +56,7 @@ class Plan:
     program: MatmulProgram | None
 
 
-_SHORT = 32  # elements of a part of a block that would reach into several experts
+_SHORT = 32  # elements of the short blocks into which a block is cut that would reach into several experts
 #: The plan of a site that stays in high precision.
 NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
 
@@ -73,7 +73,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     return _Planning(site, rule, training).plan()
 
 
-#: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
+#: :func:`plan_site` with a cache.
 plan_once = lru_cache(maxsize=4096)(plan_site)
 
 
@@ -94,21 +94,21 @@ class _Planning:
             specs = {operand: self._settled(spec, operand.gemm) for operand, spec in specs.items()}
             parts = tuple(part for part in parts if not _is_idle_in_evaluation(part))
             names = {part.name for part in parts}
-            declared = tuple(part for part in declared if part.name in names)  # their parts share their state
+            declared = tuple(part for part in declared if part.name in names)  # other parts read an idle part's state
         ordered = tuple((operand, specs.get(operand)) for operand in Operand)
         if site.op == "grouped":
             refusals.require_experts_apart(site, rule, parts)
         if all(spec is None for _, spec in ordered):
             return Plan(ordered, None)
         if site.op == "conv":
-            of_linear = self._parts(dataclasses.replace(site, op="linear"))
+            at_linear = self._parts(dataclasses.replace(site, op="linear"))
             steps = ("before_step", "after_step")
-            of_rule = (part for part in of_linear if not part.options.per_model)
-            keeping = (part for part in of_rule if part.state or any(map(part.acts_at, steps)))
+            by_rule = (part for part in at_linear if not part.options.per_model)
+            keeping = (part for part in by_rule if part.state or any(map(part.acts_at, steps)))
             refusals.require_no_weight_techniques(site, rule, keeping)
         entries = ((part.name, entry) for part in declared if site.multiplies_weight for entry in part.state)
-        kept = (StateSlot(name, entry) for name, entry in entries if specs.get(entry.operand) is not None)
-        slots = tuple(dict.fromkeys(kept))
+        needed = (StateSlot(name, entry) for name, entry in entries if specs.get(entry.operand) is not None)
+        slots = tuple(dict.fromkeys(needed))
 
         def operand(which: Operand) -> OperandProgram:
             spec = specs.get(which)
@@ -140,7 +140,7 @@ class _Planning:
         return self._call(technique, partial(checked_plan, technique, site, specs))
 
     def _settled(self, spec: QuantSpec | None, gemm: Gemm) -> QuantSpec | None:
-        """Return ``spec`` of an operand, without stochastic rounding if it is one of fprop in evaluation."""
+        """Return an operand's ``spec``; in evaluation without stochastic rounding, if the operand is one of fprop."""
         if self.training or gemm is not Gemm.FPROP or spec is None or not spec.needs_key:
             return spec
         scale = spec.scale
@@ -160,13 +160,13 @@ class _Planning:
             if not isinstance(partition, Partition | None):
                 raise TypeError(f"partition() must return a Partition or None; got {partition!r}")
             if partition is not None and channels is not None and not 0 < partition.count < channels:
-                raise ValueError(f"of {channels} input channels {partition.count} cannot be multiplied apart")
+                raise ValueError(f"{partition.count} of {channels} input channels cannot be multiplied apart")
             return partition
 
         return self._call(split, checked)
 
     def _with_partition(self, program: MatmulProgram, split: ChannelSplit, partition: Partition) -> MatmulProgram:
-        """Return ``program`` with the channels apart that ``split`` has chosen."""
+        """Return ``program`` with the channels that ``split`` has chosen multiplied apart."""
         specs = dict(partition.specs)
 
         def part(gemm: GemmProgram) -> GemmProgram:
@@ -183,7 +183,8 @@ class _Planning:
         """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks
         would reach from one expert into the next.
 
-        Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
+        Such a block is cut into short blocks, none of which two experts share. The short blocks of an expert, or of its
+        line, share one scale.
         """
         refusals.require_each_expert(program, which, self.site, self.rule)
         spec = program.spec
@@ -282,15 +283,15 @@ class Planner:
         unlike_weight = [slot.technique for slot in state if not slot.entry.weight_like]
         if unlike_weight and _is_one_of_a_stack(found):
             self._refuse(
-                f"technique {unlike_weight[0]} keeps one state for the parameter, a stack of matrices that are "
-                "multiplied with one by one here. Write it as a grouped product, in transformers with "
+                f"technique {unlike_weight[0]} keeps one state for the parameter, a stack of matrices, and this "
+                "product multiplies with one of them. Write it as a grouped product, in transformers with "
                 f"experts_implementation='grouped_mm', or {rule_that_keeps(view.op, view.module)}",
                 view.module,
             )
-        shapes, work = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
+        shapes, counted = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
-        facts = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
+        facts = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, counted)
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
         count, specs = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
@@ -344,9 +345,9 @@ class Planner:
 
 
 def _lowered(product: Product, program: MatmulProgram) -> Callable[[], Schedule]:
-    """Return a function that lowers ``program`` for the factors of ``product``, with the kernels available then."""
+    """Return a function that lowers ``program`` for the factors of ``product``, with the kernels that exist by then."""
     (a, b), y = product.values, value_of(product.node)
-    dtype = a.dtype if y is None else y.dtype  # autocast's, where there is one
+    dtype = a.dtype if y is None else y.dtype  # under autocast, its dtype
     dtypes, needs, experts = (a.dtype, b.dtype), (a.requires_grad, b.requires_grad), product.ends is not None
     setting = partial(Setting, dtypes=dtypes, dtype=dtype, needs=needs, drawn=program.draws, experts=experts)
     return partial(_schedule, program, a.device, setting)

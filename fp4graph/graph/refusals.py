@@ -1,6 +1,6 @@
-"""The techniques that a site refuses: at experts, at convolutions, and beside channels that are multiplied apart.
+"""Refuses techniques where they cannot act: at experts, at convolutions, beside channels that are multiplied apart.
 
-Every refusal follows from facts that techniques declare (:mod:`fp4graph.technique.facts`) and from the site's program.
+Every refusal follows from what techniques declare (:mod:`fp4graph.technique.facts`) and from the site's program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4graph.technique.site import SiteView
 
 
 def rule_that_keeps(name: str, module: str | None) -> str:
-    """Return the advice that keeps the products of ``module`` in high precision, as the end of a sentence."""
+    """Return the end of a sentence: advice to write a rule that keeps the products of ``module`` in high precision."""
     parents, dot, last = (module or "").rpartition(".")
     pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number stays: it names a module of a Sequential
     return (
@@ -34,14 +34,17 @@ def require_experts_apart(site: SiteView, rule: Rule, parts: Iterable[Part]) -> 
             raise _refusal(
                 site,
                 rule,
-                f"technique {part.name} does not tell the tokens and weights of experts apart (its mixes is "
+                f"technique {part.name} does not tell the tokens and weights of experts apart (it declares mixes = "
                 f"'tensor'). To keep the experts in high precision, {rule_that_keeps('experts', site.module)}",
             )
 
 
 def require_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> None:
-    """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens, or where blocks are
-    cut at the borders of experts and a technique sees blocks, or each short block would draw or choose by itself."""
+    """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens.
+
+    Where blocks are cut at the borders of experts, also raise it for techniques that see blocks, and for stochastic
+    scales and choices of elements, which each short block would make by itself.
+    """
     keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
     counting = next((part.name for part in program.parts if part.counts), None)
     if counting is not None and which.gemm is Gemm.WGRAD:
@@ -54,7 +57,7 @@ def require_each_expert(program: OperandProgram, which: Operand, site: SiteView,
     causes += [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
     causes += ["a choice between elements"] if spec.others else []
     if causes:
-        message = f"cannot act on {which} of experts where one scale is that of a {spec.block}"
+        message = f"cannot act on {which} of experts where a whole {spec.block} has one scale"
         raise _refusal(site, rule, f"{' and '.join(causes)} {message}; use blocks of a fixed length, or {keep}")
 
 
@@ -75,45 +78,45 @@ def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[P
             site,
             rule,
             f"technique {part.name} keeps state of a weight or acts at the optimizer's step, which is not done "
-            "for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
+            "for convolutions yet; give the technique only to rules for other operations, or keep convolutions",
         )
 
 
 def require_own_magnitudes(program: MatmulProgram, site: SiteView, rule: Rule) -> None:
     """Raise CaptureError where siblings share the largest magnitude of their weights, and a technique changes the
     weight, or its statistics, before the tensor scale is computed."""
-    own = {slot.technique for slot in program.state if slot.shared}
+    sharing = {slot.technique for slot in program.state if slot.shared}
     stages = ("split", "around", "block_statistic", "group_statistic", "group_scale")
-    acting = [part.name for stage in stages for part in program.fprop.right.at(stage) if part.name not in own]
+    acting = [part.name for stage in stages for part in program.fprop.right.at(stage) if part.name not in sharing]
     acting = [transform.name for transform in program.fprop.transforms] + acting
-    if own and acting:
+    if sharing and acting:
         raise _refusal(
             site,
             rule,
-            f"technique {', '.join(sorted(own))} shares the scale of the weights of siblings, and {acting[0]} changes "
-            f"the weight in fprop before; give {acting[0]} other operands, or leave share out",
+            f"technique {', '.join(sorted(sharing))} shares the scale of the weights of siblings, and {acting[0]} "
+            f"changes the weight in fprop before that; give {acting[0]} other operands, or leave share out",
         )
 
 
 def require_alone(program: MatmulProgram, splits: list[ChannelSplit], site: SiteView, rule: Rule) -> ChannelSplit:
-    """Return the part that multiplies channels apart.
+    """Return the one part that has channels multiplied apart.
 
     Raises:
         CaptureError: several techniques choose channels, the site is not a linear layer, or another technique would
-            need to be told which channels it sees.
+            need to know which channels it sees.
     """
     split, *rivals = splits
     if rivals:
         cause = f"{rivals[0].name} chooses channels too; drop one of the two"
     elif site.op != "linear":
-        cause = f"only a linear layer's are chosen, and this is {site.op}; give it to rules with op: linear"
+        cause = f"only a linear layer can do so, and this site is {site.op}; give it to rules with op: linear"
     elif program.fprop.transforms:
         name = program.fprop.transforms[0].name
         cause = f"{name} transforms the operands of fprop, which changes their channels; transform the backward"
     elif keeping := [slot.technique for slot in program.state if slot.technique != split.name]:
         cause = f"{keeping[0]} keeps state of the whole weight; drop one of the two"
     elif any(operand.has_gradient_factor for operand in (program.fprop.left, program.fprop.right)):
-        cause = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
+        cause = "another technique differentiates fprop's quantizers, which are then several; drop one of the two"
     else:
         return split
     raise _refusal(site, rule, f"technique {split.name} multiplies input channels apart: {cause}")

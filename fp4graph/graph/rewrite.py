@@ -28,7 +28,7 @@ from fp4graph.policy import Policy
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The report on a rewritten graph; its fields are those of ``Found`` and of ``Planner``.
+    """The report on a rewritten graph. Fields that are not listed here are explained in ``Found`` and ``Planner``.
 
     Attributes:
         keys: positions of the graph's inputs that are noise keys, with the modules that they belong to.

@@ -27,7 +27,7 @@ _ROUTER_NAME = re.compile(r"(router|gate|gating|wg|w_g)", re.IGNORECASE)
 _SHOWS_HEAD = ("get_output_embeddings", "get_classifier")
 #: Operations that choose; :func:`chosen_from` follows what they choose from.
 CHOICES: frozenset[Any] = frozenset({torch.topk, "topk"})
-#: Key in a node's meta data: whether the product there has fewer outputs than inputs, where its factors are gone.
+#: Key in a node's meta data: whether its product has fewer outputs than inputs; set where the factors will be gone.
 NARROWS = "fp4graph_narrows"
 #: Operations between a router's product and the choice, beside views and casts.
 _BETWEEN = frozenset({
@@ -57,8 +57,8 @@ def _routes(name: str, modules: Mapping[str, ModuleInfo]) -> bool:
 
 
 def find_heads(root: nn.Module) -> set[str]:
-    """Return the names of the modules that ``root`` or a model in it calls its head, or that share an embedding's
-    weight."""
+    """Return the names of the modules that ``root`` or a model inside it returns as its heads, or that share the weight
+    of an embedding."""
     modules = dict(root.named_modules(remove_duplicate=False))
     heads = [head for module in modules.values() for head in _heads_of(module)]
     embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
@@ -75,14 +75,14 @@ def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
         if callable(getattr(type(module), method, None)):
             try:
                 shown = getattr(module, method)()
-            except Exception:  # noqa: BLE001  # a method of the user's own, by the same name
+            except Exception:  # noqa: BLE001  # the user's method of the same name
                 continue
             heads = shown if isinstance(shown, tuple) else (shown,)
             yield from (head for head in heads if isinstance(head, nn.Module))
 
 
 def routers(nodes: Iterable[Node]) -> set[Node]:
-    """Return the products among ``nodes`` whose output chooses by top-k; those of activations are not routers."""
+    """Return the products among ``nodes`` whose output chooses by top-k: routers, if they multiply with a weight."""
     return {product for node in nodes if node.target in CHOICES for product in chosen_from(node)}
 
 

@@ -1,8 +1,8 @@
 """Says which GEMMs of a policy hardware or a library runs natively, and why the others are simulated.
 
-The data is ``targets.yaml``, with its sources. A GEMM is native on a target if both operands are in formats that the
+The data and its sources are in ``targets.yaml``. A GEMM is native on a target if both operands are in formats that the
 target multiplies: element, blocks along the contraction axis, scale format, and one or two levels of scales. Rounding
-is free, as far as the target's entry does not restrict it: it happens before the product.
+happens before the product, so every rounding is allowed unless the target's entry restricts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique import TENSOR_STAGES, Part
 from fp4graph.technique.operands import Gemm, Operand
 
-#: What stands behind formats that torch multiplies only if it was built with MSLK.
+#: The note after formats that torch multiplies only if it was built with MSLK.
 MSLK = " (torch with MSLK)"
 _OPS = {"conv": "convolution", "sdpa": "attention", "matmul": "product of two activations"}
 #: The stages at which a technique takes an operand off the grid of its format, with what it does there.
@@ -47,7 +47,7 @@ class Format(_Entry):
 
 
 class Multiples(_Entry):
-    """The divisors of the contraction axis, of the features of the result, and of its tokens."""
+    """The numbers that must divide the contraction axis, the features of the result, and its tokens."""
 
     contraction: int
     result: int
@@ -62,7 +62,7 @@ class Mslk(_Entry):
 
 
 class Target(_Entry):
-    """A kind of hardware, through torch, or a library; ``targets.yaml`` explains the keys."""
+    """A library, or a kind of hardware as torch uses it; ``targets.yaml`` explains the keys."""
 
     title: str
     sources: tuple[str, ...]
@@ -91,8 +91,8 @@ class Data(_Entry):
 
 
 class Verdict(NamedTuple):
-    """Whether a GEMM is ``native``, ``simulated``, or ``exact`` (both operands in high precision); and the formats of
-    a native one, or why another is simulated."""
+    """Whether a GEMM is ``native``, ``simulated``, or ``exact`` (both operands in high precision), and why: the formats
+    of a native GEMM, the obstacle of a simulated GEMM."""
 
     kind: str
     why: str
@@ -120,9 +120,9 @@ def verdicts(
     """Return the verdict of each GEMM of a product on the target ``name``.
 
     Args:
-        program: of the product; None where it is kept in high precision.
-        site: gives the sizes and the kind of the product; None leaves sizes open.
-        op: the kind of the product without a site.
+        program: the program of the product; None if the product is kept in high precision.
+        site: gives the sizes and the kind of the product; None leaves the sizes open.
+        op: the kind of the product if ``site`` is None.
     """
     chosen, result, kind = target(name), dict[Gemm, Verdict](), op if site is None else site.op
     for which in Gemm:
@@ -173,8 +173,8 @@ def _formats(target: Target, gemm: GemmProgram, op: str) -> tuple[str, str]:
 
 
 def _mismatch(name: str, program: OperandProgram, rows: bool) -> tuple[int, str] | None:
-    """Return in which respect an operand differs from a format, in how many respects it fits before that one; None if
-    it fits in all.
+    """Return the first respect in which an operand differs from a format, after the number of respects before it; None
+    if the operand fits in all.
 
     Args:
         rows: whether each row may have a tensor scale of its own.
@@ -186,7 +186,7 @@ def _mismatch(name: str, program: OperandProgram, rows: bool) -> tuple[int, str]
         return 0, "kept in high precision"
     known, scale = data().formats[name], spec.scale
     whole = ("tensor", "all", "row") if rows else ("tensor", "all")
-    scaling = [part for part in program.at("group_scale") if not part.constant]  # the result carries a constant
+    scaling = [part for part in program.at("group_scale") if not part.constant]  # a constant γ multiplies the result
     others = [part.name for part in scaling if part.group_granularity not in whole]
     elements = " or ".join(each.name.upper() for each in (spec.element, *spec.others))
     stored = scale.convention == "encode" and scale.format.mantissa_bits and known.scale != "fp32"
@@ -203,8 +203,8 @@ def _mismatch(name: str, program: OperandProgram, rows: bool) -> tuple[int, str]
 
 def _nearest(names: Iterable[str], program: OperandProgram, rows: bool) -> str:
     """Return the mismatch with the format that fits in most respects."""
-    found = [mismatch for name in names if (mismatch := _mismatch(name, program, rows)) is not None]
-    return max(found, key=lambda each: each[0], default=(0, ""))[1]
+    mismatches = [mismatch for name in names if (mismatch := _mismatch(name, program, rows)) is not None]
+    return max(mismatches, key=lambda each: each[0], default=(0, ""))[1]
 
 
 def _in_blocks(spec: QuantSpec, native: int | str) -> bool:
@@ -245,7 +245,7 @@ def _parts(gemm: GemmProgram) -> list[Part]:
 
 
 def _exclusive(target: Target, program: MatmulProgram | None) -> str:
-    """Return which techniques of a product the target has, but not together; empty where there are none."""
+    """Return which two techniques of a product the target does not have together; empty if there are none."""
     gemms = () if program is None else (program.fprop, program.dgrad, program.wgrad)
     names = {part.name for gemm in gemms for part in _parts(gemm)}
     return next((f"{target.title} has no {a} together with {b}" for a, b in target.exclusive if {a, b} <= names), "")
@@ -264,7 +264,7 @@ def _refused(target: Target, part: Part) -> str | None:
 
 
 def _size(target: Target, which: Gemm, site: Site | None) -> str:
-    """Return which axis of a GEMM is no multiple of what the target needs; empty where sizes fit or are open."""
+    """Return which axis of a GEMM the target cannot multiply at its size; empty if all sizes fit or are open."""
     if site is None or site.op not in ("linear", "grouped") or not all(map(_is_number, site.shapes)):
         return ""
     tokens, features = prod(map(int, site.shapes[0][:-1])), int(site.shapes[0][-1])
@@ -276,7 +276,7 @@ def _size(target: Target, which: Gemm, site: Site | None) -> str:
         needed = multiples.tokens if name == "tokens" else multiples.result
         needed = multiples.contraction if name == contracted else needed
         if size % needed:
-            return f"{name} {size} is no multiple of {needed}"
+            return f"{name} {size} is not a multiple of {needed}"
     return ""
 
 
@@ -285,8 +285,8 @@ def _is_number(shape: Iterable[int | str]) -> bool:
 
 
 def summary(name: str, sites: Sequence[Site]) -> str:
-    """Return the share of the training's FLOPs in matrix products that a target runs natively, in words, and that of
-    the products that are not quantized."""
+    """Return a sentence with the shares of the training FLOPs of matrix products that a target runs natively, that are
+    simulated, that run in high precision, and that belong to unquantized products."""
     flops = {"native": 0.0, "simulated": 0.0, "exact": 0.0}
     kept = [site for site in sites if not site.quantized]
     for site in sites:

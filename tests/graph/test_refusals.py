@@ -120,9 +120,9 @@ def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) 
     """The technique rounds elements by itself."""
     cls = technique("halving", frozenset(Operand), mixes=mixes, round=lambda self, ratio, scale, context: ratio / 2)
     rule = dataclasses.replace(fp4graph.load_policy(one_rule(quantize=quantizer(block))).rules[0], techniques=(cls(),))
-    messages = {"tensor": "does not tell the tokens and weights of experts apart (its mixes is 'tensor')"}
+    messages = {"tensor": "does not tell the tokens and weights of experts apart (it declares mixes = 'tensor')"}
     if block == "tensor":
-        sees = "halving cannot act on fprop.input of experts where one scale is that of a tensor"
+        sees = "halving cannot act on fprop.input of experts where a whole tensor has one scale"
         messages |= {"block": sees, "expert": sees}
     site = SiteView("m", "grouped", 512, 256, 256 * 512)
     if mixes in messages:

@@ -243,7 +243,7 @@ def test_layout_keeps_experts_apart(granule):
 MIXES = "technique {} does not tell the tokens and weights of experts apart"
 BETWEEN = "technique {} cannot act on wgrad.input of experts"  # it would count zeros between experts
 #: Blocks of a tensor of experts are computed as short blocks that share their scale.
-PARTS = "{} cannot act on .* of experts where one scale is that of a tensor"
+PARTS = "{} cannot act on .* of experts where a whole tensor has one scale"
 OF_A_TENSOR = quantizer("tensor", "e4m3", "nearest_even")
 ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
 
