@@ -1,4 +1,4 @@
-"""Everything that a technique is written with: the base class, the parts, what they are handed, operands, the hook.
+"""Everything that a technique is written with: the base class, the parts and their arguments, operands, the hook.
 
 A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
 """

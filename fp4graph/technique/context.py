@@ -1,4 +1,4 @@
-"""The context that tensor stages of a technique are handed, and the parts of an operand's quantization."""
+"""The context that the tensor stages of a technique get, and the parts of an operand's quantization."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ class Context:
         blocking: how the operand is cut into blocks.
         noise: random bits of this technique at this operand, new at every forward.
         constant: random bits of this technique at this operand, the same at every forward.
-        count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
-        draw: the source of the random bits; None where the technique does not say that it ``draws``.
-        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout, for a
-            ``Wrapper`` in the operand's.
+        count: forwards with gradients so far, int32, 0-d; None unless the part ``draws``.
+        draw: the source of the random bits; None unless the part ``draws``.
+        state: the technique's entries for this operand, by name; ``weight_like`` entries are fp32 and have the blocked
+            layout or, for a ``Wrapper``, the operand's.
         spec: the operand's spec; None for pair transforms, which serve two operands.
-        gemm: the product whose operands a pair transform is given; None for other stages.
-        normalized: the granularity of the statistic g by which a technique that ``normalizes`` divides this operand,
-            as in U = X/g; None where no technique does.
-        quotient: the values of a stage ``scale`` as an operand and the γ that divides it, for the functions of
-            :mod:`fp4graph.kernels.measures`, which read it in place of the values; None where several γ divide, or one
-            that is not of the whole tensor.
+        gemm: the product whose operands a pair transform gets; None for other stages.
+        normalized: the granularity of the statistic g by which a part that ``normalizes`` divides this operand, as in
+            U = X/g; None if no part does.
+        quotient: at a stage ``scale``, the operand and the γ that divides it, which :mod:`fp4graph.kernels.measures`
+            reads in place of the values; None where several γ divide, or a γ that is not one number for the tensor.
     """
 
     blocking: Blocking
@@ -61,7 +60,7 @@ class Context:
 
     def maxima(self, x: Tensor) -> Tensor:
         """Return the largest magnitude of every block of ``x``, a tensor of the operand's shape: fp32, in the shape of
-        a statistic; NaN if a value is."""
+        a statistic; NaN if the block has a NaN."""
         return operators.amax(x, self.blocking)
 
     def mantissa(self, z: Tensor, divisor: float, bits: int) -> Tensor:
@@ -69,12 +68,12 @@ class Context:
         return operators.mantissa(z, divisor, bits)
 
     def largest(self, score: Tensor, count: int) -> Tensor:
-        """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are."""
+        """Return whether each element of ``score`` is among the ``count`` largest; equal elements rank in order."""
         return operators.largest(score, count)
 
     def order_statistics(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """Return the elements of ``x [n]``, without NaN, at ``place`` and at n - 1 - place of the ascending order: 0-d;
-        -Inf and Inf of no elements."""
+        -Inf and Inf if ``x`` is empty."""
         return statistics.order_statistics(x, place)
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
@@ -123,13 +122,13 @@ class Quantization:
     The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
 
     Attributes:
-        spec, blocking: of the operand.
+        spec, blocking: the spec of the operand, and how the operand is cut into blocks.
         values: x/γ.
-        z: the statistic of ``values``, with the axes inside a block of size 1.
-        scale: the stored scale, in the spec's convention and the shape of ``z``: what elements are multiplied by.
-        rounding: returns :attr:`ratio` and :attr:`elements`, which are computed when somebody first reads them.
+        z: the block statistic of ``values``; the axes inside a block have size 1.
+        scale: the stored scale, in the spec's convention and the shape of ``z``.
+        rounding: returns :attr:`ratio` and :attr:`elements`, which are computed when they are first read.
         statistic: Z before it was divided by γ, in the shape of ``z``.
-        group_scales: of the techniques that have one, in the order in which they divide.
+        group_scales: the group scales of all techniques, in the order in which they divide.
         quotient: ``values`` as in :attr:`Context.quotient`.
     """
 

@@ -1,4 +1,4 @@
-"""The data that techniques declare: their cost, the tensors that they keep, the channels that they part."""
+"""The data that techniques declare: their cost, the tensors that they keep, the channels that they split off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mixes = Literal["none", "block", "expert", "tensor"]
 
 @dataclass(frozen=True)
 class Overhead:
-    """The cost on a tensor of n elements in blocks of l, as "Elucidating the design space of FP4 training", Table 2."""
+    """The cost on n elements in blocks of l, as in Table 2 of "Elucidating the Design Space of FP4 Training"."""
 
     compute: str
     memory: str
@@ -36,23 +36,23 @@ class StateEntry:
     Face's Conv1D, ``[N, K]`` otherwise. Tensor stages get a ``weight_like`` entry as they get the operand: transposed,
     rotated and cut into blocks like the weight. Under FSDP2 its buffer is a DTensor, sharded like the weight, and is
     gathered inside the graph; ``WeightUpdate.state`` holds the DTensor. Floating-point buffers keep their dtype
-    whatever ``model.to`` says. What only the optimizer's stages read belongs into ``WeightUpdate.memory``.
+    whatever ``model.to`` says. A tensor that only the optimizer's stages read belongs into ``WeightUpdate.memory``.
 
     Attributes:
         name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
             ``fprop.weight``).
         operand: the operand whose stages receive the entry.
         init: makes the first value from the whole weight, as stored: in ``apply``, again at the first training forward,
-            and when a checkpoint lacks the entry. It must be a function of a module and not a lambda
-            or a closure: a new function at each call of ``parts`` would prevent shared compiled code.
+            and when a checkpoint lacks the entry. It must be a function of a module, not a lambda or a closure, because
+            a new function at each call of ``parts`` would prevent shared compiled code.
         writer: the side that changes the entry: the ``optimizer``'s step, or the ``graph`` by the part's ``observe``.
             With ``siblings`` the entry is not kept: before each forward it becomes the maximum of ``init`` over this
             weight and those that servers fuse with it (q, k, v; gate, up). Such an ``init`` must itself be a maximum
             over elements, because a sharded weight takes the maximum over its shards.
-        weight_like: whether the entry has the weight's shape. Otherwise it reaches the stages as it is.
+        weight_like: whether the entry has the weight's shape. The stages get other entries as they are stored.
         canonical: whether ``init`` takes and returns ``[..., N, K]``, contraction axis last, in place of the stored
-            layout. A ``weight_like`` entry only.
-        families: last names of modules with one parent that are siblings too, beside those that servers fuse.
+            layout; only for a ``weight_like`` entry.
+        families: groups of last names of modules with one parent that are siblings too, beside those that servers fuse.
     """
 
     name: str
@@ -79,8 +79,8 @@ class Partition:
     the layer's own order of channels; with ``source: fprop`` it reads what Q2 and C2 gave.
 
     Attributes:
-        entry: the name of the technique's :class:`StateEntry` with the scores, fp32 ``[K]``: one of ``fprop.weight``
-            that is not ``weight_like``.
+        entry: the name of the technique's :class:`StateEntry` with the scores, fp32 ``[K]``: an entry of
+            ``fprop.weight`` that is not ``weight_like``.
         count: the number of chosen channels, from 1 to K - 1.
         specs: the specs of the chosen channels in fprop and wgrad, None or absent for high precision.
     """

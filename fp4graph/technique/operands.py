@@ -71,9 +71,9 @@ ADDRESSES: dict[str, tuple[Operand, ...]] = {
 
 
 def select(names: Iterable[str], among: Collection[Operand] = tuple(Operand)) -> frozenset[Operand]:
-    """Return the operands that a list of addresses means; a group stands for those of its members that are ``among``.
+    """Return the operands that a list of addresses means; a group stands for its members that are in ``among``.
 
-    Raise ValueError if the list is empty, an address is unknown, or an address means none of ``among``.
+    Raise ValueError if the list is empty, an address is unknown, or an address means no operand in ``among``.
     """
     chosen: set[Operand] = set()
     for name in (names := tuple(names)):

@@ -47,7 +47,7 @@ class OperandList:
 
 #: The type of a technique's option that lists operands, by address: ``operands: Operands = Field(("forward",), ...)``.
 Operands = Annotated[tuple[str, ...], OperandList()]
-#: The same for a technique that acts on operands of fprop alone, and on operands of dgrad and wgrad alone.
+#: The types for a technique that acts only on operands of fprop, and only on operands of dgrad and wgrad.
 ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]
 BackwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["backward"])]
 
@@ -55,7 +55,7 @@ BackwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["backward"])]
 def check_kind(technique: BaseModel, owners: Mapping[str, tuple[str, ...]]) -> None:
     """Raise ValueError if an option is set that ``technique.kind`` does not read.
 
-    ``owners`` are the kinds that read an option, by the option's name.
+    ``owners`` maps the name of each option to the kinds that read it.
     """
     kind = getattr(technique, "kind")  # noqa: B009  # a field of the subclass
     for option, kinds in owners.items():

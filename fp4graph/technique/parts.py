@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part:
-    """The base of all parts. A subclass is a frozen dataclass without being told so; its fields may get new defaults.
+    """The base of all parts. A subclass becomes a frozen dataclass by itself, and may give fields new defaults.
 
     Attributes:
         options: the technique that the part belongs to: its options by name.
@@ -36,8 +36,8 @@ class Part:
             ``on_weight``, and else for the operands that its options list.
         mixes: what the result of an element depends on, besides γ and a ``block_rotation``: "none", the element and its
             scale; "block", its block; "expert", the operand, in a grouped product the tokens of its expert; "tensor",
-            the operand, also across experts, which the engine refuses. Every class with tensor methods declares it.
-        draws: whether a method uses ``noise``, ``constant`` or ``count`` of its context.
+            the operand, so that grouped products refuse the part. Every class with tensor methods declares it.
+        draws: whether a method uses random bits or ``count`` of its context.
         counts: whether the result depends on the number of an operand's elements or blocks, as a quantile does. The
             engine then refuses the part at the operands of wgrad in a grouped product, where zeros fill up the tokens
             of an expert.
@@ -48,7 +48,7 @@ class Part:
     stages: ClassVar[tuple[str, ...]] = ("observe",)  # the methods of the kind, in the order in which they act
     acted: ClassVar[frozenset[str]] = frozenset()  # the methods that a class defines
     required: ClassVar[frozenset[str]] = frozenset()  # the methods that a class must define
-    kind: ClassVar[str] = "Part"  # the class of this module that a part is of
+    kind: ClassVar[str] = "Part"  # the name of the class of this module that a part derives from
 
     options: Any
     mixes: Mixes = "tensor"
@@ -82,7 +82,7 @@ class Part:
         methods = {stage for stage in STAGES if any(stage in vars(base) for base in bases)}
         if foreign := sorted(methods - {*cls.stages}):
             takes = ", ".join(kind.__name__ for kind in KINDS if foreign[0] in kind.stages)
-            raise TypeError(f"{cls.__name__} has a method {foreign[0]}, which a {cls.kind} is never asked for: {takes}")
+            raise TypeError(f"{cls.__name__} is a {cls.kind} and has a method {foreign[0]}, which belongs to: {takes}")
         cls.acted = frozenset(methods)
         if missing := sorted(cls.required - methods):
             raise TypeError(f"{cls.__name__} has no method {missing[0]}, which a {cls.kind} needs")
@@ -103,15 +103,15 @@ class Part:
         of_blocks = min(cls.acted & _OF_BLOCKS, default=None)
         if of_blocks is not None and mixes == "none":
             raise TypeError(
-                f"{cls.__name__} declares mixes = 'none' and acts on whole blocks at {of_blocks}; declare 'block', or "
-                "how much it mixes"
+                f"{cls.__name__} declares mixes = 'none' and acts on whole blocks at {of_blocks}; declare 'block', "
+                "'expert' or 'tensor'"
             )
 
     def __post_init__(self) -> None:
         self._check_mixes(self.mixes)
 
     def __repr__(self) -> str:
-        """Show sets sorted: names of compiled functions contain this text, and must be the same in every process."""
+        """Show sets sorted: the names of site functions depend on this text and must be the same in every process."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         shown = (f"{name}={sorted(value) if isinstance(value, frozenset) else value!r}" for name, value in values)
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -123,7 +123,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The name under which the part draws, whatever its technique's place in the policy: technique and kind."""
+        """The name under which the part draws, made of technique and kind: the policy's order does not matter."""
         return f"{self.name}.{self.kind}"
 
     @property
@@ -203,11 +203,11 @@ class Wrapper(Part):
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor | None:
         """Return the operand quantized, in the shape of ``x``, by calls of ``quantize`` on tensors of this shape.
 
-        In place of a tensor of equal lines ``quantize`` takes one of them, with size 1 along their axis. It returns a
-        tensor that broadcasts to ``x``.
+        In place of a tensor of equal lines ``quantize`` also takes one line, with size 1 along the axis of the lines,
+        and then returns a tensor that broadcasts to ``x``.
 
-        Each call after the first draws its own noise and rounds by the spec alone, because weight state describes the
-        weight and not a residual of it.
+        Each call of ``quantize`` after the first draws new noise and rounds by the spec alone, because weight state
+        describes the weight and not a residual of it.
         """
 
     def after(self, x: Tensor, context: Context) -> Tensor | None:
@@ -247,7 +247,7 @@ class BlockScale(Part):
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return the group statistic g, shape of ``g``: the maximum of the group's Z, unless changed before.
 
-        It is asked for the γ of parts that ``normalize``; other parts get the maximum.
+        It serves the γ of parts that have ``normalizes`` set; the γ of other parts is computed from the maximum.
         """
 
     def group_scale(
@@ -255,9 +255,9 @@ class BlockScale(Part):
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Return the group scale γ, by which the operand is quantized as γ·f(x/γ); None stands for 1.
 
-        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. Where the part ``normalizes``
-        the derivative takes γ to be proportional to the g asked for (EL Eq. 3), else to be constant. γ is broadcastable
-        to ``z``; return γ and the block statistic of x/γ if the latter is not ``z / γ``.
+        ``group`` returns g, the group statistic at a granularity, broadcastable to ``z``. The derivative takes γ to be
+        proportional to g if the part ``normalizes``, else to be constant (:class:`Gradient`). γ is broadcastable to
+        ``z``. If the block statistic of x/γ is not ``z / γ``, return γ and this statistic.
         """
 
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
@@ -284,8 +284,8 @@ class Rounding(Part):
 
 
 class Gradient(Part):
-    """Differentiates the quantizers of fprop. The engine composes the factors as EL Eq. 1 and 3 do
-    (:mod:`fp4graph.ops.gradient`); a factor that is None is that of the straight-through estimator."""
+    """Differentiates the quantizers of fprop, by Eq. 1 and 3 of "Elucidating the Design Space of FP4 Training"
+    (:mod:`fp4graph.ops.gradient`). A factor that is None is the factor of the straight-through estimator."""
 
     stages: ClassVar[tuple[str, ...]] = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 
@@ -293,11 +293,11 @@ class Gradient(Part):
         """Return the surrogate Q'(u) at ``ratio = u``; None is 1."""
 
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
-        """Return the surrogate q'(s) at the unrounded scale of the convention; None is 1."""
+        """Return the surrogate q'(s) at ``ideal``, the unrounded scale in the spec's convention; None is 1."""
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are from before
-        group scales."""
+        """Return dZ/dX, shape of ``values``; None treats the scale as a constant. ``values`` and ``z`` are not divided
+        by group scales."""
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of the group statistic, shape of ``values``; None treats the group scale as a constant."""
@@ -310,7 +310,7 @@ class ChannelSplit(Part):
     operands: frozenset[Operand] | None = frozenset()
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
-        """Return the channels and their specs, or None; ``specs`` are the site's after every technique's ``plan``."""
+        """Return the channels and their specs, or None; ``specs`` are the site's, after every technique's ``plan``."""
 
 
 class OptimizerHook(Part):
@@ -320,7 +320,7 @@ class OptimizerHook(Part):
     mixes: Mixes = "none"
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Act before ``optimizer.step()``, once for each quantized weight of the technique's rules with a gradient."""
+        """Act before ``optimizer.step()``, once for each weight with a gradient that the technique's rules quantize."""
 
     def after_step(self, update: WeightUpdate) -> None:
         """Act after ``optimizer.step()``, once for each of the same weights."""
@@ -340,7 +340,7 @@ QUANTIZER_STAGES = (
 GRADIENT_STAGES = Gradient.stages
 #: Stages of one operand.
 TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
-#: Stages that see what the elements of a block share, besides a γ, which has a granularity of its own.
+#: Stages that see what the elements of a block share. A γ does not count: it declares its ``group_granularity``.
 _OF_BLOCKS = frozenset(TENSOR_STAGES) - {"split", "round", "after", "element_surrogate", "group_scale", "observe"}
 #: Stages around the optimizer's step.
 OPTIMIZER_STAGES = frozenset(OptimizerHook.stages)

@@ -17,7 +17,7 @@ class Factors:
             parameter, policies see a site ``linear``, whatever the form.
         form: how ``b`` is stored.
         addend: the bias or accumulator, or None.
-        alpha, beta: numbers.
+        alpha, beta: the numbers that multiply the product and ``addend``.
     """
 
     a: Any

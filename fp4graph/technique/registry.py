@@ -1,4 +1,4 @@
-"""Finds plugins: each :class:`Registry` has its own pluggy manager, loads nothing at import, isolates broken ones."""
+"""Finds plugins when a :class:`Registry` is made, each with its own pluggy manager; a broken plugin harms no other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Registry:
         techniques: name to class.
         elements, scales: name to format, built-in and added.
         policies: name to file, shipped and added.
-        products: qualified name of an operator to what reads its calls.
+        products: qualified name of an operator to the :class:`ProductOperation` that reads its calls.
         failures: plugin name to the error that kept the plugin out; the others stay usable.
         contested: techniques and formats that two plugins claim, with the error. A policy that names one is refused,
             because nobody can tell which of the two is meant.
@@ -53,11 +53,11 @@ class Registry:
         self.scales: Mapping[str, formats.ScaleFormat] = MappingProxyType(self._scales)
         self.policies: Mapping[str, Path] = MappingProxyType(self._policies)
         self._origin: dict[str, str] = {}
-        self._offers: dict[str, set[str]] = {}  # what each plugin offers, of those that could be asked
+        self._offers: dict[str, set[str]] = {}  # the names that each plugin offers, if it could be asked
         self.failures: dict[str, PluginError] = {}
         self.contested: dict[str, PluginError] = {}
-        found = entry_points(group=entry_point_group) if entry_point_group else ()
-        for name, candidate in [*((point.name, point) for point in found), *plugins]:
+        installed = entry_points(group=entry_point_group) if entry_point_group else ()
+        for name, candidate in [*((point.name, point) for point in installed), *plugins]:
             try:
                 self._add(name, _loaded(candidate))
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
@@ -142,9 +142,9 @@ class Registry:
                 raise PluginError(f"policy {path.stem!r} is already shipped as {str(other)!r}", plugin=plugin)
 
     def why_missing(self, name: str) -> str:
-        """Return the failures that may be why no technique, format or policy has ``name``, in parentheses, or "".
+        """Return, in parentheses, the failures that may be why no technique, format or policy has ``name``; or "".
 
-        They are those of the plugins that offer the name, or else of those that failed before they could be asked.
+        They are the failures of plugins that offer the name, or else of plugins that failed before they could be asked.
         """
         offering = [error for plugin, error in self.failures.items() if name in self._offers.get(plugin, ())]
         unasked = [error for plugin, error in self.failures.items() if plugin not in self._offers]
@@ -169,5 +169,5 @@ def default_registry() -> Registry:
 
 
 def _loaded(candidate: Any) -> object:
-    """Return a plugin, loaded where ``candidate`` is its entry point, of importlib's class or importlib_metadata's."""
+    """Return the plugin; load it if ``candidate`` is an entry point, of importlib's class or importlib_metadata's."""
     return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

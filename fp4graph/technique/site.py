@@ -20,17 +20,16 @@ class SiteView:
 
     Attributes:
         module: the fully qualified name of the module that owns the product ("" is the root), or None if unknown.
-        op: "linear" if B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" if both are activations, "grouped" for
-            the products of experts with their own tokens (grouped_mm), B then being all experts' weights ``[E, K, N]``,
-            "sdpa" for fused attention, "conv" for a convolution as the product of its patches ``[B·L, K]`` with its
-            kernels.
+        op: "linear" if B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" if A and B are activations, "grouped"
+            for experts with their own tokens (grouped_mm; B is the weights of all experts ``[E, K, N]``), "sdpa" for a
+            product of fused attention, "conv" for a convolution, as patches ``[B·L, K]`` times kernels.
         in_features: K, or None if it is symbolic.
         out_features: N, or None if it is symbolic.
         numel: the number of elements of B (the weight, for op "linear" and "grouped"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
-        role: the part of a product that is not an ordinary layer: "adapter" (LoRA and the
-            like), "router" (its output chooses by top-k), "head" (it makes the model's output); None elsewhere.
+        role: what the product is if not an ordinary layer: "adapter" (LoRA and the like), "router" (its output chooses
+            by top-k) or "head" (it makes the model's output); else None.
     """
 
     module: str | None

@@ -31,12 +31,12 @@ class Technique(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     name: ClassVar[str]
-    overhead: ClassVar[Overhead]  # row of the paper's Table 2, shown by ``fp4graph techniques``
-    #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
+    overhead: ClassVar[Overhead]  # shown by ``fp4graph techniques``
+    #: Names of techniques that cannot share a site with this technique, and of techniques that it needs.
     conflicts: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
     #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
-    #: It is then declared for the policy, and acts also if nothing is quantized.
+    #: Such a technique is declared for the policy, and acts even if nothing is quantized.
     per_model: ClassVar[bool] = False
     #: True if the technique acts on the weight of a linear layer or of experts, and not on an activation in its place.
     on_weight: ClassVar[bool] = False
@@ -45,21 +45,21 @@ class Technique(BaseModel):
 
     @property
     def complexity(self) -> float:
-        """The weight that the technique adds to a policy's Ω (paper Table 9): a constant, or a property of options."""
+        """The weight in a policy's Ω (Table 9 of "Elucidating the Design Space of FP4 Training"); may read options."""
         raise NotImplementedError(f"{type(self).__name__} declares no complexity")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
-        """Return where the technique acts on the products of ``site``. It must return the same parts at every call."""
+        """Return the parts by which the technique acts on the products of ``site``: the same parts at every call."""
         return ()
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
-        """Return the technique, with options, that a policy gets by writing ``spec``, or None; Ω counts it."""
+        """Return the technique, with options, for which ``spec`` in a policy stands, or None. Ω counts it."""
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
 
-        ``specs`` are the rule's after every technique's :meth:`plan`, ``techniques`` all of the rule, by name.
+        ``specs`` are the rule's specs after every :meth:`plan`, ``techniques`` the techniques of the rule, by name.
         """
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
@@ -70,7 +70,7 @@ class Technique(BaseModel):
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
-        """The arguments of torch's ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None asks for none."""
+        """The arguments of the ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None if no scaler is needed."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -95,8 +95,8 @@ class Technique(BaseModel):
     @property
     def addresses_given(self) -> dict[str, tuple[str, ...]]:
         """The lists of operands that the policy's author wrote, by option; defaults and scopes are left out."""
-        given = {name: getattr(self, name) for name in self.operand_lists() if name in self.model_fields_set}
-        return {name: value for name, value in given.items() if isinstance(value, tuple)}
+        written = {name: getattr(self, name) for name in self.operand_lists() if name in self.model_fields_set}
+        return {name: value for name, value in written.items() if isinstance(value, tuple)}
 
     def specs_listed(self, specs: OperandSpecs) -> dict[Operand, QuantSpec]:
         """Return the specs of the listed operands that are quantized, in TetraJet's order."""
@@ -104,7 +104,7 @@ class Technique(BaseModel):
         return {o: spec for o in Operand if o in listed and (spec := specs.get(o)) is not None}
 
 
-#: A site at which every technique has its parts, except for those that only experts have.
+#: A site at which every technique has its parts, except for parts that only experts have.
 _LINEAR = SiteView(None, "linear", None, None, None, producer="swiglu")
 _ANYWHERE = (_LINEAR, replace(_LINEAR, op="grouped"))
 
@@ -121,10 +121,10 @@ def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]
     if not isinstance(parts, tuple) or not all(isinstance(part, Part) for part in parts):
         raise TypeError(f"parts() must return a tuple of parts; got {parts!r}")
     resolved = tuple(_resolved(part, technique, site) for part in parts)
-    for one, another in combinations((part for part in resolved if part.draws), 2):
-        if one.key == another.key and (shared := _places(one) & _places(another)):
+    for first, second in combinations((part for part in resolved if part.draws), 2):
+        if first.key == second.key and (shared := _places(first) & _places(second)):
             raise TypeError(
-                f"{type(one).__name__} and {type(another).__name__} are of one kind and would draw the same bits at "
+                f"{type(first).__name__} and {type(second).__name__} are of one kind and would draw the same bits at "
                 f"{min(shared)}; make them one part"
             )
     entries: dict[tuple[Operand, str], StateEntry] = {}
@@ -174,7 +174,7 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
 
 
 def _parts_anywhere(technique: Technique) -> Iterator[Part]:
-    """Yield the parts that a technique has at ordinary linear layers and at experts, where it takes them."""
+    """Yield the parts of a technique at ordinary linear layers and at experts, unless it refuses the site."""
     for site in _ANYWHERE:
         with suppress(ValueError):
             yield from parts_of(technique, site)
@@ -210,7 +210,7 @@ def hooks_of(technique: Technique) -> tuple[OptimizerHook, ...]:
 
 
 def plans(technique: Technique | type[Technique]) -> bool:
-    """Return whether a technique has a method ``plan`` of its own."""
+    """Return whether a technique overrides :meth:`Technique.plan`."""
     cls = technique if isinstance(technique, type) else type(technique)
     return cls.plan is not Technique.plan
 
@@ -231,7 +231,7 @@ def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> O
     return result
 
 
-#: What classes of an earlier version had, which parts have today.
+#: Members that technique classes of an earlier version had, and that parts have today.
 _FORMER = (
     *STAGES, "state", "acts_on", "pairs", "for_operand", "mixes", "counts", "draws", "draws_in_evaluation",
     "group_granularity", "normalizes", "block_rotation", "on_experts", "by_block", "by_expert", "divides_by",

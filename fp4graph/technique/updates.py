@@ -1,4 +1,4 @@
-"""The optimizer's step, as the stages around it are handed it."""
+"""The data about an optimizer step that the stages around it get."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ class WeightUpdate:
         name: fully qualified name of the parameter; the first, where the parameter has several.
         parameter: the parameter as stored. It has a gradient.
         state: the technique's entries for the weight in the model, by entry name, as stored; written in place. If
-            several modules hold the parameter, these are the first's, and the others are set to the same values.
+            several modules hold the parameter, these are the first module's; the other modules' get the same values.
         memory: the tensors that the technique keeps for the weight in the optimizer's state, by name.
         optimizer, group: the user's optimizer, and the parameter group that holds the weight.
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
             of the weight's shape.
-        quantization: returns all parts of fprop's quantization of the weight, gathered if it is sharded; ``values`` is
+        quantization: returns fprop's quantization of the weight, gathered if the weight is sharded; its ``values`` are
             the blocked layout of ``canonical(parameter)`` divided by γ.
         canonical: returns a tensor of the weight's layout and sharding as ``[..., N, K]``, gathered.
         stored: the inverse of ``canonical``.
         scratch: the technique's own dict, kept from before the step until after it.
-        over_ranks: returns the sum over all ranks of a tensor that differs from rank to rank: those of the weight's
-            ``fully_shard``, or of the DistributedDataParallel that last ran the model; the tensor itself without them.
-            All ranks must call it.
+        over_ranks: returns the sum of a tensor over the ranks of the weight's ``fully_shard``, or of the
+            DistributedDataParallel that last ran the model; without either, the tensor. All ranks must call it.
         apart: returns which elements of the weight, as stored, are in input channels that a technique has multiplied
-            apart, bool and sharded as the weight is; None where none are.
+            apart, bool and sharded as the weight is; None if no channels are multiplied apart.
     """
 
     name: str
@@ -67,8 +66,8 @@ class WeightUpdate:
 class OptimizerStep:
     """One step of the user's optimizer, for a technique that acts on all parameters together.
 
-    ``optimizer`` and ``scratch`` are as in a :class:`WeightUpdate`. ``memory`` returns the tensors that the technique
-    keeps for a parameter in the optimizer's state, by name: to be read, written and deleted from.
+    ``optimizer`` and ``scratch`` are as in a :class:`WeightUpdate`. ``memory`` returns the dict of tensors that the
+    technique keeps for a parameter in the optimizer's state, by name; the technique may add and delete entries.
     """
 
     optimizer: torch.optim.Optimizer

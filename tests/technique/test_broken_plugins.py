@@ -439,11 +439,11 @@ WRONG_CLASSES: list[tuple[str, type[Part], dict[str, Any], str]] = [
     (
         "mixes nothing", BlockScale,
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
-        "declares mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', or how much it mixes",
+        "mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', 'expert' or 'tensor'",
     ),
     (
         "a method of another kind", BlockScale, {"mixes": "block", "round": lambda self, r, s, c: r},
-        "Made has a method round, which a BlockScale is never asked for: Rounding",
+        "Made is a BlockScale and has a method round, which belongs to: Rounding",
     ),
     (
         "no inverse", PairTransform, {"mixes": "none", "transform": lambda self, x, side, shared: x},
