@@ -23,7 +23,7 @@ _GATHERED = (
     "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product, in "
     "transformers with experts_implementation='grouped_mm'"
 )
-_OF_WEIGHTS = "it multiplies the model's own tensors alone, as spectral_norm does to compute a weight"
+_OF_WEIGHTS = "it multiplies only parameters and buffers, as spectral_norm does to compute a weight"
 
 
 class Describer:

@@ -110,25 +110,25 @@ class _Planning:
         needed = (StateSlot(name, entry) for name, entry in entries if specs.get(entry.operand) is not None)
         slots = tuple(dict.fromkeys(needed))
 
-        def operand(which: Operand) -> OperandProgram:
-            spec = specs.get(which)
+        def operand_program(operand: Operand) -> OperandProgram:
+            spec = specs.get(operand)
             program = OperandProgram(
                 spec,
-                tuple(part for part in parts if spec is not None and which in (part.operands or ())),
-                tuple(slot for slot in slots if slot.entry.operand is which),
-                reuses=spec is None and which in rule.reuses,
+                tuple(part for part in parts if spec is not None and operand in (part.operands or ())),
+                tuple(slot for slot in slots if slot.entry.operand is operand),
+                reuses=spec is None and operand in rule.reuses,
             )
-            return self._of_each_expert(program, which) if site.op == "grouped" else program
+            return self._of_each_expert(program, operand) if site.op == "grouped" else program
 
-        def gemm(which: Gemm) -> GemmProgram:
-            quantized = any(specs.get(each) is not None for each in which.operands)
+        def gemm_program(gemm: Gemm) -> GemmProgram:
+            quantized = any(specs.get(each) is not None for each in gemm.operands)
             pairs = (part for part in parts if isinstance(part, PairTransform))
-            transforms = tuple(part for part in pairs if quantized and which in part.gemms)
-            left, right = map(operand, which.operands)
-            return GemmProgram(which, left, right, transforms)
+            transforms = tuple(part for part in pairs if quantized and gemm in part.gemms)
+            left, right = map(operand_program, gemm.operands)
+            return GemmProgram(gemm, left, right, transforms)
 
-        program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
-        refusals.require_own_magnitudes(program, site, rule)
+        program = MatmulProgram(gemm_program(Gemm.FPROP), gemm_program(Gemm.DGRAD), gemm_program(Gemm.WGRAD), slots)
+        refusals.require_unchanged_siblings(program, site, rule)
         splits = (part for part in parts if isinstance(part, ChannelSplit))
         chosen = {split: partition for split in splits if (partition := self._partition(split, specs)) is not None}
         if chosen:
@@ -179,16 +179,16 @@ class _Planning:
         apart = Apart(labels.index((split.name, partition.entry)), partition.count, chosen)
         return dataclasses.replace(program, apart=apart)
 
-    def _of_each_expert(self, program: OperandProgram, which: Operand) -> OperandProgram:
+    def _of_each_expert(self, program: OperandProgram, operand: Operand) -> OperandProgram:
         """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks
         would reach from one expert into the next.
 
         Such a block is cut into short blocks, none of which two experts share. The short blocks of an expert, or of its
         line, share one scale.
         """
-        refusals.require_each_expert(program, which, self.site, self.rule)
+        refusals.require_each_expert(program, operand, self.site, self.rule)
         spec = program.spec
-        if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, which):
+        if spec is None or isinstance(spec.block, int | tuple) or not refusals.reaches_across(program, operand):
             return program
         return dataclasses.replace(program, spec=dataclasses.replace(spec, block=_SHORT), shares=spec.block)
 

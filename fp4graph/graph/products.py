@@ -109,7 +109,7 @@ def objection(product: Product) -> str | None:
 
 def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> str | None:
     if a.dim() != 2 or b.dim() != 3 or product.ends is None:
-        return "only tokens [T, K] sorted by expert, with offsets, are multiplied with weights [E, K, N]"
+        return "it does not multiply tokens [T, K], sorted by expert and with offsets, with weights [E, K, N]"
     if product.addend is not None:
         return "it adds a bias; add the bias afterwards to quantize it"
     out, follows_autocast = value_of(product.node), name_of(product.node) == "experts_mm"

@@ -39,7 +39,7 @@ def require_experts_apart(site: SiteView, rule: Rule, parts: Iterable[Part]) -> 
             )
 
 
-def require_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> None:
+def require_each_expert(program: OperandProgram, operand: Operand, site: SiteView, rule: Rule) -> None:
     """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens.
 
     Where blocks are cut at the borders of experts, also raise it for techniques that see blocks, and for stochastic
@@ -47,24 +47,24 @@ def require_each_expert(program: OperandProgram, which: Operand, site: SiteView,
     """
     keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
     counting = next((part.name for part in program.parts if part.counts), None)
-    if counting is not None and which.gemm is Gemm.WGRAD:
-        message = f"cannot act on {which} of experts, whose tokens are filled up with zeros"
+    if counting is not None and operand.gemm is Gemm.WGRAD:
+        message = f"cannot act on {operand} of experts, whose tokens are filled up with zeros"
         raise _refusal(site, rule, f"technique {counting} {message}; list other operands in its options, or {keep}")
     spec = program.spec
-    if spec is None or not reaches_across(program, which):
+    if spec is None or not reaches_across(program, operand):
         return
     causes = list(dict.fromkeys(part.name for part in program.parts if part.sees_blocks))
     causes += [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
     causes += ["a choice between elements"] if spec.others else []
     if causes:
-        message = f"cannot act on {which} of experts where a whole {spec.block} has one scale"
+        message = f"cannot act on {operand} of experts where a whole {spec.block} has one scale"
         raise _refusal(site, rule, f"{' and '.join(causes)} {message}; use blocks of a fixed length, or {keep}")
 
 
-def reaches_across(program: OperandProgram, which: Operand) -> bool:
+def reaches_across(program: OperandProgram, operand: Operand) -> bool:
     """Return whether the policy's blocks of an operand would reach from one expert into the next."""
     block = None if program.spec is None else program.spec.block
-    return block == "tensor" or (block == "row" and which.gemm is Gemm.WGRAD)
+    return block == "tensor" or (block == "row" and operand.gemm is Gemm.WGRAD)
 
 
 def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[Part]) -> None:
@@ -82,7 +82,7 @@ def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[P
         )
 
 
-def require_own_magnitudes(program: MatmulProgram, site: SiteView, rule: Rule) -> None:
+def require_unchanged_siblings(program: MatmulProgram, site: SiteView, rule: Rule) -> None:
     """Raise CaptureError where siblings share the largest magnitude of their weights, and a technique changes the
     weight, or its statistics, before the tensor scale is computed."""
     sharing = {slot.technique for slot in program.state if slot.shared}

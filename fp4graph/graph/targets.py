@@ -125,16 +125,16 @@ def verdicts(
         op: the kind of the product if ``site`` is None.
     """
     chosen, result, kind = target(name), dict[Gemm, Verdict](), op if site is None else site.op
-    for which in Gemm:
-        gemm: GemmProgram | None = None if program is None else getattr(program, which)
-        if gemm is None or (gemm.left.spec is None and gemm.right.spec is None):
-            result[which] = Verdict("exact", "high precision")
+    for gemm in Gemm:
+        gemm_program: GemmProgram | None = None if program is None else getattr(program, gemm)
+        if gemm_program is None or (gemm_program.left.spec is None and gemm_program.right.spec is None):
+            result[gemm] = Verdict("exact", "high precision")
             continue
-        formats, why = _formats(chosen, gemm, kind)
-        why = why or _exclusive(chosen, program) or _size(chosen, which, site)
-        if program is not None and program.apart is not None and which is not Gemm.DGRAD:
+        formats, why = _formats(chosen, gemm_program, kind)
+        why = why or _exclusive(chosen, program) or _size(chosen, gemm, site)
+        if program is not None and program.apart is not None and gemm is not Gemm.DGRAD:
             why = why or "some input channels are multiplied apart"
-        result[which] = Verdict("simulated", why) if why else Verdict("native", formats)
+        result[gemm] = Verdict("simulated", why) if why else Verdict("native", formats)
     return result
 
 
@@ -263,14 +263,14 @@ def _refused(target: Target, part: Part) -> str | None:
     return None
 
 
-def _size(target: Target, which: Gemm, site: Site | None) -> str:
+def _size(target: Target, gemm: Gemm, site: Site | None) -> str:
     """Return which axis of a GEMM the target cannot multiply at its size; empty if all sizes fit or are open."""
     if site is None or site.op not in ("linear", "grouped") or not all(map(_is_number, site.shapes)):
         return ""
     tokens, features = prod(map(int, site.shapes[0][:-1])), int(site.shapes[0][-1])
     outputs = next((int(size) for size in site.shapes[1][-2:] if size != features), features)
     axes = {"tokens": tokens, "in_features": features, "out_features": outputs}
-    contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[which]
+    contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[gemm]
     for name, size in axes.items():
         multiples = target.multiples
         needed = multiples.tokens if name == "tokens" else multiples.result

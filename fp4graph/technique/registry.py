@@ -1,4 +1,4 @@
-"""Finds plugins when a :class:`Registry` is made, each with its own pluggy manager; a broken plugin harms no other."""
+"""Loads plugins: a :class:`Registry` has its own pluggy manager, loads plugins when it is made, skips broken ones."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Registry:
         offering = [error for plugin, error in self.failures.items() if name in self._offers.get(plugin, ())]
         unasked = [error for plugin, error in self.failures.items() if plugin not in self._offers]
         causes = offering or unasked
-        more = f", and {len(causes) - 3} plugins more" if causes[3:] else ""
+        more = f", and {len(causes) - 3} more plugins" if causes[3:] else ""
         return f" ({'; '.join(map(str, causes[:3]))}{more})" if causes else ""
 
     def origin(self, technique: str) -> str:
