@@ -81,7 +81,7 @@ def with_own_code(function: Any, cls: type) -> Callable[..., Any]:
     """Return ``function`` with a new code object, named after ``cls`` and numbered.
 
     Dynamo has a cache and a recompile limit for each code object. By the name of the code it remembers input sizes, to
-    make sizes that change dynamic. So captures that share neither need different objects with different names.
+    make sizes that change dynamic. A new object with a new name lets captures share neither.
     """
     code = function.__code__.replace(co_name=f"fp4graph_{cls.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)

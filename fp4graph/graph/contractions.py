@@ -209,7 +209,7 @@ def convolution(
 
 
 def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:
-    """Return K, N and the number of the weight's elements of a convolution's product."""
+    """Return K, N and the number of weight elements of a convolution's product."""
     weight = value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
     if weight is None or any(not isinstance(size, int) for size in weight.shape):
         return None, None, None

@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile(model, backend="fp4graph", options={"policy": ...})``: no noise, state or phases."""
+"""The backend of ``torch.compile(model, backend="fp4graph")``, for policies without noise, state and phases."""
 
 from __future__ import annotations
 

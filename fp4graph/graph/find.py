@@ -2,7 +2,7 @@
 
 The pass opens nodes that hide products, removes the markers from the graph, and describes every matrix operation by the
 table of :mod:`fp4graph.graph.operations`: a :class:`FoundProduct` may become a site, a :class:`FoundWork` cannot. It
-asks the policy only whether to open operations that are opened where a rule wants their products.
+asks the policy only about operations that are opened where a rule wants their products.
 """
 
 from __future__ import annotations

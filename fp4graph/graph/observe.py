@@ -79,7 +79,7 @@ class Observation:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: sites of frames before, and its own
+        self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: counts of sites before it and in it
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
         """Put the recording around every site of a captured graph: the torch.compile backend."""

@@ -288,10 +288,10 @@ class Planner:
                 f"experts_implementation='grouped_mm', or {rule_that_keeps(view.op, view.module)}",
                 view.module,
             )
-        shapes, counted = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
+        shapes, forward_flops = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
-        facts = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, counted)
+        facts = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, forward_flops)
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
         count, specs = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
@@ -345,7 +345,7 @@ class Planner:
 
 
 def _lowered(product: Product, program: MatmulProgram) -> Callable[[], Schedule]:
-    """Return a function that lowers ``program`` for the factors of ``product``, with the kernels that exist by then."""
+    """Return a function that lowers ``program`` for the factors of ``product``, by the kernels available at a call."""
     (a, b), y = product.values, value_of(product.node)
     dtype = a.dtype if y is None else y.dtype  # under autocast, its dtype
     dtypes, needs, experts = (a.dtype, b.dtype), (a.requires_grad, b.requires_grad), product.ends is not None

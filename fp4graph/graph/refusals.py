@@ -116,7 +116,7 @@ def require_alone(program: MatmulProgram, splits: list[ChannelSplit], site: Site
     elif keeping := [slot.technique for slot in program.state if slot.technique != split.name]:
         cause = f"{keeping[0]} keeps state of the whole weight; drop one of the two"
     elif any(operand.has_gradient_factor for operand in (program.fprop.left, program.fprop.right)):
-        cause = "another technique differentiates fprop's quantizers, which are then several; drop one of the two"
+        cause = "another technique differentiates the quantizers of fprop, which would be two each; drop one of the two"
     else:
         return split
     raise _refusal(site, rule, f"technique {split.name} multiplies input channels apart: {cause}")

@@ -25,8 +25,8 @@ from fp4graph.technique.operands import Gemm
 class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker at the product carries them.
 
-    A module has multiplied with the weight of a module that it did not call. ``owner`` is the owner of the weight, and
-    ``caller`` the name of the multiplying module; None is unknown. ``all`` lists the errors of the graph, this first.
+    A module has multiplied with another module's weight and did not call it. ``owner`` is the owner of the weight, and
+    ``caller`` the name of the multiplying module, None if unknown. ``all`` lists the errors of the graph, this first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:

@@ -68,7 +68,7 @@ class Context:
         return operators.mantissa(z, divisor, bits)
 
     def largest(self, score: Tensor, count: int) -> Tensor:
-        """Return whether each element of ``score`` is among the ``count`` largest; equal elements rank in order."""
+        """Return whether each element of ``score`` is among the ``count`` largest; of equal elements, earlier win."""
         return operators.largest(score, count)
 
     def order_statistics(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
