@@ -94,8 +94,7 @@ def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tens
 
 
 def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
-    """Return a function that computes the tensordot at ``node`` as one matmul; None if it sums all axes of an operand,
-    or no axis."""
+    """Return a function that computes the tensordot at ``node`` as one matmul; None if it sums all axes, or no axis."""
     a, b = (value_of(argument) for argument in node.args[:2])
     if a is None or b is None or node.kwargs.get("out") is not None:
         return None

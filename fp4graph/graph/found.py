@@ -50,8 +50,7 @@ class FoundWork:
     Attributes:
         module: the module that the node was called in, or None.
         view: the work as the policy sees it, without sizes.
-        places: indices of the rules whose predicates on module and place hold, if only a marker knows the module; None
-            otherwise.
+        places: indices of the rules whose predicates on module and place hold, if only a marker knows the module.
         reason: why the work cannot be quantized.
         verdict: how the planner treats the work.
         formula: counts the FLOPs where torch's counter cannot.

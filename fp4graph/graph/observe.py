@@ -25,8 +25,7 @@ class Recording(Protocol):
     def operands(self, site: str) -> OperandObserver | None:
         """Return the observer of the GEMMs of ``site`` in this forward and its backward; None for no observer.
 
-        Called before every forward of the site. The observer reads the tensors of the training and must not change
-        them.
+        Called before every forward of the site. The observer reads the training's tensors and must not change them.
         """
 
     def output(self, site: str, y: Tensor) -> None:

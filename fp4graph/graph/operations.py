@@ -14,9 +14,8 @@ A new operation is a row here:
   :mod:`fp4graph.graph.attention`.
 - It multiplies parts of a parameter that another operation picked: the two are written out together, as
   :mod:`fp4graph.graph.experts` does.
-- It does none of these: the reason, and ``Verdict.KEEP`` if every policy keeps it. Without this verdict an operation
-  with a parameter is an error where the policy would quantize a linear layer, and kept elsewhere. ``flops`` counts what
-  torch's counter does not.
+- It does none of these: the reason, and ``Verdict.KEEP`` if every policy keeps it. Otherwise an operation with a
+  parameter is an error where the policy would quantize a linear layer. ``flops`` counts what torch's counter does not.
 """
 
 from __future__ import annotations

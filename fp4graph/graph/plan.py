@@ -183,8 +183,7 @@ class _Planning:
         """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks
         would reach from one expert into the next.
 
-        Such a block is cut into short blocks, none of which two experts share. The short blocks of an expert, or of its
-        line, share one scale.
+        Such a block is cut into short blocks within one expert each; those of an expert, or its line, share a scale.
         """
         refusals.require_each_expert(program, operand, self.site, self.rule)
         spec = program.spec

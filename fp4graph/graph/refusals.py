@@ -40,11 +40,8 @@ def require_experts_apart(site: SiteView, rule: Rule, parts: Iterable[Part]) -> 
 
 
 def require_each_expert(program: OperandProgram, operand: Operand, site: SiteView, rule: Rule) -> None:
-    """Raise CaptureError where a technique would count the zeros that fill up an expert's tokens.
-
-    Where blocks are cut at the borders of experts, also raise it for techniques that see blocks, and for stochastic
-    scales and choices of elements, which each short block would make by itself.
-    """
+    """Raise CaptureError for techniques that would count the zeros that fill up an expert's tokens; if blocks are cut
+    at the borders of experts, also for techniques that see blocks, stochastic scales and choices of elements."""
     keep = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
     counting = next((part.name for part in program.parts if part.counts), None)
     if counting is not None and operand.gemm is Gemm.WGRAD:

@@ -1,8 +1,8 @@
 """Moves writes of state out of checkpointed regions, which the backward runs again.
 
 The second run must not read what the first run wrote, so the graph passes the region a copy of the state, which both
-runs read. The region writes to a second copy and returns it. The graph around the region writes the returned copy of
-the first run to the state, and the returned copy of the second run is dropped.
+runs read. The region writes to a second copy and returns it. The graph writes the copy that the first run returned to
+the state, and drops the copy that the second run returned.
 """
 
 from __future__ import annotations

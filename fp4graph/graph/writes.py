@@ -47,8 +47,7 @@ def writes(node: Node) -> bool:
 
 @cache
 def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
-    """Return the signature of ``function``, and the parameters that make it write into its arguments, each with the
-    value at which it does not."""
+    """Return the signature of ``function``, and its parameters that make it write, each with the harmless value."""
     harmless_values = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
     signature = inspect.signature(function)
     return signature, {name: harmless for name, harmless in harmless_values.items() if name in signature.parameters}
