@@ -1,5 +1,5 @@
-"""Hand-written kernels of quantizers, one ordered list of them, and the operators of torch that they are behind.
+"""Hand-written kernels that quantize operands, the ordered list of the kernels, and the torch operators that run them.
 
-They compute the same bits as :mod:`fp4graph.numerics`, in one pass over the tensor. What techniques change is left to
-the tensor code, which Inductor compiles. :mod:`fp4graph.kernels.rows` is the list that lowering asks.
+A kernel computes the same bits as :mod:`fp4graph.numerics`, in one pass over the tensor. Stages that techniques change
+run as tensor code, which Inductor compiles. Lowering chooses a kernel from the list in :mod:`fp4graph.kernels.rows`.
 """

@@ -1,7 +1,8 @@
-"""Builds shared libraries from C++ source, and loads only those that are whole and the user's own.
+"""Build shared libraries from C++ source, and load a library only if it is complete and nobody else can write to it.
 
-A library is kept in Inductor's cache directory. Its file is named by a digest of all that it is built from, and by a
-digest of its own bytes: to load a truncated library would end the process by a signal, which no caller can catch.
+Libraries are kept in Inductor's cache directory. The name of a library's file has a digest of its source, compiler and
+flags, and a digest of its bytes: loading a truncated library would end the process by a signal, which no caller can
+catch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import tempfile
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-#: What :func:`load` raises.
+#: The exceptions that :func:`load` raises.
 FAILURES = (OSError, subprocess.SubprocessError, ValueError)
 
-# -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. The next two promise that
-# nobody reads errno or floating-point exceptions; without them rounding functions are not inlined. The C++ library is
-# named for a C compiler that has no C++ compiler beside it.
+# -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. -fno-math-errno and
+# -fno-trapping-math let the compiler inline rounding functions. The C++ library is named because a C compiler without a
+# C++ compiler beside it does not link it.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _ON_MAC = platform.system() == "Darwin"
 _MACHINE_FLAGS = () if _ON_MAC else ("-fopenmp", "-march=native")
@@ -36,9 +37,9 @@ _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
 def amalgamated(folder: Traversable, name: str) -> str:
-    """Return the source ``name`` of ``folder`` with the files of ``folder`` that it includes in place, each once.
+    """Return the source file ``name`` of ``folder``, with the files of ``folder`` that it includes inserted, each once.
 
-    One text is what :func:`load` names a library by, so that a changed header is another library.
+    :func:`load` derives a library's name from this text, so a changed header makes another library.
     """
     included = set()
 
@@ -46,18 +47,19 @@ def amalgamated(folder: Traversable, name: str) -> str:
         if name in included:
             return ""
         included.add(name)
-        own = folder.joinpath(name).read_text("utf-8").replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda line: text(line[1]), own)
+        source = folder.joinpath(name).read_text("utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda line: text(line[1]), source)
 
     return text(name)
 
 
 def load(source: str) -> ctypes.CDLL:
-    """Return the library of the C++ ``source``, built unless a whole one that loads is in the cache.
+    """Return the library of the C++ ``source``. Build it unless the cache has a complete library that loads.
 
     Raises:
-        OSError: there is no compiler, no folder for libraries, or the built library does not load.
-        subprocess.SubprocessError: the compiler refuses the source. ValueError: CXX names no command.
+        OSError: there is no compiler or no folder for libraries, or the built library does not load.
+        subprocess.SubprocessError: the compiler refuses the source.
+        ValueError: CXX cannot be split into words.
     """
     folder, compiler = _folder(), command()
     key = _digest("\0".join([_machine(), *compiler, *_FLAGS, *_MACHINE_FLAGS, *_LIBRARIES, source]).encode())
@@ -77,13 +79,13 @@ def require_compiler() -> None:
 
 
 def command() -> list[str]:
-    """Return the command of the C++ compiler: what CXX says, such as "ccache g++ -m64", or what Inductor would run."""
+    """Return the command of the C++ compiler: the value of CXX, such as "ccache g++ -m64", or Inductor's command."""
     words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductor_command() or "") or ["g++"]
     return [_cxx(word) for word in words]
 
 
 def inductor_command() -> str | None:
-    """Return the command that Inductor's setting names, which was CXX when torch read it."""
+    """Return the command that Inductor's setting ``cpp.cxx`` names: the value of CXX when torch was imported."""
     from torch._inductor import config
 
     choice = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
@@ -91,9 +93,9 @@ def inductor_command() -> str | None:
 
 
 def cxx_command(command: str) -> str:
-    """Return ``command`` with the C++ compiler of each C compiler, if one is installed beside it or on the PATH.
+    """Return ``command`` with each C compiler replaced by its C++ compiler, if that is installed beside it or on PATH.
 
-    gcc compiles C++ but links no C++ library, and CXX is gcc where PEFT's BOFT has been imported.
+    gcc compiles C++ but links no C++ library. PEFT's BOFT sets CXX to gcc when it is imported.
     """
     return shlex.join(map(_cxx, shlex.split(command)))
 
@@ -110,13 +112,13 @@ def _cxx(word: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of what :func:`load` raised that says most."""
-    said = str(getattr(error, "stderr", None) or error).splitlines()
-    return next((line for line in said if "error" in line), said[-1] if said else type(error).__name__).strip()
+    """Return the most informative line of an exception that :func:`load` raised."""
+    lines = str(getattr(error, "stderr", None) or error).splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else type(error).__name__).strip()
 
 
 def _folder() -> Path:
-    """Return the user's folder for libraries, in Inductor's cache directory, which users may share."""
+    """Return the user's folder for libraries. It lies in Inductor's cache directory, which several users may share."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir(), f"fp4graph-{os.geteuid()}")
@@ -133,7 +135,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _built(source: str, compiler: list[str], folder: Path, key: str) -> Path:
-    """Build the library of ``source`` and return its file in ``folder``, which appears there whole."""
+    """Build the library of ``source`` and move it into ``folder`` in one step; return its file."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         code, built = Path(temporary, "kernel.cpp"), Path(temporary, "kernel.so")
         code.write_text(source)
@@ -142,7 +144,7 @@ def _built(source: str, compiler: list[str], folder: Path, key: str) -> Path:
         built.chmod(0o700)
         _to_disk(built)
         library = folder / f"{key}-{_digest(built.read_bytes())}.so"
-        built.replace(library)  # other processes may build the same
+        built.replace(library)  # other processes may build the same library
     _to_disk(folder)
     return library
 
@@ -156,11 +158,11 @@ def _to_disk(path: Path) -> None:
 
 
 def _require_private(path: Path) -> None:
-    """Raise an OSError unless ``path`` is the user's, or root's, and nobody else may write to it."""
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()):
+    """Raise an OSError unless ``path`` belongs to the user or to root, and nobody else may write to it."""
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path} belongs to another user, who could put any code there")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise PermissionError(f"{path} can be written by other users, who could put any code there")
 
 
@@ -170,7 +172,7 @@ def _digest(data: bytes) -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return what -march=native depends on; a cache directory may be shared between machines."""
+    """Return the facts on which -march=native depends, because machines may share a cache directory."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""The numbers of a spec as kernels read them, known while a kernel is compiled."""
+"""The numbers of a spec that kernels need. They are constants when a kernel is compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Constants:
-    """A spec's numbers, those of the element format first; those of the scale and its format begin with ``s_``."""
+    """The numbers of a spec. The names of those of the scale format and its rounding begin with ``s_``."""
 
     block: int
     qmax: float
@@ -26,24 +26,24 @@ class Constants:
     code_bits: int
     nan_code: int
     draws: bool  # whether elements are rounded stochastically
-    ties: str  # as in the spec, like random_bits and s_rounding
+    ties: str  # copied from the spec, like random_bits and s_rounding
     random_bits: int
-    shift: int  # of the rules that take the scale's exponent from the statistic's; -1 for the others
+    shift: int  # for rules that derive the scale's exponent from the statistic's; -1 for other rules
     encode: bool
     to_one: bool  # whether a scale that underflows becomes 1
     s_rounding: str
     s_draws: bool
-    s_ties_even: bool  # of powers of two, whose ties go up otherwise
+    s_ties_even: bool  # whether ties between powers of two go to the even exponent; otherwise they go up
     s_mantissa: int
     s_min_exponent: int
     s_top: int  # the exponent of the highest binade
     s_max: float
-    s_max_bits: int  # as an fp32
+    s_max_bits: int  # the bits of s_max in fp32
     s_min: float
-    s_min_bits: int  # as an fp32, which may be subnormal
+    s_min_bits: int  # the bits of s_min in fp32, where it may be subnormal
     s_has_zero: bool
     s_nan_code: int
-    s_storage: Literal["code", "float"]  # what is stored of scales
+    s_storage: Literal["code", "float"]  # how bytes store a scale: its code, or a float
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The kernels of a CPU on tensors: what the operators run there. :mod:`fp4graph.kernels.abi` has their C++."""
+"""Functions that run the C++ kernels on CPU tensors. Operators call them; :mod:`fp4graph.kernels.abi` loads the C++."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DTYPES"]
 def available() -> bool:
     """True if the kernels can be compiled and loaded here; warns once where they cannot."""
     try:
-        build.require_compiler()  # this library may be in the cache, and those of other quantizers not
+        build.require_compiler()  # the cache may have the common library, but not those of all quantizers
         abi.load_common()
     except build.FAILURES as error:
         warnings.warn(
@@ -36,7 +36,7 @@ def available() -> bool:
     return True
 
 
-#: Codes and scales of an operand, laid out as by :func:`fp4graph.pack`.
+#: The codes and the scales of an operand, in the layout of :func:`fp4graph.pack`.
 Bytes = tuple[Tensor, Tensor]
 
 
@@ -46,12 +46,12 @@ def quantize(
     """Quantize ``x`` into ``y``.
 
     Args:
-        x, y: ``[B, R, C]``, blocks along C, of dtypes of :data:`DTYPES`; both contiguous along C, or both along R. A
-            ``y`` of another dtype than ``x`` gets the fp32 results cast. With a rotation ``y`` has C padded to whole
-            blocks of it.
-        into: receives the bytes; only if C is contiguous.
-        places: int64 ``[P]``, only if R is contiguous and B is 1: ``y [1, R, P]`` is quantized from these columns of
-            ``x``, and from zeros where a place is C.
+        x, y: ``[B, R, C]``, blocks along C, dtypes of :data:`DTYPES`; both contiguous along C, or both along R. If
+            their dtypes differ, the fp32 results are cast to that of ``y``. With a rotation the C of ``y`` is padded to
+            whole blocks of the rotation.
+        into: receives the bytes; allowed only if C is contiguous.
+        places: int64 ``[P]``, allowed only if R is contiguous and B is 1: ``y [1, R, P]`` is quantized from these
+            columns of ``x``; the place C stands for a column of zeros.
     """
     call = _quantization(x, y, direction, into, places)
     call.shape = abi.Shape(*y.shape)
@@ -59,13 +59,13 @@ def quantize(
 
 
 def matrix_quantizer(x: Tensor, y: Tensor, direction: Direction, into: Bytes | None = None) -> Callable[[int], None]:
-    """Return a function of n that writes matrix n of :func:`quantize` of ``x [B, R, C]`` into ``y [R, C]``.
+    """Return a function of n that quantizes matrix n of ``x [B, R, C]`` into ``y [R, C]``, like :func:`quantize`.
 
-    It keeps none of the tensors alive.
+    The function keeps no tensor alive.
 
     Args:
         direction: its ``given`` has numbers for the blocks of the whole batch.
-        into: the bytes of the whole batch, of which matrix n's are written.
+        into: the bytes of the whole batch; the function writes the bytes of matrix n.
     """
     return functools.partial(
         _run_matrix, _quantizer(x, y, direction), _quantization(x, y, direction, into), (y.shape[0], y.shape[1])
@@ -79,7 +79,7 @@ def _quantizer(x: Tensor, y: Tensor, direction: Direction) -> Callable[..., None
 def _quantization(
     x: Tensor, y: Tensor, direction: Direction, into: Bytes | None = None, places: Tensor | None = None
 ) -> Call:
-    """Return the call but for its shape."""
+    """Return the call, except for its shape."""
     call = Call(x=abi.matrix(x), y=abi.matrix(y), threads=torch.get_num_threads())
     if direction.draw is not None:
         call.draw = abi.key_parts(direction.draw)
@@ -100,12 +100,13 @@ def _run_matrix(run: Callable[..., None], call: Call, shape: tuple[int, ...], nu
 
 
 def requantize(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction, places: Tensor | None = None) -> None:
-    """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R.
+    """Quantize the transpose of an operand, packed by the spec ``packed`` along R, into ``y [B, R, C]``.
 
     Args:
-        direction: without anything given, and without a rotation.
-        places: int64 ``[P]``, only if B is 1: ``y [1, R, P]`` is quantized from these lines of the packed operand,
-            and from zeros where a place is the number of its lines.
+        y: contiguous along R.
+        direction: without ``given`` numbers and without a rotation.
+        places: int64 ``[P]``, allowed only if B is 1: ``y [1, R, P]`` is quantized from these lines of the packed
+            operand; the number of its lines, as a place, stands for a line of zeros.
     """
     call = _requantization(source, y, direction)
     call.shape = abi.Shape(*y.shape)
@@ -115,9 +116,9 @@ def requantize(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction
 
 
 def matrix_requantizer(source: Bytes, packed: QuantSpec, y: Tensor, direction: Direction) -> Callable[[int], None]:
-    """Return a function of n that writes matrix n of what :func:`requantize` makes into ``y [R, C]``.
+    """Return a function of n that writes matrix n of the result of :func:`requantize` into ``y [R, C]``.
 
-    It keeps none of the tensors alive.
+    The function keeps no tensor alive.
     """
     return functools.partial(
         _run_matrix, _requantizer(packed, y, direction), _requantization(source, y, direction), (y.shape[0], y.shape[1])
@@ -135,7 +136,7 @@ def _requantization(source: Bytes, y: Tensor, direction: Direction) -> Call:
 
 
 def unpack(source: Bytes, packed: QuantSpec, y: Tensor) -> None:
-    """Write the operand that the spec ``packed`` packed along C into the contiguous ``y [B, R, C]``."""
+    """Dequantize an operand, packed by the spec ``packed`` along C, into the contiguous ``y [B, R, C]``."""
     codes, scales = map(abi.at, source)
     shape, threads = abi.Shape(*y.shape), torch.get_num_threads()
     call = Call(codes=codes, scales=scales, y=abi.matrix(y), shape=shape, threads=threads)
@@ -143,12 +144,12 @@ def unpack(source: Bytes, packed: QuantSpec, y: Tensor) -> None:
 
 
 def rotate(x: Tensor, y: Tensor, by: BlockRotation, back: bool) -> None:
-    """Write blocks of ``x [B, R, C]``, times S and H, into ``y [B, R, D]``, fp32; with ``back``, times H and S.
+    """Write x·S·H, or x·H·S with ``back``, for each block of ``x [B, R, C]`` into ``y [B, R, D]``, fp32.
 
     Args:
-        x, y: both contiguous along their last axis, or both along R. D is C padded to whole blocks, or with ``back``
-            the part of C that is wanted.
-        by: of blocks of at most 1024 elements.
+        x, y: both contiguous along their last axis, or both along R. D is C padded to whole blocks; with ``back`` D may
+            be less than C, and elements from D on are left out.
+        by: has blocks of at most 1024 elements.
     """
     shape, rotation = abi.Shape(*y.shape), abi.rotation(by, x.shape[2])
     threads = torch.get_num_threads()
@@ -159,38 +160,35 @@ def rotate(x: Tensor, y: Tensor, by: BlockRotation, back: bool) -> None:
 def maxima(x: Tensor, z: Tensor, block: int, lines: int = 1) -> None:
     """Write the largest magnitude of every block of ``lines`` rows by ``block`` columns of ``x [B, R, C]`` into ``z``.
 
-    ``z`` is ``[B, ceil(R/lines), ceil(C/block)]``, contiguous fp32. Either number is at most 1024.
+    ``z`` is ``[B, ceil(R/lines), ceil(C/block)]``, contiguous fp32. ``block`` and ``lines`` are at most 1024.
     """
     call = Call(x=abi.matrix(x), y=abi.matrix(z), shape=abi.Shape(*x.shape), threads=torch.get_num_threads())
     abi.common(f"maxima_{DTYPES[x.dtype]}")(call, lines, block)
 
 
 def block_scales(z: Tensor, scale: Tensor, spec: str) -> None:
-    """Write the scales by ``spec`` of blocks with the statistics ``z`` into ``scale``, both contiguous fp32."""
+    """Write the scales by ``spec`` for blocks with the statistics ``z`` into ``scale``, both contiguous fp32."""
     abi.function(abi.SCALES, z.dtype, Q=spec)(abi.at(z), abi.at(scale), z.numel(), torch.get_num_threads())
 
 
-def order_statistics(x: Tensor, place: int, found: Tensor) -> None:
-    """Write the elements at ``place`` and at n - 1 - place of the ascending order of ``x`` into ``found [2]``, fp32.
+def order_statistics(x: Tensor, place: int, y: Tensor) -> None:
+    """Write the elements at ``place`` and at n - 1 - place of the ascending order of ``x`` into ``y [2]``, fp32.
 
     ``x`` is contiguous, of a dtype of :data:`DTYPES`, and has n > place elements, none of them NaN.
     """
-    abi.common(f"selected_{DTYPES[x.dtype]}")(abi.at(x), x.numel(), place, abi.at(found), torch.get_num_threads())
+    abi.common(f"selected_{DTYPES[x.dtype]}")(abi.at(x), x.numel(), place, abi.at(y), torch.get_num_threads())
 
 
 def largest(score: Tensor, count: int, chosen: Tensor) -> None:
-    """Write whether each element of ``score`` is among the ``count`` largest into ``chosen``, bool: from 1 to all.
+    """Write into ``chosen``, bool, whether each element of ``score``, fp32, is among the ``count`` ≥ 1 largest.
 
-    Both are contiguous, ``score`` fp32; NaN is largest, and of equal elements the first are.
+    Both are contiguous. NaN is larger than any number; among equal elements those with lower indices are chosen.
     """
     abi.common("chosen")(abi.at(score), score.numel(), count, abi.at(chosen), torch.get_num_threads())
 
 
 def means(x: Tensor, y: Tensor) -> None:
-    """Write :func:`fp4graph.numerics.exact.mean` over the rows of ``x [R, C]`` into ``y [C]``, fp32.
-
-    Both are contiguous.
-    """
+    """Write :func:`fp4graph.numerics.exact.mean` over the rows of ``x [R, C]`` into fp32 ``y [C]``; both contiguous."""
     abi.common(f"means_{DTYPES[x.dtype]}")(abi.at(x), *x.shape, abi.at(y), torch.get_num_threads())
 
 
@@ -200,7 +198,7 @@ def mantissas(z: Tensor, y: Tensor, divisor: float, bits: int) -> None:
 
 
 def group_maxima(z: Tensor, y: Tensor, length: int) -> None:
-    """Write the largest of each ``length`` neighbours in a line of ``z [L, B]`` for each of them into ``y``.
+    """Write into ``y``, for each element of ``z [L, B]``, the maximum of its group: ``length`` neighbours in a line.
 
     Both are contiguous fp32; ``z`` is non-negative or NaN. The last group of a line may be shorter.
     """
@@ -208,5 +206,5 @@ def group_maxima(z: Tensor, y: Tensor, length: int) -> None:
 
 
 def gaussian(z: Tensor, draw: Draw) -> None:
-    """Write :func:`fp4graph.numerics.noise.gaussian` of the indices of ``z [N]``, contiguous fp32, under ``draw``."""
+    """Write :func:`fp4graph.numerics.noise.gaussian` of the indices 0 to N - 1 into ``z [N]``, contiguous fp32."""
     abi.common("normal")(abi.at(z), len(z), abi.key_parts(draw), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Products on a CPU whose accumulators are multiplied by a scalar before they are rounded."""
+"""Matrix products on a CPU that multiply the accumulator by a scalar before they round it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def _scales_summands(dtype: torch.dtype) -> bool:
     """Return whether torch's own kernel multiplies matrices of ``dtype``, because oneDNN does not on this processor.
 
-    That kernel multiplies each summand by alpha, and not the accumulator, where both operands are transposed.
+    If both operands are transposed, torch's kernel multiplies each summand by alpha instead of the accumulator.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -28,11 +28,11 @@ def scaled_product(
     Args:
         scale: fp32, 0-d.
         addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
-        y: ``[I, J]``, takes the result of two matrices.
+        y: ``[I, J]``, receives the result if the operands are matrices.
     """
     alpha = scale.item()
     if addend is None or beta == 0:
-        # baddbmm leaves its result unwritten where alpha and beta are both 0.
+        # baddbmm does not write its result if alpha and beta are both 0.
         addend, beta = left.new_zeros(()), float(alpha == 0)
     if left.stride(-1) != 1 and right.stride(-1) != 1 and _scales_summands(left.dtype):
         left = left.contiguous()
@@ -46,7 +46,7 @@ def scaled_product(
 
 
 def product_into(y: Tensor, left: Tensor, right: Tensor, scale: Tensor | None) -> None:
-    """Write ``left [I, K] @ right [J, K]ᵀ``, times ``scale`` if there is one, into ``y [I, J]``."""
+    """Write ``left [I, K] @ right [J, K]ᵀ`` into ``y [I, J]``, multiplied by ``scale`` unless it is None."""
     if scale is None:
         torch.mm(left, right.mT, out=y)
     else:

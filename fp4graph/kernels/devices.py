@@ -11,7 +11,7 @@ from fp4graph.kernels.abi import DTYPES
 from fp4graph.kernels.tiles import TILE
 from fp4graph.numerics.spec import QuantSpec
 
-RUN = 32  # elements of a run where one block is a whole line or more
+RUN = 32  # elements of a run, where a block is a line or the whole tensor
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Device:
 
     Attributes:
         dtypes: the dtypes that kernels read and write; tensors of other dtypes are cast to fp32.
-        blocks: the lengths of blocks along the contraction axis.
+        blocks: the block lengths along the contraction axis that kernels support.
         rescales: whether kernels can round elements under one scale and multiply them by another.
     """
 
@@ -40,17 +40,17 @@ class Device:
         return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
     def unrounded(self, spec: QuantSpec) -> str | None:
-        """Return the part of ``spec`` that no kernel rounds under given block scales, or None.
+        """Return the part of ``spec`` that no kernel supports even if it gets the block scales, or None.
 
-        On a GPU no kernel rounds a block of a line: Inductor fuses its maximum and rounding with its producer.
+        On a GPU no kernel rounds blocks that are lines: Inductor fuses their maxima and rounding with the producer.
         """
         if self.kind == "cuda" and spec.block == "row":
             return "blocks of a line"
         return self.unknown(by_runs(spec))
 
     def unpacked(self, spec: QuantSpec) -> str | None:
-        """Return why the result of ``spec`` cannot be kept as bytes and quantized again from them; None where it
-        can."""
+        """Return why the result of ``spec`` cannot be kept as bytes and quantized again from them, or None if it can
+        be."""
         if (what := self.unknown(spec)) is not None:
             return f"no kernel knows {what}"
         return None if spec.block in _PACKED else f"no bytes stand for blocks of {spec.block}"
@@ -63,7 +63,8 @@ DEVICES = {device.kind: device for device in (CPU, GPU)}
 
 
 def by_runs(spec: QuantSpec) -> QuantSpec:
-    """Return ``spec`` with each block cut into runs along the contraction axis, as kernels need it."""
+    """Return ``spec`` with blocks that are runs along the contraction axis, as kernels need them; each run lies in one
+    block of ``spec``."""
     if isinstance(spec.block, int):
         return spec
     return replace(spec, block=RUN if isinstance(spec.block, str) else spec.block[1])

@@ -1,4 +1,4 @@
-"""Directions, sources and packed operands, and the flat parameters by which operators take them.
+"""Directions, sources and packed operands, and the flat parameters in which operators take them.
 
 A direction describes the quantization of a tensor along one of its axes.
 """
@@ -20,17 +20,17 @@ from fp4graph.numerics.spec import QuantSpec
 
 
 class Blocks(NamedTuple):
-    """Numbers that techniques give for the blocks of a tensor ``[B, R, C]``: each fp32, one for all or one per block.
+    """Numbers that techniques give for the blocks of a tensor ``[B, R, C]``: fp32, one for all blocks or one per block.
 
-    That is a tensor ``[B, R, n]``, n = ceil(C/block), or of four axes ``[B, G, r, n]`` where groups of r lines share
-    theirs; R may be less than G·r. Either may be broadcast along any axis, as by ``expand``.
+    Numbers per block are a tensor ``[B, R, n]``, n = ceil(C/block), or ``[B, G, r, n]`` where the r lines of a group
+    share numbers; R may be less than G·r. The tensor may be broadcast along any axis, as by ``expand``.
 
     Attributes:
         divisor: divides the values, before anything else.
         statistic: replaces the largest magnitude of the divided values.
         scale: replaces the scale that the statistic gives.
         factor: multiplies the result.
-        stored: multiplies the elements in place of the scale under which they were rounded. GPU kernels take none.
+        stored: multiplies the elements instead of the scale under which they were rounded. GPU kernels do not take it.
     """
 
     divisor: Tensor | None = None
@@ -48,10 +48,11 @@ class Direction:
     """The quantization of a tensor along one of its axes.
 
     Attributes:
-        spec: with blocks that kernels know, as of :func:`fp4graph.kernels.devices.by_runs`.
+        spec: has blocks that kernels support, as :func:`fp4graph.kernels.devices.by_runs` returns it.
         draw: needed if the spec rounds stochastically.
         given: the numbers that techniques give for the blocks.
-        rotation: of the tensor before it is quantized, blocks along the same axis, which divide the spec's.
+        rotation: is applied to the tensor before it is quantized, along the same axis. Its block length divides the
+            spec's.
     """
 
     spec: QuantSpec
@@ -61,27 +62,27 @@ class Direction:
 
     @property
     def packs(self) -> bool:
-        """True if bytes with one factor for all of them stand for the result.
+        """True if bytes, with one factor for the whole tensor, can stand for the result.
 
-        Not where a scale or statistic is given: it may be finite where the block has a NaN, for which FP4 has no code.
+        False if a statistic or a scale is given: it may be finite although its block has a NaN, which FP4 cannot code.
         """
         factor, given = self.given.factor, (self.given.statistic, self.given.scale, self.given.stored)
         return all(part is None for part in given) and (factor is None or is_scalar(factor))
 
     def rotated(self, rotation: BlockRotation | None) -> Direction:
-        """Return the direction after a rotation of the tensor; None for none."""
+        """Return the direction with ``rotation`` instead of its own, or unchanged if ``rotation`` is None."""
         return self if rotation is None else replace(self, rotation=rotation)
 
     def flat(self, *, given: bool = False, rotation: bool = False) -> tuple[Any, ...]:
-        """Return the parameters of an operator that takes :data:`DIRECTION`, or, with ``given`` or ``rotation``, one
-        of the structures below. The draw is left out if the spec needs no random bits.
+        """Return the parameters for an operator that takes :data:`DIRECTION`; with ``given`` :data:`GIVEN`, with
+        ``rotation`` :data:`ROTATED`, with both :data:`WHOLE`. The draw is left out if the spec needs no random bits.
 
         Raises:
-            ValueError: the direction has parts that the operator does not take.
+            ValueError: the direction has numbers or a rotation that the operator does not take.
         """
         takes = given or self.given is NOTHING_GIVEN or all(part is None for part in self.given)
         if not takes or (self.rotation is not None and not rotation):
-            raise ValueError(f"an operator that does not take all of it was given {self}")
+            raise ValueError(f"the operator does not take the given numbers or the rotation of {self}")
         draw = self.draw if self.spec.needs_key else None
         noise = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
         by = (None, 0) if self.rotation is None else (self.rotation.signs, self.rotation.block)
@@ -89,7 +90,7 @@ class Direction:
 
 
 def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *rest: Any) -> Direction:
-    """Return the direction with these parameters; ``rest`` has those of ``given``, of a rotation, or of both."""
+    """Return the direction with these parameters; ``rest`` has the numbers of ``given``, then those of a rotation."""
     draw = None if key is None else Draw(key, step, tuple(salts))
     count = len(Blocks._fields)
     given = Blocks(*rest[:count]) if len(rest) >= count else NOTHING_GIVEN
@@ -100,7 +101,7 @@ def _direction(spec: str, key: Tensor | None, step: Tensor | None, salts: Sequen
 
 _DIRECTION = ("str spec", "Tensor? key", "Tensor? step", "int[] salts")
 _GIVEN = tuple(f"Tensor? {name}" for name in Blocks._fields)
-_ROTATION = ("Tensor? signs", "int block")  # 0 for none
+_ROTATION = ("Tensor? signs", "int block")  # block 0: no rotation
 #: How operators take a :class:`Direction`: its spec and draw, then perhaps ``given``, a rotation, or both.
 DIRECTION = Structure(_DIRECTION, _direction)
 GIVEN = Structure((*_DIRECTION, *_GIVEN), _direction)
@@ -109,11 +110,11 @@ WHOLE = Structure((*_DIRECTION, *_GIVEN, *_ROTATION), _direction)
 
 
 class Source(NamedTuple):
-    """A tensor to quantize, as it lies in memory.
+    """A tensor ``[..., C]`` to quantize, as it lies in memory.
 
     Attributes:
-        parts: tensors ``[..., C/n]`` that are its columns, side by side.
-        dtype: of the tensor, to which values are rounded when they are read.
+        parts: n tensors ``[..., C/n]`` that make the tensor when they are concatenated along the last axis.
+        dtype: the dtype of the tensor, to which values are rounded when they are read.
     """
 
     parts: Sequence[Tensor]
@@ -121,7 +122,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Source:
-        """Return the source that is ``x`` itself."""
+        """Return the source whose only part is ``x``."""
         return cls([x], x.dtype)
 
     def whole(self) -> Tensor:
@@ -139,15 +140,16 @@ class PackedOperand:
     """The bytes that stand for a dequantized operand.
 
     Attributes:
-        codes: uint8 ``[..., C/2]`` (``[..., C]`` for wider codes), whole blocks, as of :func:`fp4graph.pack`.
-        scales: ``[..., C/block]``, of :func:`fp4graph.numerics.packing.scale_storage`.
-        spec: it was quantized by, blocks along the last axis.
+        codes: uint8 ``[..., C/2]`` (``[..., C]`` for codes over 4 bits), C padded to whole blocks, as in
+            :func:`fp4graph.pack`.
+        scales: ``[..., C/block]``, of the dtype :func:`fp4graph.numerics.packing.scale_storage`.
+        spec: the spec by which the operand was quantized, blocks along the last axis.
         length: C without padding.
-        dtype: of the dequantized operand.
-        transposed: whether the bytes are those of the transposed operand as the backward multiplies it, quantized for
-            the backward already.
+        dtype: the dtype of the dequantized operand.
+        transposed: whether the bytes hold the transposed operand, already quantized for the backward.
         factor: multiplies the values that the bytes stand for, fp32 ``[1]``, or None.
-        multiplier: waits for the GEMM's accumulator (:class:`fp4graph.ops.product.Term`), fp32, 0-d, or None.
+        multiplier: the scalar that multiplies the GEMM's accumulator (:class:`fp4graph.ops.product.Term`), fp32, 0-d,
+            or None.
     """
 
     codes: Tensor
@@ -194,8 +196,8 @@ class Packed(NamedTuple):
         return self.codes.contiguous(), self.scales.contiguous()
 
 
-def _packed(codes: Tensor, scales: Tensor, spec: str, *about: Any) -> Packed:
-    return Packed(codes, scales, QuantSpec.from_text(spec), *about)
+def _packed(codes: Tensor, scales: Tensor, spec: str, *rest: Any) -> Packed:
+    return Packed(codes, scales, QuantSpec.from_text(spec), *rest)
 
 
 #: How operators take a :class:`Packed`.

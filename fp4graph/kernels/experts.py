@@ -23,18 +23,18 @@ from fp4graph.numerics.packing import empty_bytes
 
 
 def quantize_at(x: Tensor | PackedOperand, places: Tensor, direction: Direction, dtype: torch.dtype) -> Tensor:
-    """Return rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
+    """Return the rows of ``x [T, C]`` at ``places``, transposed and quantized: ``[C, P]``, contiguous along C.
 
     Args:
-        x: of a dtype that the kernels of a CPU read.
-        places: int64 ``[P]``; T stands for zeros.
-        direction: blocks along P. A rotation is of the rows at their places, and not of a packed ``x``.
-        dtype: of the result.
+        x: has a dtype that the kernels of a CPU read, or is packed.
+        places: int64 ``[P]``; the place T stands for a row of zeros.
+        direction: blocks along P. A rotation acts along P too, and is not allowed for a packed ``x``.
+        dtype: the dtype of the result.
     """
     if isinstance(x, PackedOperand):
         y: Tensor = torch.ops.fp4graph.requantize_at(*x.flat(), places, *direction.flat())
     else:
-        # 16-bit operands are rounded to their own dtype first, as elsewhere; rotated ones are fp32.
+        # The result for a 16-bit operand is first rounded to the operand's dtype, as elsewhere; a rotation gives fp32.
         wide = direction.rotation is not None or x.dtype is torch.float32
         written = dtype if wide and dtype in cpu.DTYPES else x.dtype
         y = torch.ops.fp4graph.quantize_at(x, places, *direction.flat(rotation=True), written)
@@ -43,11 +43,11 @@ def quantize_at(x: Tensor | PackedOperand, places: Tensor, direction: Direction,
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which rows of the left operand are the tokens of which expert.
+    """The rows of the left operand that are each expert's tokens.
 
     Attributes:
         starts, sizes: the first token and the number of tokens of each expert, int32 ``[E]``.
-        gamma: multiplies the accumulators of each expert, fp32 ``[E]``, or None.
+        gamma: the factor of each expert's accumulators, fp32 ``[E]``, or None.
     """
 
     starts: Tensor
@@ -62,13 +62,13 @@ class Groups:
 def quantized_product(
     left: Tensor, right: Tensor, groups: Groups, direction: Direction, packs: bool = False
 ) -> tuple[Tensor, PackedOperand | None]:
-    """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
+    """Return ``left @ Q(right)ᵀ`` of every expert, ``[T, N]``, and the bytes of Q(right) if ``packs``, else None.
 
     Args:
-        left: ``[T, K]``, of the dtype in which Q(right) is multiplied.
-        right: ``[E, N, K]``, of a dtype that kernels read; that of ``left`` if ``packs``.
-        direction: of ``right``, blocks along K. Its rotation is the one that ``left`` has had, whose K is padded to
-            whole blocks of the rotation; None if ``packs``.
+        left: ``[T, K]``. Q(right) is cast to its dtype and multiplied in it.
+        right: ``[E, N, K]``, of a dtype that kernels read; of the dtype of ``left`` if ``packs``.
+        direction: quantizes ``right``, blocks along K. If it has a rotation, ``left`` was rotated by the same rotation
+            and its K is padded to whole blocks of it; a rotation is not allowed with ``packs``.
     """
     flat = direction.flat(given=True, rotation=True)
     y, codes, scales = torch.ops.fp4graph.quantized_product(left, right, *groups.flat(), *flat, packs)
@@ -76,14 +76,18 @@ def quantized_product(
 
 
 def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, direction: Direction) -> Tensor:
-    """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
+    """Return :func:`quantized_product` with the transpose of the operand ``[E, K, N]`` that ``right`` holds."""
     operands = left, *right.flat()
     y: Tensor = torch.ops.fp4graph.requantized_product(*operands, *groups.flat(), *direction.flat())
     return y
 
 
 def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[slice]:
-    """Yield the tokens of each expert; raise ValueError where the offsets cannot be those of ``tokens`` tokens."""
+    """Yield the slice of each expert's tokens.
+
+    Raises:
+        ValueError: a slice is not within ``tokens`` tokens, or has a negative size.
+    """
     for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         if size < 0 or start < 0 or start + size > tokens:
             raise ValueError(
@@ -96,10 +100,10 @@ def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[sl
 def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
     """Write zeros to the rows of ``y`` that belong to no expert."""
     written = 0
-    for own in (*experts, slice(y.shape[0], y.shape[0])):
-        if written < own.start:
-            y[written : own.start] = 0
-        written = max(written, own.stop)
+    for rows in (*experts, slice(y.shape[0], y.shape[0])):
+        if written < rows.start:
+            y[written : rows.start] = 0
+        written = max(written, rows.stop)
 
 
 # ------------------------------------------------------------------ fake
@@ -158,7 +162,7 @@ def _quantized_product(
     quantize = cpu.matrix_quantizer(right, buffer, direction, (codes, scales) if packs else None)
     for expert in _multiplied(y, left, buffer, groups, quantize):
         if packs:
-            codes[expert] = scales[expert] = 0  # nobody reads them
+            codes[expert] = scales[expert] = 0  # nobody reads the bytes of an expert without tokens
     return y, codes, scales
 
 
@@ -171,18 +175,18 @@ def _requantized_product(left: Tensor, packed: Packed, groups: Groups, direction
 
 
 def _multiplied(y: Tensor, left: Tensor, right: Tensor, groups: Groups, quantize: Callable[[int], None]) -> list[int]:
-    """Write the product of every expert into ``y``, and return the experts without tokens, which are not quantized.
+    """Write the product of every expert into ``y``. Return the experts without tokens; they are not quantized.
 
     Args:
         right: a buffer into which ``quantize`` writes the matrix of an expert.
     """
     experts = list(tokens_of_experts(groups.starts, groups.sizes, left.shape[0]))
     zero_others(y, experts)
-    for expert, own in enumerate(experts):
-        if own.start < own.stop:
+    for expert, rows in enumerate(experts):
+        if rows.start < rows.stop:
             quantize(expert)
-            product_into(y[own], left[own], right, None if groups.gamma is None else groups.gamma[expert])
-    return [expert for expert, own in enumerate(experts) if own.start == own.stop]
+            product_into(y[rows], left[rows], right, None if groups.gamma is None else groups.gamma[expert])
+    return [expert for expert, rows in enumerate(experts) if rows.start == rows.stop]
 
 
 # ------------------------------------------------------------------ declarations

@@ -1,4 +1,4 @@
-"""Options of Inductor: those under which its code gives the bits of eager mode, and the user's merged with them."""
+"""Options of Inductor: those under which its code gives the bits of eager mode, merged with the options of the user."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from fp4graph.kernels import build, reading
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
 #:
-#: ``eager_numerics.division_rounding``: by default Triton divides by ``div.full.f32``, which is up to two ulps off, and
-#: a ratio or scale next to a tie then rounds the other way. With it, ``div.rn.f32``, as in eager mode.
+#: ``eager_numerics.division_rounding``: by default Triton divides by ``div.full.f32``, which is up to two ulps off, so
+#: that a ratio or a scale near a tie may round the other way. With the option it uses ``div.rn.f32``, as eager mode.
 #:
 #: ``eager_numerics.disable_ftz``: by default the functions of libdevice, here floor and ceil, flush subnormals to zero
-#: (``cvt.rpi.ftz``), and stochastic rounding of what is tiny beside its block's scale loses its upper neighbour.
+#: (``cvt.rpi.ftz``), so that an element far below its block's scale is never rounded stochastically away from zero.
 #:
-#: ``emulate_precision_casts``: by default a cast to bf16 or fp16 that is followed by a cast back to fp32 in one kernel
-#: is dropped, and what is quantized again is not what the GEMM was fed; and products may be contracted with sums
-#: (``fma.rn.f32``), which rounds once where eager mode rounds twice. With it, neither.
+#: ``emulate_precision_casts``: by default Inductor drops a cast to bf16 or fp16 that a cast back to fp32 follows in one
+#: kernel, so that double quantization starts from other values than the GEMM's. It also contracts products with sums
+#: (``fma.rn.f32``), which rounds once where eager mode rounds twice. The option prevents both.
 EXACT: dict[str, bool] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
     "emulate_precision_casts": True,
 }
 
-#: What keeps GEMMs apart from their neighbours where ``max_autotune`` has Inductor write them. A fused epilogue would
-#: read the fp32 accumulator, so the next quantizer would see values that were never rounded to the GEMM's dtype.
+#: Options that prevent the fusion of GEMMs with their neighbours where ``max_autotune`` has Inductor write the GEMMs. A
+#: fused epilogue reads the fp32 accumulator, so the next quantizer would see values not rounded to the GEMM's dtype.
 APART: dict[str, bool] = {"epilogue_fusion": False, "prologue_fusion": False}
 
-#: Further options that break exactness unless they have the value here, and why.
+#: Further options: the value without which they break exactness, and the reason.
 _REQUIRED: dict[str, tuple[object, str]] = {
     "use_fast_math": (False, "approximate instructions change what quantizers round"),
     "cpp.enable_unsafe_math_opt_flag": (False, "reordered arithmetic changes what quantizers round"),
     "cpp.enable_floating_point_contract_flag": ("off", "a contracted multiply-add rounds once, eager mode twice"),
     "cuda.use_fast_math": (False, "approximate instructions change what quantizers round"),
     "cutlass.use_fast_math": (False, "approximate instructions change what quantizers round"),
-    "triton.native_matmul": (False, "products are then fused with quantizers, which see sums that were never rounded"),
+    "triton.native_matmul": (False, "it fuses products with quantizers, which then see sums that were never rounded"),
     "b2b_gemm_pass": (False, "a quantizer between two products would be fused with both"),
     "cuda_backend": ("triton", "the options that make GPU code exact are those of Triton"),
-    "cpu_backend": ("cpp", "the bits of CPU code are known for C++ alone"),
+    "cpu_backend": ("cpp", "CPU code is known to be exact only in C++"),
     "triton.codegen_upcast_to_fp32": (True, "arithmetic in 16 bits rounds where eager mode does not"),
-    "freezing": (False, "frozen weights stay as they are, so an evaluation between steps would run former ones"),
+    "freezing": (False, "frozen weights do not change, so an evaluation between steps would use old weights"),
 }  # fmt: skip
 _REASONS = {
     **dict.fromkeys(EXACT, "without it the code for a GPU does not give the bits of eager mode"),
@@ -56,20 +56,20 @@ _REASONS = {
 def compiler_options(
     backend: str, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None
 ) -> dict[str, Any]:
-    """Return what ``torch.compile``'s ``mode`` and ``options`` ask of Inductor, without what exactness adds.
+    """Return the Inductor options for ``torch.compile``'s ``mode`` and ``options``, without those that exactness adds.
 
     Raises:
-        Error: the backend is not Inductor, mode and options are both given, torch does not know one of them, or an
-            option would break exactness. The message names it and the remedy.
+        Error: the backend is not Inductor, mode and options are both given, torch does not know the mode or an option,
+            or an option would break exactness. The message names the cause and the remedy.
     """
     if mode is None and not options:
         return {}
     if backend != "inductor":
         what = " and ".join(name for name, given in (("mode", mode), ("options", options)) if given)
-        raise Error(f"{what}= is for Inductor, and backend={backend!r} has none; drop it, or use backend='inductor'")
+        raise Error(f"{what}= is for Inductor, not backend={backend!r}; drop {what}=, or use backend='inductor'")
     if mode is not None and options:
         raise Error(
-            f"torch.compile takes mode or options, not both; drop mode={mode!r} and add what it stands for to options "
+            f"torch.compile takes mode or options, not both; drop mode={mode!r} and add its options to yours "
             f"(torch._inductor.list_mode_options({mode!r}))"
         )
     given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
@@ -101,7 +101,7 @@ def require_compiler() -> None:
 
 @contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Raise an Error of ours where Inductor's C++ compiler fails in this context, or links no C++ library."""
+    """Raise an :class:`Error` if Inductor's C++ compiler fails in this context, or does not link the C++ library."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
@@ -115,22 +115,22 @@ def compiler_errors() -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        said = str(cause).splitlines()
-        raise _uncompilable(next((line.strip() for line in said if "error:" in line), said[0])) from error
+        lines = str(cause).splitlines()
+        raise _uncompilable(next((line.strip() for line in lines if "error:" in line), lines[0])) from error
 
 
-def _uncompilable(said: str) -> Error:
+def _uncompilable(cause: str) -> Error:
     return Error(
-        f"backend='inductor' compiles C++ on a CPU, and no compiler here can ({said}). Install one (Debian and Ubuntu: "
-        "g++ and python3-dev; or the package gxx of conda-forge), name one in the environment variable CXX, or use "
-        "backend='eager', which needs none, is slower, and quantizes to the same values"
+        f"on a CPU backend='inductor' needs a C++ compiler, and none works here ({cause}). Install one (Debian and "
+        "Ubuntu: g++ and python3-dev; or the package gxx of conda-forge), name one in the environment variable CXX, or "
+        "use backend='eager', which needs no compiler, is slower, and quantizes to the same values"
     )
 
 
 def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """Return ``chosen`` merged with the options that exactness needs.
 
-    On a CPU the code is exact by itself, unless GEMMs are written by Inductor too.
+    Code for a CPU needs such an option only if Inductor also writes the GEMMs.
 
     Raises:
         Error: torch's own settings, which the environment or the program may have changed, break exactness.
@@ -152,7 +152,7 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
 
 
 def _reading_in_place() -> Any:
-    """Return :func:`fp4graph.kernels.reading.read_in_place` as a pass of Inductor, with its version for the cache."""
+    """Return :func:`fp4graph.kernels.reading.read_in_place` as an Inductor pass with a version for the cache."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Pass(CustomGraphPass):
@@ -166,14 +166,14 @@ def _reading_in_place() -> Any:
 
 
 def _compiler() -> dict[str, Any]:
-    """Return the setting under which Inductor's C++ is linked where CXX names a C compiler."""
+    """Return the setting that names a C++ compiler to Inductor where CXX names a C compiler; else nothing."""
     command = build.inductor_command()
     linking = command and build.cxx_command(command)
     return {} if linking == command else {"cpp.cxx": (None, linking)}
 
 
 def _setting(config: Any, name: str, otherwise: object) -> object:
-    """Return the value of a setting of torch, or ``otherwise`` where this torch does not have it."""
+    """Return the value of a setting of torch, or ``otherwise`` if this version of torch lacks the setting."""
     for part in name.split("."):
         config = getattr(config, part, None)
         if config is None:
@@ -182,7 +182,7 @@ def _setting(config: Any, name: str, otherwise: object) -> object:
 
 
 def _check(name: str, value: object) -> None:
-    """Raise an Error where option ``name`` would break exactness."""
+    """Raise an Error if option ``name`` with this ``value`` would break exactness."""
     fixed = {**EXACT, **APART}
     required, reason = (fixed[name], _REASONS[name]) if name in fixed else _REQUIRED.get(name, (value, ""))
     if value != required:
@@ -193,7 +193,7 @@ def _check(name: str, value: object) -> None:
 
 
 def _refusal(message: str, given: Mapping[str, Any]) -> str:
-    """Return torch's refusal of an option, shorter: torch lists every option that it knows."""
+    """Return torch's error message about an option, shortened: torch lists every option that it knows."""
     from torch._inductor import config
 
     known = config.get_config_copy()

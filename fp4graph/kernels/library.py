@@ -1,7 +1,7 @@
-"""The kernels' operators: their schemas, their results' shapes, and what runs on a CPU and on a GPU.
+"""The operators of the kernels: their schemas, the shapes of their results, and their code for CPUs and GPUs.
 
-:mod:`fp4graph.kernels.operators` calls them. A spec is passed as text, so that a compiled graph in a cache names it in
-full; a draw is passed as its key, step and salts.
+:mod:`fp4graph.kernels.operators` calls the operators. They take a spec as text, so that a compiled graph in a cache
+contains the whole spec, and a draw as its key, step and salts.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _largest(score: Tensor, count: int) -> Tensor:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """Return :func:`fp4graph.kernels.operators.largest` by tensor code."""
+    """Compute :func:`fp4graph.kernels.operators.largest` in tensor code."""
     flat = score.reshape(-1)
     order = torch.sort(flat, descending=True, stable=True).indices
     place = torch.arange(flat.shape[0], device=score.device)
@@ -180,13 +180,13 @@ def _last_two(x: Tensor) -> tuple[int, int]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
+    """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, with contiguous strides even on axes of length 1."""
     rows, columns = _last_two(x)
     return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
 
 
 def _matrices(x: Tensor) -> Tensor | None:
-    """Return ``x``, uncopied, as ``[B, R, C]`` contiguous along one of its last two axes; None where it is not."""
+    """Return a view of ``x`` as ``[B, R, C]``, contiguous along R or C, or None if there is no such view."""
     try:
         matrices = x.view(-1, *_last_two(x))
     except RuntimeError:
@@ -198,7 +198,7 @@ def _matrices(x: Tensor) -> Tensor | None:
 
 
 def _on_gpu(name: str) -> Callable[..., Any]:
-    """Return what runs operator ``name`` on a GPU; Triton is imported when it is first called."""
+    """Return a function that runs operator ``name`` on a GPU. It imports Triton when it is first called."""
 
     def run(*arguments: Any) -> Any:
         from fp4graph.kernels import triton_quantize
@@ -211,7 +211,7 @@ def _on_gpu(name: str) -> Callable[..., Any]:
 _EXACT = torch.Tag.needs_exact_strides
 _TAGS = {
     "quantize": [_EXACT],
-    # Any layout will do. For a fixed one Inductor would write a copy of what the sum over dY reads too.
+    # Any layout of dY will do. For a fixed layout Inductor would copy dY, which the sum over dY reads too.
     "quantize_both": [torch.Tag.flexible_layout],
 }
 for _schema, _fake, _run in (

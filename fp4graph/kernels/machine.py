@@ -1,4 +1,4 @@
-"""The machine that code runs on: which devices have kernels, and whether they are used."""
+"""The device that code runs on: whether kernels exist for it, and whether they are used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fp4graph.numerics import target
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that runs the code, as kernels are chosen by it.
+    """The facts about the device that runs the code, by which kernels are chosen.
 
     Attributes:
         kind: "cpu" or "cuda".
-        lacks: why its kernels are not used, in a few words; None if they are.
+        lacks: why the kernels of the device are not used, in a few words; None if they are used.
         narrows: whether exact products of fp32 operands are multiplied as bf16.
     """
 
@@ -29,13 +29,13 @@ class Machine:
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
-        """Return the machine that code on ``device`` runs on, or is traced for."""
+        """Return the machine for code that runs on ``device`` or is traced for it."""
         kind = target.kind(device)
         return cls(kind, _lack(kind), gpu.multiplies_bfloat16(device))
 
     @property
     def has_cpu_kernels(self) -> bool:
-        """True if kernels compute statistics, rotations and normal variates too, as those of a CPU do."""
+        """True if kernels compute statistics, rotations and normal variates too. Only a CPU has such kernels."""
         return self.kind == "cpu" and self.lacks is None
 
 
@@ -56,25 +56,25 @@ def _available_on_cpu() -> bool:
 
 @torch_internals.constant_result
 def available_on_gpu() -> bool:
-    """Return ``gpu.available()``, likewise."""
+    """Return ``gpu.available()``, which Dynamo does not trace either."""
     return gpu.available()
 
 
 def report() -> dict[str, str]:
-    """Return the compiler, the kernels in use or why not, and the GPU of this machine, by what they are."""
+    """Return the names of this machine's compiler and GPU, whether kernels are used, and the value of the switches."""
     compiler = build.command()
-    found = {
+    facts = {
         "C++ compiler": " ".join(compiler) if shutil.which(compiler[0]) else f"none ({' '.join(compiler)} not found)",
         "CPU kernels": _state("cpu"),
         "GPU": "none",
     }
     if torch.cuda.is_available():
-        found |= {"GPU": torch.cuda.get_device_name(), "GPU kernels": _state("cuda")}
-    return found | {switches.VARIABLE: str(switches.current())}
+        facts |= {"GPU": torch.cuda.get_device_name(), "GPU kernels": _state("cuda")}
+    return facts | {switches.VARIABLE: str(switches.current())}
 
 
 def _state(kind: str) -> str:
-    """Return that kernels are used, or why not; the warning of a failed trial says most."""
+    """Return "used", or why kernels are not used: the warning of a failed trial if there is one, which says most."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lack = _lack(kind)

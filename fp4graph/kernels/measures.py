@@ -1,8 +1,8 @@
-"""Operators for what rounding does to blocks: their errors, sums that make up for them, choices between elements.
+"""Operators that measure the rounding of blocks: errors, sums of ratios and elements, choices between element formats.
 
 Techniques choose the scales of blocks by these numbers. Sums are exact (:mod:`fp4graph.numerics.exact`), so the
-operators give the bits of the tensor code, which runs on other devices. On a CPU Inductor makes no vector instructions
-of that code's float64 arithmetic.
+operators give the same bits as the tensor code, which other devices run. The operators are faster on a CPU, where
+Inductor does not vectorize the float64 arithmetic of the tensor code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _SMALLEST_NORMAL = 2.0**-126  # of fp32
 
 
 class Quotient(NamedTuple):
-    """Values in the blocked layout as an operand and its divisor: operators divide as they read.
+    """Values in the blocked layout, given as an operand and its divisor. Operators divide while they read.
 
     Attributes:
-        operand: returns the operand, of its own dtype, in the blocked layout.
-        divisor: fp32, of one element; None for 1.
+        operand: returns the operand in its dtype and in the blocked layout.
+        divisor: fp32, one element; None for 1.
     """
 
     operand: Callable[[], Tensor]
@@ -56,9 +56,10 @@ def block_errors(
 
     Args:
         values: fp32, in the blocked layout.
-        z: the largest magnitude of each block; errors are in units of the power of two above it.
+        z: the largest magnitude of each block; the unit of errors is the power of two above it.
         measure: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
-        quotient: the operand and the divisor of ``values``, which kernels read instead; None if divisors differ.
+        quotient: the operand and the divisor of ``values``, which kernels read instead of ``values``; None if blocks
+            have different divisors.
     """
     unit, nearest = _unit(z), replace(spec, rounding="nearest")
     if _serves(nearest, values.device):
@@ -81,8 +82,10 @@ def errs_less(
     blocking: Blocking,
     quotient: Quotient | None = None,
 ) -> Tensor:
-    """Return whether each block errs less under the second of two scales than under the first, by :func:`block_errors`:
-    bool, in the shape of the scales."""
+    """Return whether each block has a smaller error under the second of two scales: bool, in the shape of a scale.
+
+    The error is that of :func:`block_errors`, which also describes the other arguments.
+    """
     nearest = replace(spec, rounding="nearest")
     if not _serves(nearest, values.device):
         first, second = (block_errors(values, scale, z, spec, measure, blocking) for scale in scales)
@@ -101,17 +104,17 @@ def group_moments(
     length: int,
     quotient: Quotient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ u²/largest and Σ u·q/largest over each block's group, float64, in the shape of ``scale``.
+    """Return Σ u²/largest and Σ u·q/largest over the group of each block, float64, in the shape of ``scale``.
 
-    u are the ratios of ``values``, fp32 in the blocked layout, to ``scale``, and q the elements nearest to them.
+    u is the ratio of a value (``values``, fp32 in the blocked layout) to its scale, and q is u rounded to nearest.
 
     Args:
         largest: a power of two above every u² and u·q.
-        length: the elements of a group, neighbours in a line; a multiple of the block's.
+        length: the number of elements of a group, which are neighbours in a line; a multiple of the block length.
         quotient: as in :func:`block_errors`.
 
     Raises:
-        ValueError: blocks are not of a number of elements along a line, or ``length`` is no multiple of it.
+        ValueError: the spec has no block length along a line, or ``length`` is not a multiple of the block length.
     """
     if not isinstance(spec.block, int) or length % spec.block:
         raise ValueError(f"groups of {length} elements do not consist of whole blocks of {spec.block}")
@@ -128,7 +131,7 @@ def group_moments(
 
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
-    """Return :func:`fp4graph.numerics.quantize.round_elements`."""
+    """Compute :func:`fp4graph.numerics.quantize.round_elements`."""
     chosen = _chosen(_Divided(u, None), None, spec, noise)
     return quantize.round_elements(u, spec, noise) if chosen is None else chosen
 
@@ -146,17 +149,17 @@ def quantize_elements(
 
 
 def _chosen(x: _Divided, scale: Tensor | None, spec: QuantSpec, noise: Noise) -> Tensor | None:
-    """Return blocks that have chosen between two elements, dequantized, or without ``scale`` their elements; None where
-    no operator knows them."""
+    """Return ``x`` with each block rounded to the better of two element formats: dequantized, or the elements if
+    ``scale`` is None. Return None if no operator supports the spec."""
     singles = [replace(spec, element=element, others=(), selector=None) for element in spec.elements]
     draws, blocking = spec.rounding == "stochastic", noise.blocking
     in_lines = isinstance(spec.block, tuple) or blocking.dim in (-1, len(blocking.shape) - 1)
     known = len(singles) == 2 and (in_lines or spec.block == "tensor") and (spec.block != "row" or x.values.dim() > 1)
-    drawn = noise.key is not None  # without a key the tensor code raises
+    drawn = noise.key is not None  # without a key the tensor code raises an error
     if not known or not all(_serves(single, x.values.device, draws=drawn) for single in singles):
         return None
     texts = [by_runs(single).to_text() for single in singles]
-    # Blocks that are whole lines are numbered as parts of one long line.
+    # If blocks are whole lines, their elements are numbered as if all lines were one long line.
     matrix = [math.prod(blocking.shape[-2:])] if spec.block == "row" else [*blocking.shape[-2:]]
     arguments = spec.selector, units_of(most_elements(spec.block)), matrix
     key = noise.key if draws else None
@@ -169,7 +172,7 @@ def _unit(z: Tensor) -> Tensor:
 
 
 class _Divided(NamedTuple):
-    """What an operator reads, and what it divides that by: fp32, of one element, or None."""
+    """The values that an operator reads and the divisor that it applies: fp32, one element, or None."""
 
     values: Tensor
     divisor: Tensor | None
@@ -185,17 +188,13 @@ def _divided(values: Tensor, quotient: Quotient | None) -> _Divided:
 
 
 def _serves(spec: QuantSpec, device: torch.device, *, draws: bool = False) -> bool:
-    """Return whether the operators round by ``spec`` on ``device``.
-
-    Args:
-        draws: whether the operator may round stochastically.
-    """
+    """Return whether the operators support ``spec`` on ``device``; stochastic rounding only with ``draws``."""
     known = draws or spec.rounding == "nearest"
     return known and CPU.unknown(by_runs(spec)) is None and Machine.of(device).has_cpu_kernels
 
 
 def _axes(blocking: Blocking) -> int:
-    """Return how many axes at the end of the blocked layout a block reaches over; 0 for all."""
+    """Return how many of the last axes of the blocked layout a block spans; 0 means all axes."""
     return 0 if blocking.block == "tensor" else 3 if isinstance(blocking.block, tuple) else 1
 
 
@@ -211,14 +210,14 @@ class _Grid(ctypes.Structure):
     ]  # fmt: skip
 
 
-_LONGEST = 64  # of cpp/choices.h
+_LONGEST = 64  # equal to LONGEST of cpp/choices.h
 _POINTER, _DOUBLE = ctypes.c_void_p, ctypes.c_double
 _TAIL = (ctypes.POINTER(_Grid), _DOUBLE, _DOUBLE, ctypes.c_int)
 
 
 def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file: str = "measures.h") -> Entry:
-    """Return an entry of a file in cpp/, with a variant for blocks whose elements are not contiguous. Its loops have a
-    constant length where the lines of blocks have that length."""
+    """Return an entry of a file in cpp/. It has a variant for blocks whose elements are not contiguous, and one with
+    loops of constant length for lines of exactly the spec's block length."""
     apart = f"grid.steps[3] != 1 ? {name}_across<{{S}}, {formats}> : "
     known = f"{apart}grid.length == Q::BLOCK ? {name}<{{S}}, {formats}, Q::BLOCK> : {name}<{{S}}, {formats}, LANES>"
     names = [tensor.rpartition(" ")[2] for tensor in tensors.split(", ")]
@@ -253,10 +252,10 @@ def _run(
     matrix: Sequence[int] = (),
     **formats: str,
 ) -> None:
-    """Run an entry on ``x``, of any strides, whose blocks span the last ``axes`` axes, or all axes for 0.
+    """Run an entry on ``x``, of any strides, whose blocks span the last ``axes`` axes, or all axes if ``axes`` is 0.
 
-    The other tensors are contiguous; None is a null pointer. ``together`` neighbouring blocks of a line have one
-    result. ``matrix`` is ``[R, C]`` of the tensor without padding, which numbers elements for their random bits.
+    ``others`` are contiguous; None becomes a null pointer. Each ``together`` neighbouring blocks of a line share one
+    result. ``matrix`` is ``[R, C]`` of the tensor without padding, by which elements are numbered for random bits.
     """
     values = _gridded(x.values, axes)
     steps = (*values.stride()[:3], 1 if values.shape[3] == 1 else values.stride(3))
@@ -267,10 +266,10 @@ def _run(
 
 def _gridded(values: Tensor, axes: int) -> Tensor:
     """Return ``values`` as ``[outer, lines, middle, length]``: one block of ``lines`` by ``length`` elements for each
-    outer and middle.
+    pair of outer and middle indices.
 
-    Elements along ``length`` lie side by side, or where ``lines`` is 1 those along ``outer``. A matrix and a transposed
-    matrix are not copied.
+    The result is contiguous along ``length``, or along ``outer`` if ``lines`` is 1. Matrices and transposed matrices
+    are not copied.
     """
     if not axes:
         return values.contiguous().view(1, 1, 1, -1)
@@ -332,7 +331,7 @@ def _choose(
     if values.is_contiguous():
         values = values.flatten().view(values.shape)  # axes of size 1 may have other strides
     grid = _gridded(values, axes)
-    in_order = axes == 1 or key is None  # else the grid's order of elements must be theirs
+    in_order = axes == 1 or key is None  # otherwise elements must lie in the order of the grid
     viewed = grid.data_ptr() == values.data_ptr() and values.stride() == result.stride()
     held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
     if not (values.is_contiguous() or (in_order and viewed and held)):

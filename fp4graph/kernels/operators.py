@@ -1,12 +1,10 @@
-"""The operators that the engine calls for plain quantizers and for noise: opaque to compilers, run by hand-written
-kernels.
+"""The operators that the engine calls for plain quantizers, statistics and noise. Hand-written kernels run them.
 
-An operator does not fuse with its neighbours, and that is intended: on a CPU the kernel of
-:mod:`fp4graph.kernels.cpu` takes a fraction of the time of the code that Inductor generates, and is compiled once for
-all sites and shapes, where Inductor compiles each. On a GPU the Triton kernel reads and writes less memory than that
-code, and keeps packed bytes for the backward; it has not been timed. Values are those of
-:func:`fp4graph.fake_quantize`.
-:mod:`fp4graph.kernels.library` has the operators' schemas and implementations.
+Compilers do not see inside an operator, so it does not fuse with its neighbours. That is intended: on a CPU the kernel
+of :mod:`fp4graph.kernels.cpu` takes a fraction of the time of Inductor's code, and is compiled once for all sites and
+shapes, where Inductor compiles code for each. On a GPU the Triton kernel reads and writes less memory than Inductor's
+code, and writes packed bytes for the backward; docs/gpu.md has its times. Values are those of
+:func:`fp4graph.fake_quantize`. :mod:`fp4graph.kernels.library` has the schemas and implementations of the operators.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec
 
-_LONGEST = 1024  # lines of a 2-D block whose maximum one kernel finds
+_LONGEST = 1024  # the most lines of a 2-D block whose maximum one kernel finds
 
 
 def tensor_code() -> AbstractContextManager[None]:
-    """Trace and run quantizers as tensor code in this context, as compilers for other devices are given them."""
+    """Trace and run quantizers as tensor code in this context, which a compiler for any device can read."""
     return switches.using(quantizers=False, products=0)
 
 
 def largest_of_all(x: Tensor) -> Tensor:
-    """Return the largest magnitude of ``x``, fp32, 0-d: NaN if a value is NaN, 0 of none.
+    """Return the largest magnitude of ``x``, fp32, 0-d: NaN if a value is NaN, 0 if ``x`` is empty.
 
-    The maxima of lines come first: Inductor fuses them with the code that computes the lines.
+    The maximum of each line is taken first, because Inductor fuses it with the code that computes the line.
     """
     if x.dim() > 1 and statically_known_true(x.stride(-1) != 1):
         x = x.mT
@@ -49,8 +47,8 @@ def largest_of_all(x: Tensor) -> Tensor:
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:
     """Return ``part``, broadcastable to a statistic, in the layout in which kernels take :class:`Blocks`.
 
-    It has one element for each run of a line that lies in one block of :func:`by_runs`, or one element for all. Kernels
-    of a CPU take it as it lies in memory (:class:`Blocks`), those of a GPU take it contiguous.
+    The result has one element for each block of :func:`fp4graph.kernels.devices.by_runs`, or one for all. CPU kernels
+    take it with any strides, GPU kernels need it contiguous.
     """
     if is_scalar(part):
         return part.reshape(1)
@@ -62,7 +60,7 @@ def by_run(part: Tensor, blocking: Blocking) -> Tensor:
         if in_place:
             return _batched(part, 4)
         return part.flatten(-3, -2)[..., :rows, :].contiguous()
-    if isinstance(blocking.block, str):  # one number a line
+    if isinstance(blocking.block, str):  # one number for each line
         part = part.expand([*blocking.shape[:-1], 1])
         part = part.expand([*blocking.shape[:-1], (columns + RUN - 1) // RUN])
     else:
@@ -71,13 +69,13 @@ def by_run(part: Tensor, blocking: Blocking) -> Tensor:
 
 
 def _batched(x: Tensor, axes: int) -> Tensor:
-    """Return ``x`` with its leading axes made one, or new ones, so that it has so many."""
+    """Return ``x`` with ``axes`` axes: leading axes are flattened into one, or new ones of length 1 are added."""
     return x.flatten(0, x.dim() - axes) if x.dim() > axes else x[(None,) * (axes - x.dim())]
 
 
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
-    """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it with ``right [..., J, K]``, and
-    its accumulator by a scalar."""
+    """True if ``left [..., I, K]`` is on a GPU, where a kernel of this project multiplies it with ``right [..., J, K]``
+    and the accumulator by a scalar."""
     wanted = switches.current().products > 0 and target.kind(left.device) == "cuda"
     return wanted and machine.available_on_gpu() and gpu.multiplies(left, right, addend)
 
@@ -93,16 +91,17 @@ def quantize(
     given: Blocks | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its layout.
+    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in the memory layout of ``x``.
 
     Args:
         draw: needed if ``spec`` rounds stochastically.
         given: the numbers that techniques give for the blocks, ``[..., ceil(C/block)]`` or of one element.
-        dtype: that the result of an fp32 ``x`` is cast to, where kernels write it; else it has that of ``x``.
+        dtype: the dtype to which the result is cast if ``x`` is fp32 and kernels write ``dtype``; otherwise the result
+            has the dtype of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    # 16-bit operands are rounded to their own dtype first, as elsewhere.
+    # The result for a 16-bit operand is first rounded to the operand's dtype, as elsewhere.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
     direction = Direction(spec, draw, given or NOTHING_GIVEN)
     result: Tensor = torch.ops.fp4graph.quantize(x, *direction.flat(given=True), *((dtype,) if casts else ()))
@@ -110,19 +109,19 @@ def quantize(
 
 
 def maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
-    """Return the largest magnitude of every block of ``x [..., R, C]``, ``lines`` rows by ``block`` columns: ``[...,
-    ceil(R/lines), ceil(C/block)]``, fp32."""
+    """Return the largest magnitude of every block, ``lines`` rows by ``block`` columns, of ``x [..., R, C]``: fp32,
+    ``[..., ceil(R/lines), ceil(C/block)]``."""
     z: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in _dtypes(x.device) else x.to(torch.float32), block, lines)
     return z
 
 
 def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = None) -> Tensor:
-    """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is.
+    """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is NaN.
 
-    On a GPU tensor code does, which Inductor fuses with what makes the tensor.
+    On a GPU tensor code computes it, which Inductor fuses with the producer of ``x``.
 
     Args:
-        values: returns ``x`` in the blocked layout, where others need it too.
+        values: returns ``x`` in the blocked layout, if another computation needs ``x`` in that layout too.
     """
     if isinstance(blocking.block, str) or not Machine.of(x.device).has_cpu_kernels:
         return scaling.amax(blocking.split(x) if values is None else values(), blocking.axes)
@@ -137,7 +136,7 @@ def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = No
 
 
 def group_amax(z: Tensor, groups: Groups) -> Tensor:
-    """Return the largest statistic of every group, broadcastable to ``z``: fp32, non-negative or NaN."""
+    """Return the largest statistic of every group, broadcastable to ``z``. Both are fp32, non-negative or NaN."""
     if not isinstance(groups.granularity, int) or not Machine.of(z.device).has_cpu_kernels:
         return groups.reduce(z, "amax")
     length = groups.granularity // block_length(groups.blocking.block)
@@ -154,8 +153,8 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are. NaN is
-    larger than any number."""
+    """Return whether each element of ``score`` is among the ``count`` largest. Among equal elements those with lower
+    indices are chosen; NaN is larger than any number."""
     if score.dtype is not torch.float32 or not Machine.of(score.device).has_cpu_kernels:
         return library.largest(score, count)
     chosen: Tensor = torch.ops.fp4graph.largest(score, count)
@@ -165,7 +164,7 @@ def largest(score: Tensor, count: int) -> Tensor:
 def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
-    """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
+    """Return the result of :func:`quantize`, contiguous, and the bytes that stand for this result cast to ``dtype``."""
     values, codes, scales = torch.ops.fp4graph.quantize_and_pack(*Source.of(x), *Direction(spec, draw).flat())
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
@@ -176,8 +175,8 @@ def quantize_both(
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
     Args:
-        rows, columns: where both draw, from one key and step.
-        sums: whether to return a third tensor too: sums of ``x`` over rows, fp32 ``[rows of tiles, K]``.
+        rows, columns: if both draw, they have one key and step, and perhaps different salts.
+        sums: whether to return a third tensor: the sums of ``x`` over the rows of each tile, fp32 ``[tiles, K]``.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
     along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(*Source.of(x), *both, sums)
@@ -187,11 +186,11 @@ def quantize_both(
 def quantize_and_pack_columns(
     x: Tensor, rows: Direction, columns: Direction, dtype: torch.dtype, multiplier: Tensor | None = None
 ) -> tuple[Tensor, PackedOperand]:
-    """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``.
+    """Return the results of :func:`quantize_both`, the second as the bytes of its transpose, cast to ``dtype``.
 
     Args:
-        columns: which ``packs``.
-        multiplier: of the packed operand.
+        columns: a direction whose :attr:`Direction.packs` is true.
+        multiplier: becomes the multiplier of the packed operand.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
     values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(*Source.of(x), *both)
@@ -200,7 +199,7 @@ def quantize_and_pack_columns(
 
 
 def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` standard normal variates, fp32, :func:`fp4graph.numerics.noise.gaussian` of the first indices.
+    """Return :func:`fp4graph.numerics.noise.gaussian` of the first ``count`` indices: standard normal variates, fp32.
 
     On a CPU a kernel computes them: Inductor's code for the hashes takes half a minute to compile.
     """

@@ -1,9 +1,10 @@
-"""Products whose fp32 accumulator is multiplied by a scalar, and added to, before it is rounded.
+"""Products that multiply their fp32 accumulator by a scalar, and perhaps add to it, before they round it.
 
-On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and a kernel of this project
-runs short GEMMs without writing it. Elsewhere the operands are cast to fp32, where their product has the same sum. On a
-CPU fp32 takes many times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and
-``baddbmm``, whose kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and round once.
+On CUDA ``mm`` and ``bmm`` return the accumulator with ``out_dtype=torch.float32``, and a kernel of this project runs
+GEMMs of a short contraction without writing the accumulator. Elsewhere the operands are cast to fp32, whose product has
+the same sum. On a CPU, where an fp32 product takes many times as long as a bf16 product, an operator reads the scalar
+and passes it to ``addmm`` or ``baddbmm``. Their kernels, oneDNN's and torch's own, multiply the fp32 accumulator by it
+and round once.
 """
 
 from __future__ import annotations

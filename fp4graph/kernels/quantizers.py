@@ -1,4 +1,4 @@
-"""The kernels of one operand's quantizer: of values, of bytes, and from bytes. CPUs and GPUs have one of each."""
+"""Kernels quantizing one operand: to values, to values and bytes, and from bytes. CPUs and GPUs have all of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class OfDevice(Kernel):
 
     @property
     def kinds(self) -> Sequence[str]:
-        """The kind of device that it runs on."""
+        """The kind of device that the kernel runs on."""
         return (self.device.kind,)
 
     @property
     def reads_whole(self) -> bool:
-        """On a GPU nothing else reads the maxima of blocks: they would be written for this alone."""
+        """True on a GPU, where the maxima of blocks would be written only to find the tensor's maximum."""
         return self.device.kind == "cuda"
 
     def refuses_spec(self, request: Request) -> str | None:
-        """Return why no kernel quantizes by the spec alone, whatever techniques do outside of it."""
+        """Return why no kernel quantizes by the spec alone, or None. Techniques may act outside of the quantizer."""
         quantizing = request.quantizing
         if request.machine.lacks or (acting := quantizing.acting(*INSIDE)):
             return request.machine.lacks or acting
@@ -41,11 +41,11 @@ class OfDevice(Kernel):
         return None if what is None else f"no kernel knows {what}"
 
     def refuses_plain(self, request: Request) -> str | None:
-        """Return why one kernel is not the whole quantizer."""
+        """Return why one kernel cannot be the whole quantizer, or None."""
         return request.machine.lacks or request.quantizing.acting(*OUTSIDE) or self.refuses_spec(request)
 
     def refuses_one_read(self, request: Request, quantizing: Quantizing) -> str | None:
-        """Return why one kernel does not quantize in one read. Techniques supply at most one number per block."""
+        """Return why one kernel cannot quantize in one read, or None. Techniques may give one number for each block."""
         if self.refuses_plain(replace(request, quantizing=quantizing)) is None:
             return None
         if quantizing.stateful or quantizing.shares or quantizing.undrawn:
@@ -59,7 +59,7 @@ class OfDevice(Kernel):
 
 
 class Values(OfDevice):
-    """One kernel, which finds the scales."""
+    """One kernel that computes the scales and quantizes."""
 
     name: ClassVar[str] = "a kernel"
     place: ClassVar[int] = 20
@@ -72,7 +72,7 @@ class Values(OfDevice):
 
 
 class Within(Values):
-    """The same kernel, in each of the calls that techniques around the quantizer make."""
+    """The kernel of :class:`Values`, run whenever a technique around the quantizer calls the quantizer."""
 
     name: ClassVar[str] = "a kernel, within tensor code"
     place: ClassVar[int] = 21
@@ -82,7 +82,7 @@ class Within(Values):
 
 
 class Given(OfDevice):
-    """Tensor code for the scales, which a kernel is given."""
+    """Tensor code that computes the scales, and a kernel that quantizes with them."""
 
     name: ClassVar[str] = "a kernel, scales by tensor code"
     place: ClassVar[int] = 22
@@ -101,7 +101,7 @@ class Given(OfDevice):
 
 
 class Bytes(OfDevice):
-    """One kernel that writes values and the bytes of the same."""
+    """One kernel that writes the quantized values, and bytes that stand for them."""
 
     name: ClassVar[str] = "a kernel that writes bytes too"
     asked: ClassVar[Sequence[Asked]] = (Asked.BYTES,)
@@ -111,7 +111,7 @@ class Bytes(OfDevice):
             return request.transformed or "tokens are copied to another layout"
         if (refused := self.refuses_plain(request) or self.device.unpacked(request.quantizing.spec)) is not None:
             return refused
-        wrong = [one for one in (request.source, request.dtype) if one not in self.device.dtypes]
+        wrong = [dtype for dtype in (request.source, request.dtype) if dtype not in self.device.dtypes]
         return f"no bytes stand for {wrong[0]}" if wrong else None
 
     def run(self, job: Job) -> Result:
@@ -121,7 +121,7 @@ class Bytes(OfDevice):
 
 
 class FromBytes(OfDevice):
-    """One kernel that reads bytes and quantizes the transpose of what they stand for."""
+    """One kernel that reads bytes and quantizes the transpose of the operand that they stand for."""
 
     name: ClassVar[str] = "a kernel that reads bytes"
     asked: ClassVar[Sequence[Asked]] = (Asked.FROM_BYTES,)

@@ -1,15 +1,15 @@
 """A pass over Inductor's graphs for a GPU: quantizers read their operands where they lie.
 
-Inductor cannot fuse with a kernel of this project, so it writes what the kernel reads. This pass spares two such
-writes. Values stay the same:
+Inductor cannot fuse its code with a kernel of this project, so it writes the operand that the kernel reads. This pass
+avoids two such writes and changes no value:
 
 - **A cast of an input of the graph**, as autocast casts weights and the gradient of the output. The kernel reads the
   input and casts it.
 - **A concatenation of tensors in memory**, as of the gradients of q, k and v where one linear makes all three. The
   kernel reads the parts.
 
-What Inductor computes itself stays as it is, because the kernel that computes it also casts or concatenates. So does
-what has symbolic sizes.
+The pass leaves an operand that Inductor computes, because the kernel that computes the operand also casts or
+concatenates it. It also leaves operands with symbolic sizes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 _RESHAPES = frozenset((aten.reshape.default, aten.view.default, aten._unsafe_view.default))
 _VIEWS = _RESHAPES | {aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.unsqueeze.default}
 _SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int))
-_MOST = 4  # parts: the kernel has a masked load for each of them
+_MOST = 4  # the most parts: the kernel has a masked load for each part
 
 
 def read_in_place(graph: Graph) -> None:
-    """Change the sources of the operators of :data:`~fp4graph.kernels.library.READERS`."""
+    """Let :data:`~fp4graph.kernels.library.READERS` read the tensors that were cast or concatenated."""
     for reader in [node for node in graph.nodes if node.target in library.READERS]:
         (x, *others), dtype, *_ = _arguments(reader)
         if others or not all(isinstance(size, int) for size in x.meta["val"].shape):
@@ -41,12 +41,12 @@ def read_in_place(graph: Graph) -> None:
             parts = _uncast(x, dtype) or _columns(x)
         if parts is not None:
             reader.update_arg(0, parts)
-            reader.meta.pop("eager_input_vals", None)  # the strides that Inductor would give to the former source
+            reader.meta.pop("eager_input_vals", None)  # strides of the former source, which Inductor would use
             _erase_unused(x)
 
 
 def _uncast(x: Node, dtype: torch.dtype) -> list[Node] | None:
-    """Return the fp32 input of the graph of which ``x`` is a cast to ``dtype`` that nothing else reads."""
+    """Return the fp32 input whose cast to ``dtype`` is ``x`` if nothing else reads the cast, else None."""
     cast = _behind(x, _RESHAPES, alone=True)
     if cast.target is not torch.ops.prims.convert_element_type.default or len(cast.users) > 1:
         return None
@@ -58,9 +58,9 @@ def _uncast(x: Node, dtype: torch.dtype) -> list[Node] | None:
 
 
 def _columns(x: Node) -> list[Node] | None:
-    """Return the tensors in memory that ``x [..., C]`` concatenates along its last axis, ``[..., C/n]`` each.
+    """Return the tensors in memory ``[..., C/n]`` that ``x [..., C]`` concatenates along its last axis, or None.
 
-    ``x`` is either their concatenation along that axis, or their stack ``[n, ...]``, permuted and copied.
+    ``x`` is either the concatenation of the tensors along that axis, or a permuted copy of their stack ``[n, ...]``.
     """
     permute = joined = _behind(x, _RESHAPES | {aten.clone.default})
     if permute.target is aten.permute.default:
@@ -92,7 +92,7 @@ def _columns(x: Node) -> list[Node] | None:
 
 
 def _in_memory(x: Node) -> bool:
-    """Return whether ``x`` is in memory anyway: an input, or one of several results of an operator, no view."""
+    """Return whether ``x`` or what it views is in memory anyway: an input, or one of several results of an operator."""
     root = _behind(x, _VIEWS)
     if root.target is operator.getitem:
         return _arguments(root)[0].target not in _SPLITS
@@ -100,7 +100,7 @@ def _in_memory(x: Node) -> bool:
 
 
 def _behind(x: Node, views: frozenset[Any], *, alone: bool = False) -> Node:
-    """Return the node of which ``x`` is a chain of ``views``; with ``alone`` as far as nothing else reads the chain."""
+    """Return the node behind the ``views`` that end in ``x``; with ``alone`` stop at a view with several users."""
     while x.target in views and not (alone and len(x.users) > 1):
         x = _arguments(x)[0]
     return x
@@ -118,7 +118,7 @@ def _call(target: Any, x: Node, sizes: Sequence[int]) -> Node:
 
 
 def _erase_unused(x: Node) -> None:
-    """Erase ``x`` and what only it reads, where nothing reads ``x``."""
+    """Erase ``x`` if nothing reads it, and then likewise the nodes that it read."""
     if x.users or x.op != "call_function":
         return
     inputs = x.all_input_nodes

@@ -1,7 +1,7 @@
-"""The interface of kernels: what they are asked for, what they are run on, and the base class of the rows.
+"""The interface of kernels: requests, jobs, results, and the base class of kernels.
 
-A :class:`Request` is data, from which :mod:`fp4graph.kernels.rows` chooses a :class:`Kernel` before anything is
-computed. The kernel then runs on a :class:`Job`, the tensors.
+A :class:`Request` is data. From it :mod:`fp4graph.kernels.rows` chooses a :class:`Kernel` before anything is computed.
+The kernel then runs on a :class:`Job`, which has the tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp4graph.kernels.experts import Groups
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
 
-#: The stages of techniques outside one call of the quantizer, and inside, with what a technique does there.
+#: The stages of techniques outside a call of the quantizer and inside it, each with the action of a technique there.
 OUTSIDE = {"split": "splits the operand", "around": "calls the quantizer", "after": "changes the result"}
 INSIDE = {
     "block_statistic": "chooses the statistic of blocks",
@@ -43,7 +43,7 @@ class Asked(StrEnum):
 
 
 class Needs(Enum):
-    """The parts of techniques' work that tensor code must do before the kernel."""
+    """The work of techniques that tensor code must do before the kernel runs."""
 
     NOTHING = "nothing: the spec is all"
     BLOCKS = "scales and statistics of blocks, computed by tensor code"
@@ -60,14 +60,14 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class Quantizing:
-    """One operand's quantizer as kernels are asked about it.
+    """The facts about one operand's quantizer that a request holds.
 
     Attributes:
-        acts: the stages at which techniques act, each with their names.
+        acts: the stages at which techniques act, each with the names of these techniques.
         drawn: whether there is a source of random bits.
-        shares: the blocks that share a scale, of experts.
+        shares: the part of an expert's operand that shares one scale, or None.
         stateful: whether techniques have state.
-        whole: whether the scales of groups that techniques divide by are those of the whole tensor.
+        whole: whether the group scales by which techniques divide are those of the whole tensor.
     """
 
     spec: QuantSpec
@@ -84,7 +84,7 @@ class Quantizing:
 
     @property
     def undrawn(self) -> bool:
-        """True if the spec draws, and there is nothing to draw from."""
+        """True if the spec needs random bits and there is no source of them."""
         return self.spec.needs_key and not self.drawn
 
 
@@ -94,13 +94,13 @@ class Request:
 
     Attributes:
         source: the dtype that is read; None for bytes.
-        dtype: of the GEMM.
-        columns: the quantizer of the other direction, where both are asked for.
-        keeps: whether the other direction is asked for as bytes.
+        dtype: the dtype of the GEMM.
+        columns: the quantizer of the other direction, if both directions are asked for.
+        keeps: whether the result of the other direction is asked for as bytes.
         transform: the name of the technique that transforms the operands of the GEMM, or None.
         rotation: the block length of the transform if it is a block rotation, else None.
-        observed: whether somebody else needs the operand as a whole.
-        residual: what splits a residual off the other operand, in words; None where nothing does.
+        observed: whether other code than the kernel needs the whole operand.
+        residual: says, in words, which technique splits a residual off the other operand; None if no technique does.
     """
 
     asked: Asked
@@ -118,7 +118,7 @@ class Request:
 
     @property
     def transformed(self) -> str | None:
-        """The sentence that a technique transforms the operands; None if none does."""
+        """The sentence that a technique transforms the operands, or None if there is no transform."""
         return None if self.transform is None else f"{self.transform} transforms the operands"
 
 
@@ -127,15 +127,16 @@ class Job(NamedTuple):
 
     Attributes:
         x: the operand ``[..., C]``.
-        direction: it is quantized, along C, with what techniques give of blocks where the kernel needs that.
-        dtype: that the result will be cast to; the kernel may return it.
-        rounded: returns what tensor code computes, stages of techniques included, where the kernel is tensor code.
-        columns: the other direction, where both are asked for.
-        multiplier: of the columns, which waits for the accumulator.
-        keeps: whether the columns, or the weights of a product, are to be returned as bytes.
+        direction: the quantization along C, with the numbers that techniques give for blocks if the kernel needs them.
+        dtype: the dtype to which the result will be cast. The kernel may return the result in it.
+        rounded: computes the result by tensor code, with the stages of techniques; only tensor code calls it.
+        columns: the other direction, if both directions are asked for.
+        multiplier: the scalar, waiting for the GEMM's accumulator, that belongs to the result along the columns.
+        keeps: whether to return the result along the columns, or the weights of a product, as bytes.
         sums: whether to return the sums of ``x`` over rows too.
-        places: int64 ``[P]``, rows of ``x`` to read; its length stands for zeros.
-        left: the other operand of a product of experts, and groups: the tokens of each expert in it.
+        places: int64 ``[P]``, the rows of ``x`` to read; the number of rows of ``x`` stands for a row of zeros.
+        left: the other operand of a product of experts.
+        groups: the tokens of each expert in ``left``.
     """
 
     x: Tensor | PackedOperand
@@ -152,18 +153,19 @@ class Job(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The operand, which is not packed."""
+        """The operand of a job whose operand is not packed."""
         assert isinstance(self.x, Tensor)
         return self.x
 
 
 class Result(NamedTuple):
-    """The result of a kernel. ``values`` are the quantized operand; for a product of experts, the product.
+    """The result of a kernel.
 
     Attributes:
-        packed: bytes, or None where the numbers that techniques gave are such as no bytes hold.
-        columns: values along the columns.
-        sums: of parts of the rows, fp32 ``[parts, C]``.
+        values: the quantized operand, or the product for a product of experts.
+        packed: the bytes, or None if no bytes were asked for or none can hold the numbers that techniques gave.
+        columns: the operand quantized along its columns.
+        sums: the sums over parts of the rows, fp32 ``[parts, C]``.
     """
 
     values: Tensor
@@ -177,11 +179,11 @@ class Kernel:
     """A row of the list: one way to quantize an operand.
 
     Attributes:
-        name: as schedules print it.
-        place: rows are asked in the order of their places.
-        asked: what the kernel can be asked for.
-        product: whether the kernel quantizes the weights of a product of experts, and multiplies.
-        needs: what it needs of techniques, where values are asked for.
+        name: the name that schedules print.
+        place: the position in the list: rows with lower places are asked first.
+        asked: the kinds of requests that the kernel can serve.
+        product: whether the kernel quantizes the weights of a product of experts and multiplies them.
+        needs: the work of techniques that must be done before the kernel, if values are asked for.
         turns: whether the kernel rotates the operand.
     """
 
@@ -199,20 +201,20 @@ class Kernel:
 
     @property
     def reads_whole(self) -> bool:
-        """True if the largest magnitude of a whole tensor is found from the tensor, because nobody else reads the
-        maxima of its blocks."""
+        """True if the largest magnitude of a tensor is computed from the tensor. Otherwise it is computed from the
+        maxima of blocks, which are needed anyway."""
         return False
 
     def concerns(self, request: Request) -> bool:
-        """Return whether ``request`` is of the sort that the kernel can be asked for."""
+        """Return whether ``request`` is of the kind, the device and the layout that the kernel is for."""
         within = request.layout is Layout.WEIGHTS
         return request.asked in self.asked and request.machine.kind in self.kinds and within == self.product
 
     def refuses(self, request: Request) -> str | None:
-        """Return why the kernel does not serve a request that it :meth:`concerns`, in a few words; None where it
+        """Return in a few words why the kernel does not serve a request that :meth:`concerns` accepts, or None if it
         does."""
         raise NotImplementedError
 
     def run(self, job: Job) -> Result:
-        """Return what was asked for."""
+        """Return the result that the request asked for."""
         raise NotImplementedError

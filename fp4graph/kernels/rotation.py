@@ -1,8 +1,8 @@
-"""The operator of Hadamard rotations on a CPU, in one pass: from the operand's dtype and layout to fp32.
+"""The operator for Hadamard rotations on a CPU. It reads the operand in its dtype and layout once, and writes fp32.
 
-As products with a matrix they took more time than the quantizers: the operand is cast, copied where it is transposed,
-multiplied by its signs, and multiplied by 32 numbers per element where five additions do. Tensor code
-(:mod:`fp4graph.numerics.hadamard`) gives the same bits. On a GPU a product with H is the quicker form.
+Rotations as products with a matrix took more time than the quantizers: a product casts the operand, copies it if it is
+transposed, multiplies it by the signs, and multiplies each element by 32 numbers where five additions suffice. Tensor
+code (:mod:`fp4graph.numerics.hadamard`) gives the same bits. On a GPU the product with H is faster.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import hadamard
 from fp4graph.numerics.declare import operator
 
-_LONGEST = 1024  # the block of which rotation.h holds a tile
+_LONGEST = 1024  # the longest block that cpp/rotation.h supports
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
-    """Return ``x · S · H`` on blocks of the last axis of ``x [..., n]``, zero-padded, in fp32.
+    """Return ``x · S · H`` for each block of the last axis of ``x [..., n]``, zero-padded to whole blocks, in fp32.
 
     Args:
         block: elements of a block, a power of two.
@@ -37,7 +37,7 @@ def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
 
 def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
-    """Return ``x · H · S``, the inverse of :func:`rotate`, still padded, in fp32."""
+    """Return ``x · H · S``, the inverse of :func:`rotate`, in fp32 and with the padding."""
     signs = _checked(signs, block)
     if not _serves(x, block):
         return hadamard.unrotate(x.to(torch.float32), block, signs)
@@ -47,7 +47,7 @@ def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
 def _checked(signs: Tensor | None, block: int) -> Tensor | None:
     if signs is not None and signs.shape != (block,):
-        raise ValueError(f"signs are one for each element of a block, [{block}]; got {list(signs.shape)}")
+        raise ValueError(f"signs must have the shape [{block}], one sign for an element; got {list(signs.shape)}")
     return None if signs is None else signs.to(torch.float32)
 
 
@@ -78,7 +78,7 @@ def _rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int
 
 
 def _is_transposed(x: Tensor) -> bool:
-    """Return whether it is along the last axis but one that neighbours lie side by side in memory."""
+    """Return whether ``x`` is contiguous along its second to last axis, and not along its last."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 

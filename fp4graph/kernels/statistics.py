@@ -1,7 +1,8 @@
-"""Operators for the few numbers that many elements share: scales of blocks, order statistics and means.
+"""Operators for numbers that many elements share: scales of blocks, order statistics and means.
 
-Traced inline, a block's scale is computed again for every vector of its elements, a selection sorts, and exact sums
-read lines of memory far apart. On other devices tensor code does all of them, to the same bits.
+Without these operators Inductor's code would compute a block's scale again for every vector of its elements, sort to
+select, and read distant lines of memory for exact sums. Other devices than CPUs run tensor code, which gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 
 def block_scale(z: Tensor, spec: QuantSpec) -> Tensor:
-    """Return :func:`fp4graph.numerics.scaling.block_scale` of ``z``, fp32, by a rule that draws nothing."""
+    """Return :func:`fp4graph.numerics.scaling.block_scale` of ``z``, fp32, by a rule without stochastic rounding."""
     runs = by_runs(spec)
     if not (CPU.unknown(runs) is None and Machine.of(z.device).has_cpu_kernels):
         return scaling.block_scale(z, spec.scale, spec.element)
@@ -31,12 +32,12 @@ def block_scale(z: Tensor, spec: QuantSpec) -> Tensor:
 def order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     """Return the elements of ``x [n]`` at ``place`` and at n - 1 - place of the ascending order, counted from 0.
 
-    They are 0-d and of the dtype of ``x``, which is without NaN; -Inf and Inf of no elements.
+    Both are 0-d and of the dtype of ``x``, which must not have NaN. For an empty ``x`` they are -Inf and Inf.
     """
     if x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels:
         low, high = torch.ops.fp4graph.order_statistics(x, place)
         return low, high
-    bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements
+    bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for an empty tensor
     count = torch.sym_min(place + 1, math.prod(x.shape))
     smallest = x.topk(count, largest=False, sorted=False).values
     largest = x.topk(count, sorted=False).values
@@ -48,8 +49,8 @@ def mean(x: Tensor, axis: int) -> Tensor:
     known = x.dim() == 2 and axis in (0, 1, -1, -2)
     if not (known and x.dtype in cpu.DTYPES and Machine.of(x.device).has_cpu_kernels):
         return exact.mean(x, axis)
-    found: Tensor = torch.ops.fp4graph.mean(x if axis in (0, -2) else x.mT)
-    return found.unsqueeze(axis)
+    means: Tensor = torch.ops.fp4graph.mean(x if axis in (0, -2) else x.mT)
+    return means.unsqueeze(axis)
 
 
 def _block_scale(z: Tensor, spec: str) -> Tensor:
@@ -65,9 +66,9 @@ def _fake_block_scale(z: Tensor, spec: str) -> Tensor:
 def _order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     if not x.numel():
         return x.new_tensor(-math.inf), x.new_tensor(math.inf)
-    found = torch.empty(2)
-    cpu.order_statistics(x.contiguous(), min(place, x.numel() - 1), found)
-    low, high = found.to(x.dtype).unbind()
+    both = torch.empty(2)
+    cpu.order_statistics(x.contiguous(), min(place, x.numel() - 1), both)
+    low, high = both.to(x.dtype).unbind()
     return low.clone(), high.clone()
 
 
@@ -76,9 +77,9 @@ def _fake_order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
 
 
 def _mean(x: Tensor) -> Tensor:
-    found = _fake_mean(x)
-    cpu.means(x.contiguous(), found)
-    return found
+    means = _fake_mean(x)
+    cpu.means(x.contiguous(), means)
+    return means
 
 
 def _fake_mean(x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Which kernels are used: what the environment variable FP4GRAPH_KERNELS says, and contexts that change it.
+"""The switches that select kernels: the environment variable FP4GRAPH_KERNELS, and contexts that change them.
 
-``1``, or nothing: all. ``0``: none of this project's, so that quantizers are tensor code and products the library's.
-``none``: nor are exact products of an fp32 model multiplied as bf16. Otherwise names, with commas between them; what is
-not named is off:
+``1``, or unset: all are on. ``0``: no kernel of this project is used; quantizers are tensor code, and products run in
+PyTorch's library. ``none``: like ``0``, and exact products of an fp32 model are not multiplied as bf16. Any other value
+is a list of names separated by commas, which turns the other switches off:
 
 =================  ====================================================================================================
 ``quantizers``     kernels of quantizers, rotations and statistics on both devices
-``products=4096``  on a GPU the project's GEMM, where a tensor scale waits for the accumulator, up to this contraction
-                   length; ``products`` alone: up to the length that is the default
-``bf16-products``  on a GPU exact products of an fp32 model multiply as bf16
+``products=4096``  this project's GEMM on a GPU, for products whose accumulator a tensor scale multiplies, up to this
+                   contraction length; ``products`` without a length means the default length
+``bf16-products``  bf16 multiplication on a GPU for the exact products of an fp32 model
 =================  ====================================================================================================
 """
 
@@ -24,8 +24,8 @@ from fp4graph.errors import Error
 
 VARIABLE = "FP4GRAPH_KERNELS"
 _FORMER = ("FP4GRAPH_PRODUCT_LENGTH", "FP4GRAPH_BF16_PRODUCTS")
-#: The library's GEMM moves 4 to 8 bytes more for each element of the result: at 4 TB/s and 650 TFLOP/s, of its time a
-#: half for a length of 1024 and an eighth for 4096. How much slower than cuBLAS the kernel is, no card has been asked.
+#: The library's way moves 4 to 8 more bytes per element of the result. At 4 TB/s and 650 TFLOP/s these take half of its
+#: time for a length of 1024, and an eighth for 4096. The speed of the kernel beside cuBLAS was not measured on a card.
 _LENGTH = 4096
 
 
@@ -34,9 +34,9 @@ class Switches:
     """The kernels that may be used where they exist.
 
     Attributes:
-        quantizers: kernels of quantizers.
-        products: contraction length up to which a GEMM with a scalar on its accumulator is this project's; 0: never.
-        bf16_products: exact products of an fp32 model multiply as bf16 where the card does.
+        quantizers: whether to use kernels of quantizers, rotations and statistics.
+        products: the longest contraction for which this project's GEMM multiplies an accumulator by a scalar; 0: none.
+        bf16_products: whether to multiply exact products of an fp32 model as bf16 if the GPU supports it.
     """
 
     quantizers: bool = True
@@ -44,7 +44,7 @@ class Switches:
     bf16_products: bool = True
 
     def __str__(self) -> str:
-        """The value of the variable that says this."""
+        """Return the value of the environment variable that sets these switches."""
         names = (
             *(["quantizers"] if self.quantizers else []),
             *([f"products={self.products}"] if self.products else []),
@@ -64,20 +64,20 @@ _HELP = (
 
 
 def read(environment: Mapping[str, str]) -> Switches:
-    """Return what ``environment`` asks for.
+    """Return the switches that ``environment`` sets.
 
     Raises:
-        Error: the value is not understood, or a variable of a former version is set. The message says what to write.
+        Error: the value is not understood, or a variable of a former version is set. The message has a valid value.
     """
     value = environment.get(VARIABLE, "").strip() or "1"
-    found = _parsed(value)
+    switches = _parsed(value)
     former = [name for name in _FORMER if name in environment]
     if former:
         raise Error(
             f"the environment variable {' and '.join(former)} is no longer read; unset it and write "
-            f"{VARIABLE}={_with_former(found, environment)}"
+            f"{VARIABLE}={_with_former(switches, environment)}"
         )
-    return found
+    return switches
 
 
 def _parsed(value: str) -> Switches:
@@ -97,7 +97,7 @@ def _parsed(value: str) -> Switches:
 
 
 def _with_former(switches: Switches, environment: Mapping[str, str]) -> str:
-    """Return the value that says what the variables of a former version said."""
+    """Return the value of the variable for ``switches``, changed as the variables of a former version ask."""
     length, narrow = (environment.get(name, "").strip() for name in _FORMER)
     if length.isdecimal() and switches.products:
         switches = replace(switches, products=int(length))
@@ -108,7 +108,7 @@ _current = read(os.environ)
 
 
 def current() -> Switches:
-    """Return what is used."""
+    """Return the switches in effect."""
     return _current
 
 

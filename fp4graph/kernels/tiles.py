@@ -1,4 +1,4 @@
-"""The tiles in which a GPU's kernel reads a tensor."""
+"""The tiles in which the kernel of a GPU reads a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TILE = 64
 
 
 def empty_sums(x: Tensor, wanted: bool) -> Tensor:
-    """Return the tensor for the sums of ``x [..., M, K]`` over the rows of each tile, fp32, empty unless ``wanted``."""
+    """Return an empty fp32 tensor for the sums of ``x [..., M, K]`` over each tile's rows; 0 rows unless ``wanted``."""
     *leading, m, k = x.shape
     tiles = math.prod(leading) * ((m + TILE - 1) // TILE)
     return x.new_empty((tiles if wanted else 0, k), dtype=float32)

@@ -1,7 +1,7 @@
-"""The ordered list of kernels, of which the first that does not refuse a request takes it.
+"""The ordered list of kernels. The first kernel that does not refuse a request takes it.
 
-Every module of this folder has ``ROWS``, kernels of :class:`~fp4graph.kernels.request.Kernel`. Their places order the
-list; where two have one, their modules' names do. The last is tensor code, which takes everything.
+Every module of this folder has ``ROWS``, a tuple of :class:`~fp4graph.kernels.request.Kernel`. The list has them in the
+order of their places, and of their modules' names at equal places. The last kernel, tensor code, takes every request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TENSOR_CODE = ROWS[-1]
 
 
 def chosen(request: Request) -> tuple[Kernel, str]:
-    """Return the kernel that takes ``request``, and why those before it do not; "" where there are none."""
+    """Return the kernel that takes ``request``, and why earlier kernels refuse it; "" if no kernel refuses it."""
     reasons: list[str] = []
     for row in ROWS:
         if not row.concerns(request):
@@ -42,5 +42,5 @@ def of_spec(
     source: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
 ) -> Kernel:
-    """Return the kernel that takes a request about an operand on which no technique acts."""
+    """Return the kernel that takes a request for an operand on which no technique acts."""
     return chosen(Request(asked, Machine.of(device), Quantizing(spec, drawn=True), source, dtype))[0]

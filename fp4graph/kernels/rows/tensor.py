@@ -1,4 +1,4 @@
-"""Tensor code: what takes every request that no kernel does."""
+"""Tensor code, which takes every request that no hand-written kernel takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fp4graph.kernels.request import Job, Kernel, Needs, Request, Result
 
 @dataclass(frozen=True)
 class TensorCode(Kernel):
-    """The stages of techniques between the functions of :mod:`fp4graph.numerics`, values alone.
+    """Runs the stages of techniques between the functions of :mod:`fp4graph.numerics`, and returns values only.
 
-    Asked for more, it leaves the rest to be quantized when it is needed.
+    If a request asks for bytes or columns too, they are quantized later, when they are needed.
     """
 
     name: ClassVar[str] = "tensor code"

@@ -21,7 +21,7 @@ class Both(OfDevice):
         columns = request.columns
         assert columns is not None
         if request.observed or request.transform is not None:
-            return request.transformed or "others see the operand"
+            return request.transformed or "other code needs the whole operand"
         if request.keeps and (refused := _unkept(columns)) is not None:
             return refused
         if request.source not in self.device.dtypes:
@@ -47,7 +47,7 @@ class Both(OfDevice):
 
 
 def _unkept(columns: Quantizing) -> str | None:
-    """Return why no bytes hold what is quantized along columns."""
+    """Return why no bytes can hold the result along the columns, or None."""
     if not isinstance(columns.spec.block, int):
         return f"no bytes stand for blocks of {columns.spec.block}"
     acting = columns.acting("block_statistic", "scale") or (None if columns.whole else columns.acting("group_scale"))
