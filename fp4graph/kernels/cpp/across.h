@@ -1,4 +1,4 @@
-// The quantizer of blocks that lie across the contiguous axis, in tiles of neighbouring lines.
+// The quantizer for blocks across the contiguous axis. Its tiles are neighbouring lines.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
+// Quantizes blocks along C where R is contiguous. The blocks of a packed source must fill the lanes of a tile exactly.
 template <class F, class T, class Source>
 void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, const BlockRotation& rotation,
             Key key, Shape shape, int threads) {
@@ -24,7 +24,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         const i64 given_depth = columns - column < B ? columns - column : B;
         alignas(64) float tile[B * LANES], scale[LANES], reciprocal[LANES];
         alignas(64) i32 z[LANES];
-        if (!rotation && source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
+        if (!rotation && source.places.empty(column, depth)) {  // zeros are quantized to zeros with any noise
             for (i64 j = 0; j < depth; ++j)
                 std::memset(to.values + (column + j) * to.strides.column + row, 0, static_cast<size_t>(n) * sizeof(T));
             continue;
@@ -49,7 +49,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
             given.statistic.read_across(scale, batch, row, n, b);
             for (i64 i = 0; i < n; ++i) z[i] = as<i32>(scale[i]);
         }
-        // The number of the block of the i-th line: blocks of neighbouring lines are `blocks` apart.
+        // The number of the first line's block; the numbers of neighbouring lines' blocks differ by `blocks`.
         const i64 block = (batch * R + row) * blocks + b;
 #pragma omp simd
         for (int i = 0; i < LANES; ++i)
@@ -66,7 +66,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         for (i64 j = 0; j < depth; ++j) {
             const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
             float* line = tile + j * LANES;
-            if (row + 2 * LANES <= R && j < given_depth) {  // of the next tile
+            if (row + 2 * LANES <= R && j < given_depth) {  // fetch the next tile
                 source.fetch_line(batch, row + LANES, column + j, LANES);
                 fetch<true>(to.values + to.strides.at(batch, row + LANES, column + j), LANES * sizeof(T));
             }

@@ -1,4 +1,4 @@
-// The quantizer of blocks that lie along the contiguous axis, in strips of them.
+// The quantizer for blocks along the contiguous axis. Its tiles are strips of blocks.
 
 #pragma once
 
@@ -8,14 +8,14 @@
 
 namespace {
 
-constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contiguous axis
+constexpr i64 STRIP = 64;  // the number of blocks in a tile
 
-// Neighbouring blocks of one line: `count` of them, the `first` of the strip and those behind it.
+// `count` neighbouring blocks of one line, the first of which is block number `first` of the strip.
 struct Run {
     i64 batch, row, column, first, count;
 };
 
-// Calls visit(Run) for the blocks of a strip line by line: `count` of them from number `block` on.
+// Calls visit(Run) once for each line of a strip. The strip has `count` blocks from number `block` on.
 template <class Visit>
 inline void by_line(i64 block, i64 count, i64 rows, i64 blocks, i64 length, Visit visit) {
     i64 line = block / blocks, b = block % blocks;
@@ -26,7 +26,7 @@ inline void by_line(i64 block, i64 count, i64 rows, i64 blocks, i64 length, Visi
     }
 }
 
-// Blocks along C, and C contiguous.
+// Quantizes blocks along C where C is contiguous.
 template <class F, class S, class T, bool PACKS>
 void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts& given, const BlockRotation& rotation,
            Key key, Shape shape, int threads) {
@@ -93,7 +93,7 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
             const i64 n = C - run.column;
             const u32 start = static_cast<u32>((run.batch * R + run.row) * C + run.column);
             for (i64 g = 0; g < run.count; ++g) {
-                // Of the next strip, which follows this one where lines lie side by side.
+                // Fetch the next strip, which follows this strip if lines lie side by side.
                 fetch<false>(from + STRIP * B + g * B, B * sizeof(S));
                 fetch<true>(out + STRIP * B + g * B, B * sizeof(T));
                 const i64 own = run.first + g;

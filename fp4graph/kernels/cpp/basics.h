@@ -1,4 +1,4 @@
-// Numbers as bits, and the shapes of what kernels work on.
+// Numbers as bits, and the shapes and strides of the tensors that kernels read and write.
 
 #pragma once
 
@@ -32,14 +32,14 @@ inline i32 min(i32 a, i32 b) { return a < b ? a : b; }
 inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 inline i64 max(i64 a, i64 b) { return a > b ? a : b; }
 
-constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
+constexpr i64 SERIAL = 1 << 14;  // up to this number of elements threads cost more time than they save
 
 struct Strides {
     i64 batch, row, column;
     i64 at(i64 b, i64 r, i64 c) const { return b * batch + r * row + c * column; }
 };
 
-// A batch of matrices, of which a kernel takes those from number `first` on.
+// A batch of matrices. A kernel processes the matrices from number `first` on.
 struct Shape {
     i64 batches, rows, columns, first;
 };

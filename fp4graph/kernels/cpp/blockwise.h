@@ -1,4 +1,4 @@
-// Numbers of blocks that techniques supply.
+// Numbers that techniques give for blocks.
 
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace {
 
-// Numbers [B, G, r, ceil(C / BLOCK)] that techniques supply, r neighbouring lines in a group. A step of 0 broadcasts
-// along an axis; null data changes nothing.
+// Numbers [B, G, r, ceil(C / BLOCK)] that techniques give, for groups of r neighbouring lines. A step of 0 broadcasts
+// along an axis. If data is null there are no numbers.
 struct Blockwise {
     const float* data;
     i64 batch, group, line, block, lines;  // steps, and r
     explicit operator bool() const { return data != nullptr; }
 
-    // Of `count` blocks from number `first` on, counted line by line of R lines with so many blocks each.
+    // Reads the numbers of `count` blocks from number `first` on. Matrices have R lines of `blocks` blocks.
     void read(float* to, i64 first, i64 count, i64 R, i64 blocks) const {
         i64 line_number = first / blocks, b = first % blocks;
         for (i64 i = 0; i < count; ++line_number, b = 0) {
@@ -24,7 +24,7 @@ struct Blockwise {
         }
     }
 
-    // Of the blocks number `b` of n neighbouring lines from `row` on; 1 for all further ones up to LANES.
+    // Reads the numbers of block `b` of n neighbouring lines from `row` on, and fills up to LANES with 1.
     void read_across(float* to, i64 of, i64 row, i64 n, i64 b) const {
         const float* from = data + of * batch + b * block;
         i64 own = row / lines * group, within = row % lines;
@@ -40,11 +40,11 @@ struct Blockwise {
 };
 
 struct BlockwiseParts {
-    Blockwise divisor;    // of the values, before anything else
-    Blockwise statistic;  // instead of the maximum of the values' magnitudes
-    Blockwise scale;      // instead of the one that the statistic gives
-    Blockwise factor;     // of the result
-    Blockwise stored;     // multiplies elements, which were rounded under the scale
+    Blockwise divisor;    // divides the values, before anything else
+    Blockwise statistic;  // replaces the largest magnitude of the values
+    Blockwise scale;      // replaces the scale that the statistic gives
+    Blockwise factor;     // multiplies the result
+    Blockwise stored;     // multiplies the elements instead of the scale under which they were rounded
 };
 
 }  // namespace

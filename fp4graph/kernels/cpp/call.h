@@ -1,4 +1,4 @@
-// One call of a kernel, as fp4graph/kernels/abi.py fills it in.
+// The arguments of one call of a kernel. fp4graph/kernels/abi.py fills them in.
 
 #pragma once
 
@@ -14,10 +14,10 @@ struct Matrix {
 };
 
 struct Call {
-    Matrix x;  // what is read, with columns from `places`
+    Matrix x;  // the input; `places` lists its columns
     Places places;
-    Matrix y;  // what is written
-    u8* codes;  // bytes of an operand, read or written
+    Matrix y;  // the output
+    u8* codes;  // the bytes of an operand, read or written: codes and scales
     void* scales;
     BlockwiseParts given;
     BlockRotation rotation;

@@ -1,17 +1,17 @@
-// Choices of blocks between two element formats.
+// Choices of each block between two element formats or two scales.
 
 #pragma once
 
 #include "measures.h"
 
-// The same errors in fp32, unscaled: a fraction of the work, and enough to tell errors apart that differ by more than
-// fp32 may be wrong.
+// The sums of Errors, computed in fp32 and without units. They take a fraction of the work, and suffice to compare
+// errors that differ by more than the inaccuracy of fp32.
 template <int M>
 struct RoughErrors {
     float relative, absolute;
 
-    // Each of `count` fp32 summands has at most three roundings, and each addition one; `equal` is one more share. The
-    // exact sums round each summand to a multiple of 1 / units.
+    // Each of `count` fp32 summands is rounded at most three times, and each addition once; the share `equal` of choose
+    // is added. The exact sums round each summand to a multiple of 1 / units.
     RoughErrors(i64 count, double units)
         : relative(static_cast<float>(2 * count + 32) * pow2(-23)),
           absolute(2 * static_cast<float>(static_cast<double>(count) / units)) {}
@@ -29,28 +29,28 @@ struct RoughErrors {
         for (i64 j = 0; j < n; ++j) e[j] = of(x[j], rounded[j]);
         return fold<N>(e, n, join);
     }
-    // Whether the smaller number is certain to be the smaller error, by more than a share of `equal`; NaN never is.
-    // Squares of units out of this range may leave that of fp32.
+    // Returns whether the smaller of a and b is certainly the smaller exact error, by more than the share `equal`.
+    // False for NaN, and for units whose squares may overflow or underflow fp32.
     bool tell(float a, float b, float unit) const {
         const float above = M == MSE ? 4 * unit * unit : 2 * unit;
         return (unit > pow2(-30)) & (unit < pow2(30)) &
                (std::fabs(a - b) > relative * (a + b) + absolute * above);
     }
-    // The same where a value may lie far above `unit`, because a technique chose the statistic: the exact sums limit each
-    // error to 2 · unit, these do not. Errors whose sums are below that limit are not limited.
+    // Like tell, for values that may lie far above `unit` because a technique chose the statistic. Exact sums limit
+    // each error to 2 · unit and fp32 sums do not, so fp32 sums are valid only below the limit.
     bool tell_limited(float a, float b, float unit) const {
         const float limit = M == MSE ? 3.9f * unit * unit : 1.9f * unit;
         return tell(a, b, unit) && (M == AMAX || (a < limit && b < limit));
     }
 };
 
-// The longest lines of blocks that are held in tiles, and the largest such blocks of several lines.
+// The most elements of a line in the tiles of choose_across, and of a block that choose holds in a tile.
 constexpr i64 LONGEST = 64;
 constexpr i64 HELD = 256;
 
-// The ratios u of each block rounded to elements of F or of G, whose values are stretched to the maximum of F: to those of
-// G where their error, rounded to nearest, is smaller by more than a share of `equal`; then dequantized. Without `scale` the
-// values are the ratios, and the result the elements. `key` is read where F draws.
+// Rounds the ratios u of each block to elements of F or of G, and dequantizes them. Elements of G are stretched to the
+// maximum of F. A block takes G if its error under RTN is smaller by more than the share `equal`. Without `scale` the
+// values are the ratios, and the result is the elements. `key` is read if F draws.
 template <class T, class F, class G, int M, int PIECE>
 void choose(const T* values, const float* divisor, const float* scale, const i32* key, float* result, BlockGrid grid,
             double equal, double units, int threads) {
@@ -64,7 +64,7 @@ void choose(const T* values, const float* divisor, const float* scale, const i32
     for (i64 k = 0; k < grid.count(); ++k) {
         const float s = scale ? scale[k] : 1.0f, inverse = 1.0f / s;
         alignas(64) float ratios[SIZE], firsts[SIZE], seconds[SIZE];
-        // Calls visit(i, n, at) for a block's pieces, whose ratios are at `at` of the tile.
+        // Calls visit(i, n, at) for each piece of a block. The ratios of the piece begin at `at` of the tile.
         const auto each = [&](bool known, auto visit) {
             i64 at = 0;
             grid.visit<PIECE>(k, [&](i64 i, i64 n) {
@@ -105,7 +105,7 @@ void choose(const T* values, const float* divisor, const float* scale, const i32
             });
             other = exact_second.total() < exact_first.total() * (1 - equal);
         }
-        const i32 chosen = -static_cast<i32>(other);  // a branch would be guessed wrongly
+        const i32 chosen = -static_cast<i32>(other);  // a branch would often be mispredicted
         each(holds, [&](i64 i, i64 n, i64 at) {
             float *p = firsts + at, *q = seconds + at;
             if (F::DRAWS || !holds) {
@@ -120,8 +120,9 @@ void choose(const T* values, const float* divisor, const float* scale, const i32
     }
 }
 
-// The same for blocks of one line each, strided in memory: LANES of them at once, whose first elements are contiguous.
-// They are read into a tile, because lines that lie a power of two apart evict each other from the cache.
+// Like choose, for blocks of one line each that are strided in memory. It takes LANES blocks at once, whose first
+// elements are contiguous. It reads them into a tile, because lines whose distance is a power of two evict each other
+// from the cache.
 template <class T, class F, class G, int M>
 void choose_across(const T* values, const float* divisor, const float* scale, const i32* key, float* result,
                    BlockGrid grid, double equal, double units, int threads) {
@@ -185,7 +186,7 @@ void choose_across(const T* values, const float* divisor, const float* scale, co
     }
 }
 
-// Whether each block, rounded to nearest, errs less under the second of two scales.
+// Writes into `result` whether each block, rounded to nearest, has a smaller error under the second of two scales.
 template <class T, class F, int M, int PIECE>
 void errs_less(const T* values, const float* divisor, const float* scale, const float* other, const float* unit,
                bool* result, BlockGrid grid, double units, int threads) {
@@ -195,7 +196,7 @@ void errs_less(const T* values, const float* divisor, const float* scale, const 
 #pragma omp parallel for num_threads(threads) if (grid.parallel())
     for (i64 k = 0; k < grid.count(); ++k) {
         const float scales[] = {scale[k], other[k]};
-        // Calls visit(x, rounded, n, c) for the block's pieces, rounded under scale number c.
+        // Calls visit(x, rounded, n, c) for each piece of the block, rounded under scale number c.
         const auto each = [&](auto visit) {
             grid.visit<PIECE>(k, [&](i64 i, i64 n) {
                 alignas(64) float x[PIECE], u[PIECE], q[PIECE];
@@ -222,7 +223,7 @@ void errs_less(const T* values, const float* divisor, const float* scale, const 
     }
 }
 
-// The lanes of errs_less for blocks of one line each, strided in memory, as by_lanes takes them.
+// The lanes, for by_lanes, of errs_less on blocks of one line each that are strided in memory.
 template <class T, class F, int M>
 struct LanesOfTwoErrors {
     Operand<T> operand;

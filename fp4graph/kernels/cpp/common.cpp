@@ -1,4 +1,4 @@
-// The functions that depend on no quantizer, in one library. fp4graph/kernels/abi.py has their parameters.
+// The library of the functions that depend on no quantizer. fp4graph/kernels/abi.py lists their parameters.
 
 #include "noise.h"
 #include "rotated.h"

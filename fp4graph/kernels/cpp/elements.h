@@ -1,4 +1,4 @@
-// Elements in memory, one by one and many at once.
+// Conversions between values in memory and fp32, of one value or of many.
 
 #pragma once
 
@@ -18,14 +18,14 @@ inline void narrow(float x, bf16* to) {
     to->bits = static_cast<u16>((bits & ~static_cast<u32>(SIGN)) > INFINITE ? 0x7FC0 : rounded);
 }
 
-// True if bfloat16 holds every product of an element and a scale of F, so that nothing is rounded.
+// True if every product of an element and a scale of F is a bfloat16 number, so that storing it rounds nothing.
 template <class F>
 constexpr bool exact_in_bf16() {
     return !F::ENCODE && F::MANTISSA + F::S_MANTISSA + 2 <= 8 &&
            F::MIN_EXPONENT - F::MANTISSA + F::S_MIN_EXPONENT - F::S_MANTISSA >= -133;
 }
 
-// A dequantized value.
+// Stores a dequantized value.
 template <class F>
 inline void store(float x, float* to) { *to = x; }
 template <class F>
@@ -34,8 +34,8 @@ inline void store(float x, bf16* to) {
     else narrow(x, to);
 }
 
-// The same for N neighbours. Sixteen at a time are converted as vectors by name: compilers count a loop's lanes by its
-// narrowest type, of which a block of 16 does not fill the widest registers, and then make no vectors at all.
+// Conversions of N neighbours, in explicit vectors of 16. In a plain loop compilers derive the number of lanes from the
+// narrowest type; a block of 16 does not fill the widest registers with it, and the loop is not vectorized.
 constexpr int CHUNK = 16;
 using chunk_of_16 = u16 __attribute__((vector_size(2 * CHUNK)));
 using chunk_of_32 = u32 __attribute__((vector_size(4 * CHUNK)));
@@ -74,7 +74,7 @@ inline void narrow(const float* from, bf16* to) {
     for (; i < N; ++i) narrow(from[i], to + i);
 }
 
-// N numbers of which nothing is left to round.
+// Stores N numbers that are exact in the type of `to`.
 template <int N>
 inline void cut(const float* from, float* to) {
     std::memcpy(to, from, N * sizeof(float));

@@ -1,15 +1,15 @@
-// Errors of rounded blocks, and sums that correct them.
+// Errors of rounded blocks, and sums of ratios and elements by which techniques correct scales.
 //
-// Sums of shares are exact, as those of numerics/exact.py are: multiples of a unit whose sum a double holds.
+// Sums are exact, as in numerics/exact.py: each summand is rounded to a multiple of a unit, and a double holds the sum.
 
 #pragma once
 
 #include "memory.h"
 #include "rounding.h"
 
-// Blocks of `lines` by `length` elements: values [outer, lines, middle, length], one number of each [outer, middle].
+// Values [outer, lines, middle, length]: one block of `lines` by `length` elements for each outer and middle index.
 // Neighbours along an axis lie `steps` elements apart. Without padding the matrices have `rows` by `columns` elements.
-// `together` neighbouring blocks along `middle` have one sum.
+// Each `together` neighbouring blocks along `middle` share one sum.
 struct BlockGrid {
     i64 outer, lines, middle, length, steps[4], rows, columns, together;
     i64 count() const { return outer * middle; }
@@ -17,15 +17,15 @@ struct BlockGrid {
 
     i64 start(i64 k) const { return k / middle * steps[0] + k % middle * steps[2]; }
 
-    // The number without padding of element i, of block number k.
+    // The number, in the tensor without padding, of the element at offset i, which belongs to block k.
     u32 number(i64 k, i64 i) const {
         const i64 o = k / middle, all = (rows + lines - 1) / lines, within = i - start(k);
         const i64 line = lines == 1 ? 0 : within / steps[1], column = k % middle * length + within - line * steps[1];
         return static_cast<u32>((lines == 1 ? o : o / all * rows + o % all * lines + line) * columns + column);
     }
 
-    // Calls visit(i, n) for the elements i to i + n of block number k, which lie side by side, at most PIECE at once;
-    // PIECE divides the length of every line, or is LANES.
+    // Calls visit(i, n) for each piece of block k: n contiguous elements from offset i on, at most PIECE. PIECE is the
+    // length of every line, or is LANES.
     template <int PIECE, class Visit>
     void visit(i64 k, Visit visit) const {
         const i64 first = start(k);
@@ -39,8 +39,8 @@ struct BlockGrid {
     }
 };
 
-// Operands in memory, of which blocks are measured: at most N values side by side, widened and divided. `divisor` is
-// one number for all, or a null pointer.
+// An operand in memory. `read` widens and divides n <= N contiguous values. `divisor` is one number for all values, or
+// null.
 template <class T>
 struct Operand {
     const T* data;
@@ -58,7 +58,7 @@ struct Operand {
     }
 };
 
-// Loops of their own, without which compilers thread jumps through the rounding and vectorize nothing.
+// divide_all and round_all are separate loops, because compilers vectorize no loop that divides and rounds.
 template <class F>
 inline void divide_all(const float* x, float* u, i64 n, float scale) {
     const float inverse = 1.0f / scale;
@@ -66,14 +66,14 @@ inline void divide_all(const float* x, float* u, i64 n, float scale) {
     for (i64 j = 0; j < n; ++j) u[j] = ratio<F>(x[j], scale, inverse);
 }
 
-// The format F, whose elements are rounded to nearest.
+// The format F with elements rounded to nearest.
 template <class F>
 struct Nearest : F {
     static constexpr bool DRAWS = false;
 };
 
-// Elements of G, in the range of F; those that draw have the random bits of `index` and of the numbers behind it, every
-// `step`.
+// Rounds u to elements of G, stretched to the range of F. If G draws, element j has the random bits of the number
+// index + j · step.
 template <class F, class G>
 inline void round_all(const float* u, float* q, i64 n, Key key = {}, u32 index = 0, u32 step = 1) {
     constexpr bool stretches = F::QMAX != G::QMAX;
@@ -87,8 +87,8 @@ inline void round_all(const float* u, float* q, i64 n, Key key = {}, u32 index =
     }
 }
 
-// x[0] op x[1] op ... x[n - 1], in any order, n at most N; x is overwritten. Halves are folded onto each other: in a
-// reduction of a short loop compilers add one lane after another.
+// Returns x[0] op x[1] op ... x[n - 1], in any order, for n <= N, and overwrites x. It folds halves onto each other,
+// because compilers reduce a short loop one lane after another.
 template <int N, class X, class Op>
 inline X fold(X* x, i64 n, Op op) {
     if constexpr (N > 1 && N % 2 == 0) {
@@ -103,7 +103,7 @@ inline X fold(X* x, i64 n, Op op) {
     return all;
 }
 
-// A number of units, at most so many.
+// Rounds x to a whole number, and limits it to `units`.
 inline double whole(double x, double units) { return std::nearbyint(x > units ? units : x); }
 
 enum Measure { MSE, MAE, AMAX };
@@ -112,9 +112,9 @@ enum Measure { MSE, MAE, AMAX };
 template <int M>
 struct Errors {
     double units, above, sum = 0;
-    i64 most = 0;  // of bits, whose order is that of numbers >= 0, and NaN above them
+    i64 most = 0;  // the largest error's bits, which order numbers >= 0, with NaN above them
 
-    // Errors are in units of 2 · `unit`, a power of two.
+    // The unit of errors is 2 · `unit`, a power of two.
     Errors(double units, float unit) : units(units), above(1 / (2 * static_cast<double>(unit))) {}
 
     template <int N>
@@ -141,9 +141,9 @@ struct Errors {
     double total() const { return M == AMAX ? as<double>(most) : sum * (1 / units); }
 };
 
-// Measures LANES blocks at once. Each block is one line, strided in memory; the first elements of neighbouring blocks are
-// contiguous, and so are the second ones, and so on. A lane's block begins with begin(lane, number of the block); add takes
-// the next element of all lanes; after all blocks that have one sum, end(lane, number of the block) stores each result.
+// Measures LANES blocks at once. Each block is one line, strided in memory. The first elements of neighbouring blocks
+// are contiguous, as are the second elements, and so on. begin(lane, block number) starts a block; add takes the next
+// element of all lanes; after all blocks that share a sum, end(lane, block number) stores the result of each.
 template <class T, class Lanes>
 void by_lanes(const Operand<T>& operand, const BlockGrid& grid, int threads, const Lanes& idle) {
     const i64 together = grid.together;
@@ -191,7 +191,7 @@ struct LanesOfErrors {
         for (int i = 0; i < LANES; ++i) {
             const double e = std::fabs(static_cast<double>(q[i]) - static_cast<double>(x[i])) * above[i];
             if (M == AMAX) {
-                const i64 most = as<i64>(sum[i]), bits = as<i64>(e);  // in this order NaN is above all numbers
+                const i64 most = as<i64>(sum[i]), bits = as<i64>(e);  // the bits of NaN are above those of all numbers
                 sum[i] = as<double>(most > bits ? most : bits);
             } else {
                 sum[i] += whole((M == MSE ? e * e : e) * units, units);
@@ -201,7 +201,7 @@ struct LanesOfErrors {
     void end(i64 i, i64 k) const { error[k] = M == AMAX ? sum[i] : sum[i] * (1 / units); }
 };
 
-// The error of each block, rounded under `scale`.
+// Writes the error of each block, rounded under `scale`.
 template <class T, class F, int M>
 void block_errors_across(const T* values, const float* divisor, const float* scale, const float* unit, double* error,
                          BlockGrid grid, double units, int threads) {
@@ -259,8 +259,8 @@ struct LanesOfMoments {
     void end(i64 i, i64 k) const { squares[k] = first[i] * (1 / units), products[k] = second[i] * (1 / units); }
 };
 
-// Σ u² and Σ u·q of each block's group, over `largest`, a power of two: u are the ratios of its blocks, and q the elements
-// nearest to them.
+// Writes Σ u² / largest and Σ u·q / largest over the group of each block. u are the ratios of its blocks, q the elements
+// nearest to them, and `largest` a power of two.
 template <class T, class F>
 void group_moments_across(const T* values, const float* divisor, const float* scale, double* squares, double* products,
                           BlockGrid grid, double largest, double units, int threads) {

@@ -1,4 +1,4 @@
-// Matrices in memory.
+// Matrices in memory, from which tiles are read.
 
 #pragma once
 
@@ -6,17 +6,17 @@
 
 namespace {
 
-constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across the contiguous axis
+constexpr i64 LANES = 64;  // lines of a tile, for blocks across the contiguous axis
 
-// Asks for `bytes` bytes that will be read soon, or WRITTEN. Tiles are read in bursts, between which the memory would
-// have nothing to do.
+// Prefetches `bytes` bytes that will soon be read, or written if WRITTEN. Tiles are read in bursts, between which the
+// memory would otherwise be idle.
 template <bool WRITTEN>
 inline void fetch(const void* from, i64 bytes) {
     const char* byte = static_cast<const char*>(from);
     for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(byte + i, WRITTEN);
 }
 
-// The source columns of a matrix: those of the same number, or those listed in `from`, where `none` stands for zeros.
+// The source of each column: the column of the same number, or of the number in `from`; `none` stands for zeros.
 struct Places {
     const i64* from = nullptr;
     i64 none = 0;
@@ -29,20 +29,20 @@ struct Places {
     }
 };
 
-// A matrix [R, C] of a batch in memory. Columns may come from other places only where R is contiguous.
+// A batch of matrices [R, C] in memory. `places` may list columns only if R is contiguous.
 template <class T>
 struct Dense {
     const T* data;
     Strides strides;
     Places places;
 
-    // Asks for n elements of a column.
+    // Prefetches n elements of a column.
     void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {
         if (places.empty(column)) return;
         fetch<false>(data + strides.at(batch, row, places[column]), n * sizeof(T));
     }
 
-    // Line by line of the contiguous axis: `lines` lines of `n` elements from (row, column), `width` apart in the tile.
+    // Reads `lines` contiguous lines of `n` elements from (row, column) on, into lines `width` apart in the tile.
     void read(float* tile, i64 batch, i64 row, i64 column, bool columns_contiguous, i64 lines, i64 n, i64 width) const {
         const T* start = data + batch * strides.batch + row * strides.row + (columns_contiguous ? column : 0);
         for (i64 line = 0; line < lines; ++line) {

@@ -31,7 +31,7 @@ inline float uniform(u32 bits) {
     return BITS == 24 ? k : k + pow2(-BITS - 1);
 }
 
-// A Draw of numerics/draw.py: the site's key, this forward's, and `count` salts; no key for none.
+// A Draw of numerics/draw.py: the site's key, the step tensor and `count` salts. A null key means no draw.
 struct KeyParts {
     const i32 *key, *step, *salts;
     i64 count;

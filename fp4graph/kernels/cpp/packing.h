@@ -7,7 +7,7 @@
 
 namespace {
 
-// A value's place among those of its format from zero up: binades count in steps of 2^mantissa.
+// The number of a value among the magnitudes of its format, from zero up: its code. Each binade has 2^mantissa codes.
 inline i32 magnitude(float value, int min_exponent, int mantissa) {
     Spacing s = spacing(value, min_exponent, mantissa);
     float steps = as<float>(as<i32>(value * s.inverse) & ~SIGN);
@@ -35,7 +35,7 @@ inline float decode(i32 code) {
     return as<float>(as<i32>(value) | (code & half) << (32 - F::CODE_BITS));
 }
 
-// How a scale is stored: as a code, as bfloat16, or as it is.
+// Stores a scale as a code, as bfloat16, or as fp32.
 template <class F>
 inline void store_scale(float scale, u8* to) {
     bool finite = scale < INFINITY;
@@ -63,7 +63,7 @@ inline float load_scale(u16 stored) { return as<float>(static_cast<u32>(stored) 
 template <class F>
 inline float load_scale(float stored) { return stored; }
 
-// Two codes side by side as one number, so that pairs are packed and unpacked in vectors.
+// Two neighbouring codes as one number, so that compilers pack and unpack pairs in vectors.
 using pair [[gnu::may_alias]] = uint64_t;
 using code_pair [[gnu::may_alias]] = u16;
 
@@ -84,7 +84,7 @@ constexpr i64 packed_bytes() {
 
 using chunk_of_floats = float __attribute__((vector_size(4 * CHUNK)));
 
-// The values of a format's codes of four bits.
+// The values of the sixteen 4-bit codes of a format.
 template <class F>
 struct Decoded {
     alignas(64) float values[16];
@@ -93,7 +93,7 @@ struct Decoded {
     }
 };
 
-// N packed blocks, one after another, as values of type T, widened.
+// Dequantizes N successive packed blocks. Values are rounded to T and widened to fp32.
 template <class F, class T, int N>
 inline void unpack_blocks(const u8* codes, const typename F::Stored* scales, float* values) {
     constexpr int all = N * F::BLOCK;
@@ -132,12 +132,12 @@ inline void unpack_blocks(const u8* codes, const typename F::Stored* scales, flo
     }
 }
 
-// The transpose of what was packed in format F from type T: the [R, C] of a [C, R] whose blocks ran along R.
+// The transpose [R, C] of an operand [C, R] of type T that was packed in format F with blocks along R.
 template <class F, class T>
 struct PackedTranspose {
     const u8* codes;
     const typename F::Stored* scales;
-    i64 rows, columns;  // R and C, before columns are taken from other places
+    i64 rows, columns;  // R and C before `places` selects columns
     Places places;
 
     void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {

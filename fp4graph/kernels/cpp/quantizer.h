@@ -1,10 +1,11 @@
 // The plain quantizer of one operand on a CPU, in one pass over the tensor: fp4graph.numerics in C++, bit for bit.
 //
-// fp4graph/kernels/abi.py compiles this file and what it includes as one text, once per quantizer, whose numbers it adds
-// as a struct of constants F. The library is called for every site and shape. A tensor is a batch of matrices [R, C] with blocks along C. The work is done in
-// tiles that stay in the cache: read, find each block's maximum, make the scales, round, write. Where C is contiguous a
-// tile is a strip of blocks one after another; where R is, it is one block each of many neighbouring lines. Every step
-// is a loop over independent elements without branches, which compilers turn into vector instructions.
+// fp4graph/kernels/abi.py compiles this file and its includes as one text, once per quantizer, and adds the numbers of
+// the quantizer as a struct of constants F. The library serves every site and shape. A tensor is a batch of matrices
+// [R, C] with blocks along C. Work is done in tiles that stay in the cache: read, find the maximum of each block,
+// compute the scales, round, write. If C is contiguous, a tile is a strip of successive blocks. If R is contiguous, a
+// tile has one block of each of many neighbouring lines. Every step is a loop over independent elements without
+// branches, which compilers turn into vector instructions.
 
 #pragma once
 
@@ -23,7 +24,7 @@ void quantize(const Call& call) {
     run(source, target, call.given, call.rotation, call.draw.varying(), call.shape, call.threads);
 }
 
-// F of the transpose of what was packed in format P.
+// Quantizes by F the transpose of an operand that was packed in format P.
 template <class P, class F, class T>
 void requantize(const Call& call) {
     static_assert(LANES % P::BLOCK == 0);
@@ -34,7 +35,7 @@ void requantize(const Call& call) {
     across<F, T>(source, target, BlockwiseParts{}, BlockRotation{}, call.draw.varying(), call.shape, call.threads);
 }
 
-// y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
+// Dequantizes an operand that was packed in format P along its columns into y [batches, rows, columns], contiguous.
 template <class P, class T>
 void unpack(const Call& call) {
     const u8* codes = call.codes;
@@ -42,7 +43,7 @@ void unpack(const Call& call) {
     T* y = static_cast<T*>(call.y.data);
     const Shape shape = call.shape;
     const int threads = call.threads;
-    constexpr int several = P::BLOCK < LANES ? LANES / P::BLOCK : 1;  // blocks at once, which fill registers
+    constexpr int several = P::BLOCK < LANES ? LANES / P::BLOCK : 1;  // the blocks that fill the registers
     const i64 blocks = (shape.columns + P::BLOCK - 1) / P::BLOCK, lines = shape.batches * shape.rows;
 #pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
     for (i64 line = 0; line < lines; ++line) {

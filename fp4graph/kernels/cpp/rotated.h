@@ -1,18 +1,18 @@
-// A rotation alone, which nothing is quantized after.
+// A rotation without quantization.
 
 #pragma once
 
 #include "call.h"
 
-constexpr i64 ROTATED = 1 << 14;  // elements of a tile
+constexpr i64 ROTATED = 1 << 14;  // the most elements of a tile
 
-// A rotation of blocks of g columns of x [B, R, C], zeros behind C: times S and H, or with `back` times H and S. Into y
-// [B, R, length], fp32. Both are contiguous along C, or both along R.
+// The rotation of x [B, R, C], padded with zeros, into y [B, R, length], fp32: blocks of g columns times `before`, H,
+// `unit` and `after`. Both are contiguous along C, or both along R.
 template <class T>
 struct Rotated {
     const T* x;
     Strides from;
-    const float *before, *after;  // the signs of S; null where they are 1
+    const float *before, *after;  // the diagonal of S on this side of H, or null for 1
     float* y;
     Strides to;
     Shape shape;
@@ -20,7 +20,7 @@ struct Rotated {
     float unit;
 };
 
-// C is contiguous. G is g, or 0 for any g.
+// Rotates where C is contiguous. G is g, or 0 for any g.
 template <int G, class T>
 void rotate_along(const Rotated<T>& r, int threads) {
     const i64 g = G ? G : r.g, C = r.shape.columns, blocks = (r.length + g - 1) / g;
@@ -50,7 +50,7 @@ void rotate_along(const Rotated<T>& r, int threads) {
     }
 }
 
-// R is contiguous: neighbouring lines are rotated together.
+// Rotates where R is contiguous: a tile has neighbouring lines.
 template <class T>
 void rotate_across(const Rotated<T>& r, int threads) {
     const i64 R = r.shape.rows, C = r.shape.columns, g = r.g, blocks = (r.length + g - 1) / g;
@@ -77,7 +77,7 @@ void rotate_across(const Rotated<T>& r, int threads) {
     }
 }
 
-// Rotates x into y, which has the call's shape, by call.rotation; with `back` it undoes that.
+// Rotates x by call.rotation into y, which has the shape of the call; with `back` applies the inverse rotation.
 template <class T>
 void rotate(const Call& call, bool back) {
     const BlockRotation& rotation = call.rotation;

@@ -8,7 +8,7 @@ namespace {
 
 using vec8 = float __attribute__((vector_size(32)));
 
-// The step of a distance below 8, within 8 neighbours.
+// One butterfly step of distance H < 8 within 8 neighbours.
 template <int H>
 inline vec8 butterflies_within(vec8 v) {
     constexpr auto sign = [](int i) { return i & H ? -1.0f : 1.0f; };
@@ -22,7 +22,7 @@ inline vec8 butterflies_within(vec8 v) {
     return other + signs * v;
 }
 
-// The steps of distances `from`, 2·from, ... among `count` elements: (a, b) becomes (a + b, a - b).
+// Butterfly steps of distances `from`, 2·from, ... among `count` elements: (a, b) becomes (a + b, a - b).
 inline void butterflies(float* t, i64 count, i64 from) {
     for (i64 h = from; h < count; h *= 2)
         for (i64 i = 0; i < count; i += 2 * h)
@@ -45,7 +45,7 @@ inline vec8 eight(const bf16* from) {
     return eight(values);
 }
 
-// One block of G neighbours times `before`, H and `after`, in registers; the first and the last may be null.
+// Multiplies one block of G neighbours by `before`, H, `unit` and `after`, in registers. `before`, `after` may be null.
 template <int G, class T>
 inline void rotate_block(const T* from, const float* before, const float* after, float unit, float* to) {
     constexpr int count = G / 8;
@@ -73,15 +73,15 @@ inline void rotate_block(const T* from, const float* before, const float* after,
     }
 }
 
-// A rotation of the blocks of g columns of what is about to be quantized in blocks that g divides: times S, H and a unit.
+// A rotation before quantization: blocks of g columns, where g divides the quantizer's block, times S, H and `unit`.
 struct BlockRotation {
     const float* signs;  // the diagonal of S; null for the identity
-    i64 g, columns;  // `columns` are those of the source; zeros stand behind them
+    i64 g, columns;  // `columns` of the source, which is padded with zeros
     float unit;
     explicit operator bool() const { return g != 0; }
 };
 
-// Rotates `count` neighbours, whole blocks.
+// Rotates `count` contiguous elements, which are whole blocks.
 inline void rotate_strip(float* t, i64 count, const BlockRotation& rotation) {
     if (rotation.g == 16) {
         for (i64 i = 0; i < count; i += 16) rotate_block<16>(t + i, rotation.signs, nullptr, rotation.unit, t + i);
@@ -97,7 +97,7 @@ inline void rotate_strip(float* t, i64 count, const BlockRotation& rotation) {
     }
 }
 
-// Rotates B neighbouring lines of LANES numbers across.
+// Rotates a tile of B lines of LANES elements across the lines.
 template <int B>
 inline void rotate_tile(float* tile, const BlockRotation& rotation) {
     for (i64 i = 0; i < B; i += rotation.g) {

@@ -20,8 +20,8 @@ inline float round_element(float u, u32 bits, i32& place) {
                                  : (v - lower > 0.5f) | ((v - lower == 0.5f) & odd);
         q = (lower + (up ? 1.0f : 0.0f)) * s.step;
     } else {
-        // Numbers this large are the multiples of the step, so that the sum is rounded to one, ties to even ones. A
-        // binade starts at an even code.
+        // fp32 numbers as large as `large` are the multiples of the step, so the sum is rounded to a multiple, ties to
+        // even. The first code of a binade is even.
         const float large = as<float>((as<i32>(s.step) + (23 << 23)) | 1 << 22);
         const float half = as<float>(as<i32>(s.step) - (1 << 23));
         const float w = F::TIES_UP ? as<float>(as<i32>(a) | sign) : a;

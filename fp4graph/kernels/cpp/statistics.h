@@ -6,24 +6,24 @@
 
 #include "call.h"
 
-// Numbers whose order is that of x; NaN is above Inf.
+// Returns a number that is ordered as x is among floats; NaN is above Inf.
 inline u32 ordered(float x) {
-    const u32 bits = as<u32>(x + 0.0f);  // of the two zeros one
+    const u32 bits = as<u32>(x + 0.0f);  // -0 becomes 0
     return x == x ? bits ^ (static_cast<u32>(as<i32>(bits) >> 31) | 1u << 31) : ~0u;
 }
 inline float of_ordered(u32 place) { return as<float>(place >> 31 ? place & ~(1u << 31) : ~place); }
 
-// The first bin with more than `place` elements in it and before; takes those before from `place`.
+// Returns the bin of the element at `place`, and subtracts the elements of earlier bins from `place`.
 inline u32 bin_of(const u32* bins, i64& place) {
     u32 bin = 0;
     for (; place >= bins[bin]; ++bin) place -= bins[bin];
     return bin;
 }
 
-// How many elements have each number(x) < `bins`, among those that counts(x) admits. Each thread counts its own elements.
+// Returns how many elements have each number(x) < `bins`, among elements with counts(x). Threads count parts of x.
 template <class T, class Counts, class Number>
 std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts counts, Number number) {
-    const i64 parts = max(i64{1}, min(i64{threads}, count / (4 * bins)));  // bins are zeroed and added up for each part
+    const i64 parts = max(i64{1}, min(i64{threads}, count / (4 * bins)));  // a part has to zero and add its bins
     std::vector<u32> found(parts * bins, 0);
 #pragma omp parallel for num_threads(threads) if (parts > 1)
     for (i64 part = 0; part < parts; ++part) {
@@ -39,8 +39,8 @@ std::vector<u32> histogram(const T* x, i64 count, int threads, i64 bins, Counts 
     return found;
 }
 
-// The elements at `place` and at count - 1 - place of the ascending order: by the upper halves of their bits, then
-// among those of the same upper half by the lower ones, which bf16 has not.
+// Finds the elements at `place` and at count - 1 - place of the ascending order: first the upper half of their bits,
+// then the lower half, among elements of the same upper half. bf16 has no lower half.
 template <class T>
 void order_statistics(const T* x, i64 count, i64 place, float* found, int threads) {
     constexpr i64 HALF = 1 << 16;
@@ -61,8 +61,8 @@ void order_statistics(const T* x, i64 count, i64 place, float* found, int thread
     }
 }
 
-// ordered() of the element at `place` of the ascending order, found 11 bits at a time. `place` becomes its place among
-// its `equals`.
+// Returns ordered() of the element at `place` of the ascending order, found 11 bits at a time. `equals` becomes the
+// number of elements equal to it, and `place` its place among them.
 inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int threads) {
     u32 found = 0;
     for (const int below : {21, 10, 0}) {
@@ -77,7 +77,7 @@ inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int thre
     return found;
 }
 
-// Whether each of `count` scores is among the `wanted` largest, from 1 to `count`; of equal ones the first are.
+// Writes whether each of `count` scores is among the `wanted` >= 1 largest. The first of equal scores are chosen.
 inline void largest(const float* score, i64 count, i64 wanted, bool* chosen, int threads) {
     i64 place = count - wanted, equals = 0;
     const u32 least = selected(score, count, place, equals, threads);
@@ -88,18 +88,18 @@ inline void largest(const float* score, i64 count, i64 wanted, bool* chosen, int
     }
 }
 
-// Takes the maxima of n numbers' magnitudes, as bits, with m.
+// Raises each m to the magnitude, as bits, of the number in `from`.
 template <class T>
 inline void raise(i32* m, const T* from, i64 n) {
 #pragma omp simd
     for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
 }
 
-// mean of numerics/exact.py over the rows of x [rows, columns], contiguous, into y [columns]. Each thread adds rows of its
-// own: no sum is rounded.
+// Writes mean of numerics/exact.py over the rows of x [rows, columns], contiguous, into y [columns]. Threads may add
+// rows in any order, because no sum is rounded.
 template <class T>
 void means(const T* x, i64 rows, i64 columns, float* y, int threads) {
-    constexpr double units = 1 << 29, whole = 1.5 * (1ll << 52);  // adding and taking off `whole` rounds to whole numbers
+    constexpr double units = 1 << 29, whole = 1.5 * (1ll << 52);  // adding and taking off `whole` rounds
     const i64 parts = max(i64{1}, min(i64{threads}, min(rows / 16, rows * columns / SERIAL)));
     std::vector<i32> largest(parts * columns, 0);
     std::vector<double> sums(parts * columns, 0.0), above(columns), factor(columns);
@@ -132,7 +132,7 @@ void means(const T* x, i64 rows, i64 columns, float* y, int threads) {
     }
 }
 
-// mantissa of numerics/scaling.py: of z / divisor, rounded up to so many stored bits.
+// Writes mantissa of numerics/scaling.py: the mantissa of z / divisor, rounded up to `bits` stored bits.
 inline void mantissas(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
     const i32 one = 127 << 23, below = (1 << (23 - bits)) - 1;
 #pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
@@ -143,7 +143,7 @@ inline void mantissas(const float* z, float* y, i64 count, float divisor, int bi
     }
 }
 
-// The largest of each group of `length` neighbours in a line, for each of them: z and y [lines, blocks], z >= 0 or NaN.
+// Writes to y [lines, blocks] the maximum of each element's group of `length` neighbours in a line of z >= 0 (or NaN).
 inline void group_maxima(const float* z, float* y, i64 lines, i64 blocks, i64 length, int threads) {
 #pragma omp parallel for num_threads(threads) if (lines * blocks > SERIAL)
     for (i64 line = 0; line < lines; ++line) {
@@ -156,8 +156,8 @@ inline void group_maxima(const float* z, float* y, i64 lines, i64 blocks, i64 le
     }
 }
 
-// The largest magnitude of each block of `lines` rows by `length` columns of x, which has the call's shape, into y, fp32
-// [batches, ceil(rows / lines), ceil(columns / length)], contiguous; NaN above Inf above all. Both sides are at most 1024.
+// Writes the largest magnitude of each block of `lines` rows by `length` columns of x, which has the call's shape, into
+// y, fp32 [batches, ceil(rows / lines), ceil(columns / length)], contiguous. NaN is above Inf. Both sides are <= 1024.
 template <class T>
 void maxima(const Call& call, i64 lines, i64 length) {
     const Shape shape = call.shape;
@@ -186,8 +186,8 @@ void maxima(const Call& call, i64 lines, i64 length) {
         }
         return;
     }
-    // A tile is one block deep and, along the contiguous axis of n numbers, as wide as m holds, so that memory is read
-    // in order; its lines are compared first.
+    // A tile is one block deep. Along the contiguous axis, of n numbers, it is as wide as m allows, so that memory is
+    // read in order. The maxima over its lines come first, then the maxima over each block's side.
     const bool rows_contiguous = from.column != 1;
     const i64 side = rows_contiguous ? lines : length, n = rows_contiguous ? R : C;
     constexpr i64 most = 1024;

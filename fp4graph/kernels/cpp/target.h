@@ -1,4 +1,4 @@
-// The outputs of a quantizer, and the tests whether they need rounding.
+// The outputs of a quantizer, and tests for whether they have to be rounded.
 
 #pragma once
 
@@ -15,8 +15,8 @@ struct Target {
     typename F::Stored* scales;
 };
 
-// Factors that are powers of two, as far from the ends of fp32 as elements times scales of F are: such a factor may be
-// part of the scale, for nothing is rounded with either.
+// True if each factor may be multiplied into its block's scale: factors are powers of two, and they and the products of
+// F's elements and scales are far enough from the ends of fp32 that no product is rounded.
 template <class F>
 inline bool merges(const float* factor, i64 count) {
     constexpr int far = 40;
@@ -31,7 +31,7 @@ inline bool merges(const float* factor, i64 count) {
     return !wrong;
 }
 
-// True if the given scales are numbers of F's scale format or of a coarser one, so that exact_in_bf16 holds.
+// True if the scales are numbers of F's scale format or of a coarser format, so that exact_in_bf16 holds for them.
 template <class F>
 inline bool fits(const float* scale, i64 count) {
     if (!exact_in_bf16<F>()) return false;
