@@ -1,9 +1,9 @@
-"""The Triton kernels: of the quantizer, which move tiles between memory and the numerics of triton_numerics.py, and of
-a product whose accumulator is multiplied by a scalar.
+"""The Triton kernels: a quantizer, whose arithmetic on a tile is in triton_numerics.py, and a product that multiplies
+its accumulator by a scalar.
 
-A tile is TILE x TILE elements of a matrix ``[batch, M, K]`` that is contiguous along K. It is read as values, or as
-bytes that were packed along K, and quantized along its rows, along its columns, or both. Each result is written as
-values, as bytes, or as both.
+A tile of the quantizer is TILE x TILE elements of a matrix ``[batch, M, K]`` that is contiguous along K. The kernel
+reads a tile as values, or as bytes that were packed along K, and quantizes it along its rows, along its columns, or
+both. It writes each result as values, as bytes, or as both.
 """
 
 import triton
@@ -24,9 +24,9 @@ from fp4graph.kernels.triton_numerics import (
 
 @triton.jit
 def _key(key, step, salts, F: tl.constexpr):
-    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts.
+    """Return ``Draw.varying`` of numerics/draw.py: the key, mixed with the step tensor if there is one, then the salts.
 
-    The key of a spec that draws nothing is 0, 0.
+    If F needs no random bits, return 0, 0.
     """
     a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
     if F.draws or F.s_draws:
@@ -41,7 +41,7 @@ def _key(key, step, salts, F: tl.constexpr):
 
 @triton.jit
 def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: tl.constexpr):
-    """Write the bytes of q [lines, n] and scale [lines, n / block]: part of lines of ``length``, from ``first`` on."""
+    """Write the bytes of q [lines, n] and scale [lines, n / block] to lines of ``length``, from ``first`` on."""
     LINES: tl.constexpr = q.shape[0]
     ACROSS: tl.constexpr = q.shape[1] // F.block
     PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
@@ -60,7 +60,7 @@ def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: 
 
 @triton.jit
 def _load_bytes(codes_from, scales_from, line, inside, first, length, TILE: tl.constexpr, F: tl.constexpr):
-    """Return the values, fp32 [lines, TILE], of bytes that :func:`_store_bytes` wrote; 0 outside of the lines."""
+    """Return the values, fp32 [lines, TILE], of bytes that :func:`_store_bytes` wrote; 0 beyond the ends of lines."""
     LINES: tl.constexpr = line.shape[0]
     ACROSS: tl.constexpr = TILE // F.block
     PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
@@ -80,7 +80,7 @@ def _load_bytes(codes_from, scales_from, line, inside, first, length, TILE: tl.c
 
 @triton.jit
 def _part(part, block_index, within, EACH: tl.constexpr):
-    """Return what techniques give of blocks, one number for each, which is 1 outside of the tensor."""
+    """Return the numbers that techniques give for blocks, one for each block; 1 for blocks outside of the tensor."""
     return tl.load(part + (block_index.to(tl.int64) if EACH else block_index.to(tl.int64) * 0), within, other=1.0)
 
 
@@ -88,7 +88,7 @@ def _part(part, block_index, within, EACH: tl.constexpr):
 def _along(
     blocks, key, step, salts, index, block_index, within, given, EACH: tl.constexpr, AXIS: tl.constexpr, F: tl.constexpr
 ):
-    """Return element values, scales and dequantized values of blocks along AXIS, with what techniques give of them."""
+    """Return :func:`_quantized` of blocks along AXIS. ``given`` are the numbers that techniques give for blocks."""
     a, b = _key(key, step, salts, F)
     divisor = None
     if given[0] is not None:
@@ -105,9 +105,9 @@ def _along(
     return _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, AXIS, F)
 
 
-# Four warps that read 16 bytes a thread read PASS rows of a tile at once, and a thread holds one row of each pass. A
-# tile's rows are therefore read interleaved: the rows that a thread holds are neighbours, of one block along columns,
-# whose scale it computes once. In order, they would be of as many blocks.
+# Four warps, with 16 bytes for each thread, read PASS rows of a tile at once, so a thread holds one row of each pass.
+# Rows are read interleaved, so that a thread holds neighbouring rows. These lie in one block along columns, whose scale
+# the thread computes once. If rows were read in order, the rows of a thread would lie in as many blocks.
 
 
 @triton.jit
@@ -119,14 +119,14 @@ def _interleaved(PASS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _in_order(x, PASS: tl.constexpr):
-    """Return x [TILE, TILE], of interleaved rows, with its rows in order."""
+    """Return x [TILE, TILE], whose rows are interleaved, with its rows in order."""
     TILE: tl.constexpr = x.shape[0]
     return tl.reshape(tl.permute(tl.reshape(x, [TILE // PASS, PASS, TILE]), [1, 0, 2]), [TILE, TILE])
 
 
 @triton.jit
 def _as_read(x, PASS: tl.constexpr):
-    """Return x [TILE, TILE], of rows in order, with its rows interleaved."""
+    """Return x [TILE, TILE], whose rows are in order, with its rows interleaved."""
     TILE: tl.constexpr = x.shape[0]
     return tl.reshape(tl.permute(tl.reshape(x, [PASS, TILE // PASS, TILE]), [1, 0, 2]), [TILE, TILE])
 
@@ -169,19 +169,20 @@ def quantize_kernel(
 ):
     """Quantize one tile of a matrix ``[batch, M, K]`` along its rows by R and along its columns by C.
 
-    None stands for a tensor that is not read or not written, and for a direction that is not quantized along.
+    A tensor that is None is not read or not written. If R or C is None, the tile is not quantized in that direction.
 
     Args:
-        parts: values ``[batch, M, width]``, side by side; or with P, codes and scales ``[batch, M, blocks]`` that a
-            spec P packed along K.
-        row_values, column_values: ``[batch, M, K]``; without R, rows are written as they are read.
-        row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
-        column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
-        source_factor: multiplies what is read, fp32 ``[1]``.
-        rows_divisor, ...: what techniques give, fp32, for each block of a direction, or one number for all.
-        key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Read by specs that draw.
-        EACH_R, EACH_C: of the four tensors given for a direction, whether there is a number for each block.
-        THROUGH: the dtype that values have before they are quantized.
+        parts: values ``[batch, M, width]`` of columns side by side; () if P is not None.
+        codes, scales: ``[batch, M, blocks]``, the bytes to read instead of ``parts``, which the spec P packed along K.
+        row_values, column_values: ``[batch, M, K]``; without R the row values are those that were read.
+        row_codes, row_scales: ``[batch, M, blocks]``; column_codes, column_scales: ``[batch, K, blocks]``.
+        column_sums: fp32 ``[batch · tiles along M, K]``, the sums of the values read over the rows of each tile.
+        source_factor: multiplies the values read, fp32 ``[1]``.
+        rows_divisor, ...: fp32 numbers that techniques give for the blocks of a direction, or one for all blocks.
+        key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Only specs that draw read them.
+        EACH_R, EACH_C: for each of a direction's four ``rows_...`` or ``columns_...`` tensors, whether it has a number
+            for each block.
+        THROUGH: the dtype to which values are rounded before they are quantized.
     """
     across = tl.cdiv(K, TILE)
     tiles = tl.cdiv(M, TILE) * across
@@ -270,9 +271,9 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute one tile of ``scale · left [B, M, K] @ right [B, N, K]ᵀ + BETA · addend [N]``, ``result [B, M, N]``.
+    """Write one tile of ``result [B, M, N] = scale · left [B, M, K] @ right [B, N, K]ᵀ + BETA · addend [N]``.
 
-    Tiles are taken in groups of rows, so that programs that run together read the same operands.
+    GROUP rows of tiles are processed together, so that programs that run at the same time read the same operands.
     """
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     batch = (tl.program_id(0) // (down * across)).to(tl.int64)
@@ -282,7 +283,7 @@ def product_kernel(
     m = (first + tile % (GROUP * across) % size) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile % (GROUP * across) // size * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Beyond the edge the first rows are read once more, whose results are not written.
+    # Beyond the edge the first rows are read again. Their results are not written.
     a = left + batch * left_batch + (m % M).to(tl.int64)[:, None] * left_m + k.to(tl.int64)[None, :] * left_k
     b = right + batch * right_batch + (n % N).to(tl.int64)[None, :] * right_n + k.to(tl.int64)[:, None] * right_k
     accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)

@@ -1,8 +1,8 @@
-"""The plain quantizer in Triton: the numerics on a tile in registers. The kernels are in triton_kernels.py.
+"""The arithmetic of the plain quantizer on a tile in registers. The kernels that call it are in triton_kernels.py.
 
-Every ``F`` is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are held as the bits of their
-fp32, int32: they are never negative, so integers order them as floats do. The sections are named after the modules
-whose arithmetic they repeat.
+Every ``F`` is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are held as int32, the bits of
+fp32 numbers. They are never negative, so the integers have the order of the floats. Each section is named after the
+module whose arithmetic it repeats.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _hash_bits(a, b, index):
 
 @triton.jit
 def _absorb(a, b, word):
-    """Return the key (a, b) mixed with a word, uint32: the hash of its counters 2·word and 2·word + 1, spread apart."""
+    """Return the key (a, b) mixed with a uint32 word: the hashes, under the key, of counters made of the word."""
     first = word * 0x3C6EF373  # 2·golden + 1 modulo 2^32
     return _hash_bits(a, b, first), _hash_bits(a, b, first + 0x9E3779B9)
 
@@ -60,7 +60,7 @@ def _float(bits):
 
 @triton.jit
 def _step(u, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Return the bits of the distance between neighbouring values around u."""
+    """Return the bits of the distance between neighbouring values of a format around u."""
     return tl.maximum(_bits(u) & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
 
 
@@ -72,7 +72,7 @@ def _inverse(step):
 
 @triton.jit
 def _round_even(u, step):
-    """Round 0 <= u < 2^22·step to a multiple of step (given as bits), ties to even: fp32 around 2^23·step are such."""
+    """Round 0 <= u < 2^22·step to multiples of step (bits), ties to even: fp32 numbers around 2^23·step are such."""
     shift = _float(step + (23 << 23))
     return (u + shift) - shift
 
@@ -84,13 +84,13 @@ def _unbounded(bits):
 
 # ---------------------------------------------------------------------------------------------- division
 
-#: Scales both numbers of a quotient, so that its remainder is no subnormal number.
+#: Multiplies both numbers of a quotient, so that the remainder is not subnormal.
 _LARGE = tl.constexpr(2.0**40)
 
 
 @triton.jit
 def _inverse_of(divisor):
-    """Return what :func:`_quotient` takes of a divisor: 2^40 times it, and the reciprocal of that, rounded."""
+    """Return the arguments of :func:`_quotient` for a divisor d: 2^40·d, and the rounded reciprocal of 2^40·d."""
     large = divisor * _LARGE
     return large, tl.div_rn(tl.full(large.shape, 1.0, tl.float32), large)
 
@@ -99,26 +99,26 @@ def _inverse_of(divisor):
 def _quotient(x, large, inverse):
     """Return x / d, correctly rounded, without the 18 instructions of an IEEE division.
 
-    d = k·2^e is positive, k an integer below 2^8, and 2^-40 <= d < 2^41; ``large`` and ``inverse`` are of
-    :func:`_inverse_of`. NaN gives NaN. Two sorts of quotients may differ, neither of which changes what is rounded to a
-    format of elements or scales: those of |x| >= 2^87 may be infinite (they are above 2^46, and saturate), and those
-    below 2^-126 may be off by 2^-149 (they round to zero, or up if they are not zero, and zero is exact).
+    d = k·2^e is positive, k is an integer below 2^8, and 2^-40 <= d < 2^41. ``large`` and ``inverse`` are the results
+    of :func:`_inverse_of`. NaN gives NaN. Two sorts of quotients may differ from IEEE's, but rounding to a format of
+    elements or scales hides both. Quotients of |x| >= 2^87 may be infinite: they are above 2^46, and saturate.
+    Quotients below 2^-126 may be off by 2^-149: they round to zero, or up if they are not zero, and zero is exact.
 
-    With q = x·(1/d), at most two ulps off, the remainder r = x - q·d is exact: it is a multiple of ulp(q)·2^e/2, of
-    which it has less than 2^24. Then q + r·(1/d) is x/d up to 2^-23 ulp, and rounding it rounds x/d: every midpoint m
-    of two floats is at least ulp/(2k) away from x/d = m + (x - d·m)/d, because x and d·m are multiples of ulp·2^e/2
-    and differ, as d·m has more than the 24 bits of x.
+    q = x·(1/d) is at most two ulps off, so the remainder r = x - q·d is exact: it is less than 2^24 times ulp(q)·2^e/2,
+    and a multiple of it. Then q + r·(1/d) differs from x/d by at most 2^-23 ulp. Rounding it gives the same as rounding
+    x/d, because x/d is never nearer than ulp/(2k) to a midpoint m of two floats: x/d = m + (x - d·m)/d, and x and d·m
+    are multiples of ulp·2^e/2 that differ, as d·m has more than the 24 bits of x.
     """
     x = x * _LARGE
     q = x * inverse
     r = tl.fma(-q, large, x)
-    # Where r is zero q is exact, and its zero has the sign of x; where r is NaN q is not finite.
+    # If r is zero, q is exact, and a zero q has the sign of x. If r is NaN, q is not finite.
     return tl.where(tl.abs(r) > 0, tl.fma(r, inverse, q), q)
 
 
 @triton.jit
 def _is_narrow(F: tl.constexpr):
-    """Return whether :func:`_quotient` divides by the scales of a format."""
+    """Return whether :func:`_quotient` can divide by the scales of F's scale format."""
     return F.s_mantissa <= 7 and F.s_min_exponent - F.s_mantissa >= -40 and F.s_top <= 40
 
 
@@ -127,7 +127,7 @@ def _is_narrow(F: tl.constexpr):
 
 @triton.jit
 def _from_exponent(exponent, F: tl.constexpr):
-    """Return the bits of 2^exponent, brought into the range of the scale format."""
+    """Return the bits of 2^exponent, limited to the range of the scale format."""
     LOWEST: tl.constexpr = F.s_min_exponent - F.s_mantissa
     within = tl.minimum(tl.maximum(exponent, LOWEST), F.s_top)
     scale = (within + 127) << 23
@@ -143,7 +143,7 @@ def _from_exponent(exponent, F: tl.constexpr):
 
 @triton.jit
 def _carry(bits, noise, DROPPED: tl.constexpr, F: tl.constexpr):
-    """Return what to add to bits so that cutting the DROPPED low ones off rounds by the rule."""
+    """Return the number to add to bits so that cutting off DROPPED low bits rounds by the rule."""
     BELOW: tl.constexpr = (1 << DROPPED) - 1
     if F.s_rounding == "toward_positive":
         carry = tl.full(bits.shape, BELOW, tl.int32)
@@ -160,7 +160,7 @@ def _carry(bits, noise, DROPPED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _to_format(ideal, noise, F: tl.constexpr):
-    """Return the bits of the ideal scale (given as bits, not negative) rounded to the scale format."""
+    """Return the ideal scale rounded to the scale format. Argument and result are bits of numbers >= 0."""
     ideal = tl.minimum(ideal, F.s_max_bits)
     if not F.s_has_zero:
         bits = _unbounded(ideal)
@@ -207,7 +207,7 @@ def _block_scale(z, noise, F: tl.constexpr):
 
 @triton.jit
 def _divisor(scale, F: tl.constexpr):
-    """Return what :func:`_divided` takes of scales: two numbers for each."""
+    """Return the arguments ``large`` and ``inverse`` of :func:`_divided` for each scale."""
     large, inverse = scale, scale
     if F.s_mantissa == 0:  # powers of two from 2^-127 to 2^127, or NaN
         bits = _bits(scale)
@@ -221,7 +221,7 @@ def _divisor(scale, F: tl.constexpr):
 
 @triton.jit
 def _divided(x, large, inverse, F: tl.constexpr):
-    """Return x, which will be rounded to an element or is one, divided by the scale of :func:`_divisor`."""
+    """Return x divided by the scale of :func:`_divisor`. x is an element, or the result will be rounded to one."""
     if F.s_mantissa == 0:
         y = x * inverse
     elif _is_narrow(F):
@@ -236,7 +236,7 @@ def _divided(x, large, inverse, F: tl.constexpr):
 
 @triton.jit
 def _round_element(u, noise, F: tl.constexpr):
-    """Return u rounded to the element format. Magnitudes are rounded, and the sign is put back."""
+    """Return u rounded to the element format: its magnitude is rounded, and its sign is restored."""
     size = tl.minimum(tl.abs(u), F.qmax)
     step = _step(size, F.min_exponent, F.mantissa)
     if F.draws or F.ties != "even" or F.mantissa == 0:
@@ -248,7 +248,7 @@ def _round_element(u, noise, F: tl.constexpr):
         elif F.ties == "away":
             up = fraction >= 0.5
         elif F.ties == "up":
-            up = fraction >= _float((126 << 23) - (_bits(u) >> 31))  # below zero: > 0.5, which is >= the next number
+            up = fraction >= _float((126 << 23) - (_bits(u) >> 31))  # u < 0: >= the float above 0.5, i.e. > 0.5
         else:
             # Without mantissa bits every binade holds one value, and codes count binades.
             binade = (step >> 23) - (F.min_exponent + 127)
@@ -266,11 +266,11 @@ def _round_element(u, noise, F: tl.constexpr):
 def _quantized(
     x, a, b, index, block_index, divisor, statistic, given_scale, factor, AXIS: tl.constexpr, F: tl.constexpr
 ):
-    """Return element values, scales and the dequantized x, fp32, of blocks along AXIS of x.
+    """Return the elements, the scales and the dequantized values, fp32, of blocks along AXIS of x.
 
-    (a, b) is the operand's key; index and block_index are those of numerics/blocking.py, uint32. Where a block is not
-    finite its scale is NaN, and so is all that it multiplies or divides. The four parts that techniques give are those
-    of :class:`fp4graph.kernels.direction.Blocks`, None or one for each block.
+    (a, b) is the operand's key; index and block_index are those of numerics/blocking.py, uint32. If a block is not
+    finite, its scale is NaN, and so is every value of the block. ``divisor``, ``statistic``, ``given_scale`` and
+    ``factor`` are those of :class:`fp4graph.kernels.direction.Blocks`: None, or a number for each block.
     """
     if divisor is not None:
         x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
@@ -292,7 +292,7 @@ def _quantized(
 
 @triton.jit
 def _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS: tl.constexpr, F: tl.constexpr):
-    """Return :func:`_quantized` with scales by the spec's rule."""
+    """Return :func:`_quantized` with scales that the spec's rule computes."""
     z = tl.max(_bits(x) & 0x7FFFFFFF, AXIS, keep_dims=True)
     if statistic is not None:
         z = _bits(statistic) & 0x7FFFFFFF
@@ -308,7 +308,7 @@ def _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS: tl.constexp
         noise = _hash_bits(element_a, element_b, index)
     u = x * scale if F.encode else _divided(x, large, inverse, F)
     q = _round_element(u, noise, F)
-    if statistic is not None:  # which may be finite where the block is not
+    if statistic is not None:  # the statistic may be finite although the block is not
         q = tl.where(u == u, q, u)
     return q, scale, _divided(q, large, inverse, F) if F.encode else q * scale
 
@@ -318,7 +318,7 @@ def _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS: tl.constexp
 
 @triton.jit
 def _place(value, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Return a value's place among those of its format from zero up: its code. Binades are 2^MANTISSA codes apart."""
+    """Return the number of a value among its format's magnitudes: its code. A binade has 2^MANTISSA codes."""
     step = _step(value, MIN_EXPONENT, MANTISSA)
     binade = (step >> 23) - (MIN_EXPONENT + 127 - MANTISSA)
     return (binade << MANTISSA) + (tl.abs(value) * _float(_inverse(step))).to(tl.int32)
@@ -336,7 +336,7 @@ def _element_code(q, F: tl.constexpr):
 
 @triton.jit
 def _scale_code(scale, F: tl.constexpr):
-    """Return what is stored of scales: codes, or the scales themselves."""
+    """Return the stored form of scales: codes, or the scales themselves."""
     if F.s_storage == "code":
         code = _place(scale, F.s_min_exponent, F.s_mantissa) if F.s_has_zero else _bits(scale) >> 23
         scale = tl.where(scale == scale, code, F.s_nan_code)
@@ -354,10 +354,10 @@ def _packed(codes, F: tl.constexpr):
 
 @triton.jit
 def _value(code, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Return the value, fp32, at a place: the inverse of _place."""
+    """Return the value, fp32, of a code: the inverse of _place."""
     binade = code >> MANTISSA
     significand = tl.where(binade > 0, (code & ((1 << MANTISSA) - 1)) | (1 << MANTISSA), code)
-    # The unit may be below what an fp32 holds as a normal number (2^-133 of BF16's subnormals), so it has two factors.
+    # The unit may be below the normal numbers of fp32 (2^-133 for BF16's subnormals), so it is made of two factors.
     exponent = tl.maximum(binade, 1) - 1 + (MIN_EXPONENT - MANTISSA)
     first = tl.maximum(exponent, -126)
     return significand.to(tl.float32) * _float((first + 127) << 23) * _float((exponent - first + 127) << 23)
@@ -380,7 +380,7 @@ def _element_value(code, F: tl.constexpr):
 
 @triton.jit
 def _scale_value(stored, F: tl.constexpr):
-    """Return the scale, fp32, of what is stored of it: the inverse of _scale_code."""
+    """Return the scale, fp32, of its stored form: the inverse of _scale_code."""
     if F.s_storage == "code":
         code = stored.to(tl.int32)
         if F.s_has_zero:
@@ -395,7 +395,7 @@ def _scale_value(stored, F: tl.constexpr):
 
 @triton.jit
 def _dequantized(q, scale, F: tl.constexpr):
-    """Return elements times scales, or divided by them."""
+    """Return elements times decode scales, or elements divided by encode scales."""
     y = q * scale
     if F.encode:
         large, inverse = _divisor(scale, F)

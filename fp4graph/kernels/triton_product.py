@@ -1,9 +1,9 @@
-"""A product of matrices whose fp32 accumulator is multiplied by a scalar on the card, and rounded once.
+"""A matrix product that multiplies its fp32 accumulator by a scalar on the card, and rounds once.
 
-cuBLAS takes that scalar from the host, where torch would wait for the card. Instead torch writes the accumulator in
-fp32, and another kernel reads it, multiplies it and writes it again: for a GEMM of few multiplications an element that
-is a good part of its time. :func:`fp4graph.kernels.gpu.multiplies` says for which products this kernel is taken, which
-``products=`` of ``FP4GRAPH_KERNELS`` changes.
+With cuBLAS the scalar must be on the host, so torch would have to wait for the card. Instead torch writes the
+accumulator in fp32, and a second kernel reads, multiplies and writes it again. For a GEMM of a short contraction that
+takes much of the time. :func:`fp4graph.kernels.gpu.multiplies` chooses the products for this kernel, and ``products=``
+of ``FP4GRAPH_KERNELS`` sets the longest contraction.
 
 **No GPU has run this kernel.** It is tested in Triton's interpreter, and compiled to machine code for compute
 capability 9.0 and 10.0.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fp4graph.kernels.triton_kernels import product_kernel
 
-#: Tiles of the result, and the length of what is multiplied at a time: two tiles of the accumulator's 128 x 128 to a
-#: warp group, and three stages of 2 x 16 KiB of 16-bit operands in shared memory.
+#: The tile of the result, BLOCK_M x BLOCK_N, and the contraction length of one step, BLOCK_K. Shared memory holds three
+#: stages of 2 x 16 KiB of 16-bit operands, and two warp groups share the accumulator of 128 x 128.
 TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8}
 OPTIONS = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
 
@@ -27,7 +27,9 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
     """Return ``scale · left [..., M, K] @ right [..., N, K]ᵀ + beta · addend``, in the dtype of ``left``.
 
     Args:
-        left, right: of 16 bits. scale: fp32, one number. addend: contiguous ``[N]`` or None.
+        left, right: 16-bit dtypes.
+        scale: fp32, one number.
+        addend: contiguous ``[N]`` or None.
     """
     result = left.new_empty((*left.shape[:-1], right.shape[-2]))
     if not result.numel():

@@ -1,18 +1,18 @@
-"""The plain quantizer on a GPU: what the operators of :mod:`fp4graph.kernels.library` run there.
+"""The plain quantizer on a GPU: the code that the operators of :mod:`fp4graph.kernels.library` run there.
 
 Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit. All operators launch one
-kernel, compiled for what it reads and writes: values or bytes, along rows, along columns, or along both in one read.
+kernel, compiled for their inputs and outputs: values or bytes, along rows, along columns, or along both in one read.
 
-An H200 gave the bits of tensor code (docs/gpu.md). Tests run the kernel in Triton's interpreter, and compile it to
-machine code for compute capability 9.0 and 10.0; docs/kernels.md says how.
+On an H200 an earlier version of the kernel gave the bits of tensor code (docs/gpu.md). Tests run the kernel in Triton's
+interpreter, and compile it to machine code for compute capability 9.0 and 10.0 (docs/kernels.md).
 
-Why tiles of 64 x 64. Both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is then one cache
-line of 128 bytes, and a line of its codes one sector of 32 in either direction, so that no sector is fetched or written
-twice. 4096 elements are 32 for each thread of four warps: enough loads in flight to hide each other's latency, and few
-enough to stay in a thread's registers.
+Tiles have 64 x 64 elements, because both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is
+then one cache line of 128 bytes. A line of its codes is one sector of 32 bytes in either direction, so no sector is
+fetched or written twice. Each thread of four warps has 32 of the 4096 elements: enough loads in flight to hide latency,
+and few enough to stay in registers.
 
-The numerics and the names of their parts are those of ``numerics/scaling.py``, ``rounding.py`` and ``noise.py``:
-exponents as integers, no logarithm, division correctly rounded (by exact reciprocals, where scales are powers of two).
+The arithmetic and the names are those of ``numerics/scaling.py``, ``rounding.py`` and ``noise.py``: integer exponents,
+no logarithms, and correctly rounded division (by exact reciprocals if scales are powers of two).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.packing import empty_bytes
 
 WARPS = 4
-#: Options of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals.
+#: Launch options: no fused multiply-adds, which round once where the numerics round twice; no flushing of subnormals.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 THROUGH = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NO_BYTES = (None, None)
@@ -41,7 +41,7 @@ _NOTHING = (None, None, None, None)
 
 
 def quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) -> Tensor:
-    """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
+    """Run the operator ``quantize``. This and the next functions also take CPU tensors, in Triton's interpreter."""
     y = torch.empty_like(x, dtype=dtype)
     if x.is_contiguous() and y.is_contiguous():
         _launch(Source.of(x), rows=_Written(direction, y))
@@ -98,7 +98,7 @@ def _empty(x: Source) -> Tensor:
 
 
 class _Written(NamedTuple):
-    """The outputs of one direction and its quantization; None for a direction that is only unpacked."""
+    """A direction and its outputs. The direction is None if values are written as they are read."""
 
     direction: Direction | None = None
     values: Tensor | None = None
@@ -132,10 +132,7 @@ def _launch(
     sums: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """Run the kernel on ``x [..., M, K]``.
-
-    Where both directions draw, they do from one key and step.
-    """
+    """Run the kernel on ``x [..., M, K]``. If both directions draw, they must have the same key and step."""
     read: tuple[Any, ...]
     if isinstance(x, Packed):
         first, length, width, read = x.codes, x.length, x.length, ((), *x.bytes)

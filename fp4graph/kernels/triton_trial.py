@@ -1,4 +1,4 @@
-"""A trial run of the Triton kernels, before anything relies on them: a Triton may be there and not compile them."""
+"""A trial run of the Triton kernels before they are used: an installed Triton may be unable to compile them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _COLUMNS = QuantSpec(E2M1, 16, ScaleSpec(E4M3))
 
 
 def failure(device: torch.device) -> str | None:
-    """Return why the kernels cannot be used on ``device``, or None: they are compiled and run on small tensors.
+    """Compile the kernels, run them on small tensors, and return why they cannot be used on ``device``, or None.
 
-    A compiler may be tracing meanwhile; the trial runs outside of its trace.
+    If a compiler is tracing the caller, the trial runs outside of the trace.
     """
     with _disable_current_modes(), torch.no_grad():
         try:
@@ -33,14 +33,14 @@ def failure(device: torch.device) -> str | None:
             left, half = _whole_numbers(x), x.new_tensor(0.5)
             product = triton_product.scaled_product(left, left, half, None, 0)
             same = same and torch.equal(product, (left.float() @ left.float().mT * 0.5).bfloat16())
-        except Exception as error:  # noqa: BLE001  # a Triton, a driver or a linker fails in its own ways
+        except Exception as error:  # noqa: BLE001  # Triton, drivers and linkers raise many types
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             return f"Triton cannot compile or run them: {type(error).__name__}{': ' if said else ''}{said[:200]}"
     return None if same else "a trial gave other values than tensor code"
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """Return numbers of many magnitudes, fp32 ``[96, 80]``, neither axis a multiple of a tile."""
+    """Return numbers of many magnitudes, fp32 ``[96, 80]``. No length is a multiple of the tile's 64."""
     index = torch.arange(96 * 80, device=device, dtype=torch.int32)
     bits: Tensor = noise.hash_bits(noise.make_key("trial", device=device), index)
     powers = ((bits >> 20 & 15) + 119 << 23).view(torch.float32)  # 2^-8 to 2^7
@@ -48,5 +48,5 @@ def _numbers(device: torch.device) -> Tensor:
 
 
 def _whole_numbers(x: Tensor) -> Tensor:
-    """Return a matrix of small whole numbers, bf16, of the shape of ``x``: sums of their products are exact in fp32."""
+    """Return small whole numbers, bf16, in the shape of ``x``. Sums of their products are exact in fp32."""
     return (x.view(torch.int32) >> 19 & 15).to(torch.bfloat16) - 8
