@@ -15,7 +15,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Constants:
-    """The numbers of a spec. The names of those of the scale format and its rounding begin with ``s_``."""
+    """The numbers of a spec. Names of fields about the scale format and its rounding begin with ``s_``."""
 
     block: int
     qmax: float

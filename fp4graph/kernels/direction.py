@@ -1,6 +1,6 @@
 """Directions, sources and packed operands, and the flat parameters in which operators take them.
 
-A direction describes the quantization of a tensor along one of its axes.
+A direction describes how a tensor is quantized along one of its axes.
 """
 
 from __future__ import annotations

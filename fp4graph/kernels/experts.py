@@ -1,9 +1,9 @@
-"""Operators for the products of many experts on a CPU: quantizers that lay tokens out, and products that quantize.
+"""Operators for the products of many experts on a CPU: quantizers that also move tokens, products that also quantize.
 
-They save passes over memory. The tokens of wgrad are read where they lie while they are quantized, and not copied to
-their positions first. The weight of one expert is quantized into a buffer that stays in the cache, multiplied, and
-overwritten by the next expert's; an expert without tokens is not quantized. Values are those of the quantizers of
-:mod:`fp4graph.kernels.operators` and of the products of :mod:`fp4graph.ops.grouped`, bit for bit.
+They save passes over memory. Tokens for wgrad are quantized directly from where they lie, without a copy to their
+positions first. The weight of each expert is quantized into a buffer that stays in the cache, multiplied, and then
+overwritten by the weight of the next expert. The weight of an expert without tokens is not quantized. Values are those
+of :mod:`fp4graph.kernels.operators` and of the products of :mod:`fp4graph.ops.grouped`, bit for bit.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[sl
 
 
 def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
-    """Write zeros to the rows of ``y`` that belong to no expert."""
+    """Write zeros to the rows of ``y`` that are not tokens of an expert."""
     written = 0
     for rows in (*experts, slice(y.shape[0], y.shape[0])):
         if written < rows.start:

@@ -1,4 +1,4 @@
-"""Options of Inductor: those under which its code gives the bits of eager mode, merged with the options of the user."""
+"""Options of Inductor: the options with which its code gives the bits of eager mode, merged with the user's options."""
 
 from __future__ import annotations
 

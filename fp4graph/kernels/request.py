@@ -131,7 +131,7 @@ class Job(NamedTuple):
         dtype: the dtype to which the result will be cast. The kernel may return the result in it.
         rounded: computes the result by tensor code, with the stages of techniques; only tensor code calls it.
         columns: the other direction, if both directions are asked for.
-        multiplier: the scalar, waiting for the GEMM's accumulator, that belongs to the result along the columns.
+        multiplier: a factor of the result along the columns, by which the GEMM's accumulator will be multiplied.
         keeps: whether to return the result along the columns, or the weights of a product, as bytes.
         sums: whether to return the sums of ``x`` over rows too.
         places: int64 ``[P]``, the rows of ``x`` to read; the number of rows of ``x`` stands for a row of zeros.

@@ -16,7 +16,7 @@ from fp4graph.kernels.machine import Machine
 from fp4graph.numerics import hadamard
 from fp4graph.numerics.declare import operator
 
-_LONGEST = 1024  # the longest block that cpp/rotation.h supports
+_LONGEST = 1024  # the longest block that the C++ code rotates
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
 def _checked(signs: Tensor | None, block: int) -> Tensor | None:
     if signs is not None and signs.shape != (block,):
-        raise ValueError(f"signs must have the shape [{block}], one sign for an element; got {list(signs.shape)}")
+        raise ValueError(f"signs must have the shape [{block}], the length of a block; got {list(signs.shape)}")
     return None if signs is None else signs.to(torch.float32)
 
 
