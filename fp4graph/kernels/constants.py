@@ -49,7 +49,7 @@ class Constants:
 @cache
 def constants(spec: QuantSpec) -> Constants:
     """Return the numbers of a spec whose blocks have a fixed length along the contraction axis."""
-    element, number = spec.element, spec.scale.format
+    element, scale_format = spec.element, spec.scale.format
     assert isinstance(spec.block, int)
     assert not spec.others
     shift = exponent_shift(spec.scale, element)
@@ -71,16 +71,16 @@ def constants(spec: QuantSpec) -> Constants:
         s_rounding=spec.scale.rounding,
         s_draws=spec.scale.rounding == "stochastic",
         s_ties_even=spec.scale.ties == "even",
-        s_mantissa=number.mantissa_bits,
-        s_min_exponent=number.min_exponent,
-        s_top=number.top_exponent,
-        s_max=number.max,
-        s_max_bits=_bits_of(number.max),
-        s_min=number.min,
-        s_min_bits=_bits_of(number.min),
-        s_has_zero=number.has_zero,
-        s_nan_code=number.nan_code or 0,
-        s_storage="code" if scale_storage(number) is torch.uint8 else "float",
+        s_mantissa=scale_format.mantissa_bits,
+        s_min_exponent=scale_format.min_exponent,
+        s_top=scale_format.top_exponent,
+        s_max=scale_format.max,
+        s_max_bits=_bits_of(scale_format.max),
+        s_min=scale_format.min,
+        s_min_bits=_bits_of(scale_format.min),
+        s_has_zero=scale_format.has_zero,
+        s_nan_code=scale_format.nan_code or 0,
+        s_storage="code" if scale_storage(scale_format) is torch.uint8 else "float",
     )
 
 

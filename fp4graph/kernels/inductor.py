@@ -65,24 +65,24 @@ def compiler_options(
     if mode is None and not options:
         return {}
     if backend != "inductor":
-        what = " and ".join(name for name, given in (("mode", mode), ("options", options)) if given)
+        what = " and ".join(name for name, value in (("mode", mode), ("options", options)) if value)
         raise Error(f"{what}= is for Inductor, not backend={backend!r}; drop {what}=, or use backend='inductor'")
     if mode is not None and options:
         raise Error(
             f"torch.compile takes mode or options, not both; drop mode={mode!r} and add its options to yours "
             f"(torch._inductor.list_mode_options({mode!r}))"
         )
-    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
-    for name, value in given.items():
+    normalized = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    for name, value in normalized.items():
         _check(name, value)
     if mode is not None:
         known = torch._inductor.list_mode_options()
         if mode not in known:
             raise Error(f"torch.compile has no mode {mode!r}; {suggest(mode, known)}")
     try:
-        chosen: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, given or None, dynamic).config
+        chosen: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, normalized or None, dynamic).config
     except RuntimeError as error:
-        raise Error(_refusal(str(error), given)) from None
+        raise Error(_refusal(str(error), normalized)) from None
     for name, value in chosen.items():
         _check(name, value)
     return dict(chosen)
@@ -192,12 +192,12 @@ def _check(name: str, value: object) -> None:
         )
 
 
-def _refusal(message: str, given: Mapping[str, Any]) -> str:
+def _refusal(message: str, options: Mapping[str, Any]) -> str:
     """Return torch's error message about an option, shortened: torch lists every option that it knows."""
     from torch._inductor import config
 
     known = config.get_config_copy()
-    for name in given:
+    for name in options:
         if name not in known:
             near = nearest(name, known)
             remedy = f"did you mean {near[0]!r}?" if near else "torch._inductor.list_options() lists them"

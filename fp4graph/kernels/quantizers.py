@@ -34,7 +34,7 @@ class OfDevice(Kernel):
         if request.machine.lacks or (acting := quantizing.acting(*INSIDE)):
             return request.machine.lacks or acting
         if quantizing.shares is not None:
-            return f"a {quantizing.shares} of one expert shares a scale"
+            return f"one scale is shared by a whole {quantizing.shares} of an expert"
         if quantizing.undrawn:
             return "random bits are missing"
         what = self.device.unknown(quantizing.spec)

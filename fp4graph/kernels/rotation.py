@@ -47,7 +47,7 @@ def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
 def _checked(signs: Tensor | None, block: int) -> Tensor | None:
     if signs is not None and signs.shape != (block,):
-        raise ValueError(f"signs must have the shape [{block}], the length of a block; got {list(signs.shape)}")
+        raise ValueError(f"signs must be one for each element of a block, [{block}]; got {list(signs.shape)}")
     return None if signs is None else signs.to(torch.float32)
 
 
