@@ -1,8 +1,7 @@
 """Build shared libraries from C++ source, and load a library only if it is complete and nobody else can write to it.
 
-Libraries are kept in Inductor's cache directory. The name of a library's file has a digest of its source, compiler and
-flags, and a digest of its bytes: loading a truncated library would end the process by a signal, which no caller can
-catch.
+Libraries are kept in Inductor's cache directory. A file name has a digest of the source, compiler and flags, and one of
+the library's bytes: loading a truncated library would end the process by a signal, which no caller can catch.
 """
 
 from __future__ import annotations

@@ -83,11 +83,7 @@ def requantized_product(left: Tensor, right: PackedOperand, groups: Groups, dire
 
 
 def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[slice]:
-    """Yield the slice of each expert's tokens.
-
-    Raises:
-        ValueError: a slice is not within ``tokens`` tokens, or has a negative size.
-    """
+    """Yield the slice of each expert's tokens; raise a ValueError if it is not a slice of ``tokens`` tokens."""
     for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         if size < 0 or start < 0 or start + size > tokens:
             raise ValueError(

@@ -83,9 +83,7 @@ def errs_less(
     quotient: Quotient | None = None,
 ) -> Tensor:
     """Return whether each block has a smaller error under the second of two scales: bool, in the shape of a scale.
-
-    The error is that of :func:`block_errors`, which also describes the other arguments.
-    """
+    :func:`block_errors` defines the error and the other arguments."""
     nearest = replace(spec, rounding="nearest")
     if not _serves(nearest, values.device):
         first, second = (block_errors(values, scale, z, spec, measure, blocking) for scale in scales)

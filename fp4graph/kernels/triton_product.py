@@ -27,9 +27,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
     """Return ``scale · left [..., M, K] @ right [..., N, K]ᵀ + beta · addend``, in the dtype of ``left``.
 
     Args:
-        left, right: 16-bit dtypes.
-        scale: fp32, one number.
-        addend: contiguous ``[N]`` or None.
+        left, right: of a 16-bit dtype. scale: fp32, one number. addend: contiguous ``[N]``, or None.
     """
     result = left.new_empty((*left.shape[:-1], right.shape[-2]))
     if not result.numel():
