@@ -81,7 +81,7 @@ class SplitMean(Wrapper):
         """Return μ, fp32, broadcastable to ``x``; of experts the μ of each token's expert, or 0 without one."""
         if (segments := context.blocking.segments) is None:
             return context.mean(x, self.axis)
-        x, place, experts = x.to(torch.float32), x.dim() + self.axis, segments.of_own
+        x, place, experts = x.to(torch.float32), x.dim() + self.axis, segments.unpadded
         assert experts.ids is not None, "operands with tokens have the expert of each"
         ids = experts.ids
         at_tokens = partial(experts.spread, x=x, axis=place, step=1)

@@ -63,7 +63,7 @@ class ChannelScales(PairTransform):
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return s, fp32 ``[..., 1, K]``; with experts s of each token ``[T, K]`` and of each expert ``[E, 1, K]``."""
         if (segments := context.blocking.segments) is not None:
-            experts = segments.of_own  # padding belongs to no expert
+            experts = segments.unpadded  # padding belongs to no expert
             assert experts.ids is not None, "the left operand of experts holds tokens"
             s = self._rounded(experts.table(left.to(torch.float32).abs(), 0, 1))
             of_tokens = torch.where((experts.ids == experts.count)[:, None], 1.0, s[experts.ids])

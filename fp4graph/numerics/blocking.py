@@ -16,9 +16,9 @@ from fp4graph.numerics.spec import Block
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The blocks that form a group: all of the tensor ("tensor": one expert's in a grouped product; "all": all experts'),
-#: those of one line along the contraction axis, or those of this number of elements of a line.
-Granularity = Literal["tensor", "all", "row"] | int  # ordered like tensor_scaling's option: typing may keep either one
+#: The blocks that form a group: "tensor", all blocks of the tensor, or of one expert in a grouped product; "all", the
+#: blocks of all experts; "row", the blocks of one line along the contraction axis; or a number of elements of a line.
+Granularity = Literal["tensor", "all", "row"] | int  # in the order of tensor_scaling's option: typing caches the first
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +141,9 @@ class Blocking:
         x = values.reshape(padded)
         if not any(length is not None and self._uneven(axis) for axis, length in enumerate(self._lengths)):
             return x
-        # as_strided, unlike a slice, makes Inductor write the padded tensor before this part of it is read.
-        # Fused with a slice, the loop over n elements in blocks of l is split into n // l blocks, and on the CPU the
-        # last n % l elements are never written (pytorch issue 195582).
+        # as_strided, unlike a slice, makes Inductor write the padded tensor before it reads this part of the tensor.
+        # If Inductor fuses a slice with the loop over n elements in blocks of l, the loop has n // l blocks, and on the
+        # CPU the last n % l elements are never written (pytorch issue 195582).
         strides = [1]
         for size in reversed(padded[1:]):
             strides.insert(0, strides[0] * size)
@@ -153,7 +153,7 @@ class Blocking:
         """Return the row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
 
         The index depends neither on blocks nor on padding, so an element draws the same noise under every blocking.
-        Indices wrap around beyond 2^32 elements; those of padding are arbitrary.
+        Indices wrap around beyond 2^32 elements; the indices of padding are arbitrary.
         """
         index = torch.zeros((), dtype=torch.int32, device=device)
         for axis, (size, padded) in enumerate(zip(self.shape, self.padded_shape, strict=True)):
@@ -172,7 +172,7 @@ class Blocking:
     def valid(self, device: torch.device | str) -> Tensor | None:
         """Return 1.0 for elements of the tensor and 0.0 for padding: fp32, broadcastable to the blocked layout.
 
-        Returns None where nothing is padded.
+        Return None if no axis is padded.
         """
         mask: Tensor | None = None
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
@@ -199,9 +199,9 @@ class Groups:
 
     Attributes:
         blocking: the blocks of the tensor, along its last axis.
-        granularity: "all"; "tensor" (one segment, or like "all" without segments); "row" (one line along the
-            contraction axis, or one row of 2-D blocks); the number of elements along the contraction axis, a multiple
-            of the block's; or None, if each block is a group.
+        granularity: the extent of a group: "all", the whole tensor; "tensor", one segment, or the whole tensor without
+            segments; "row", one line along the contraction axis, or one row of 2-D blocks; a number of elements along
+            the contraction axis, which is a multiple of the block length; or None, one block.
     """
 
     blocking: Blocking
@@ -210,7 +210,7 @@ class Groups:
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, a statistic, reduced over each group; the result broadcasts to a statistic.
 
-        ``fill`` stands for the missing blocks of a last, incomplete group, and is the maximum of no blocks.
+        ``fill`` is the value of the missing blocks in an incomplete last group, and the maximum of an empty group.
         """
         if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
             return x
@@ -228,14 +228,14 @@ class Groups:
         return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
 
     def sparse(self, divisor: float) -> Tensor | None:
-        """Return whether tokens fill less than 1/``divisor`` of a group of a number of elements, broadcastable to a
-        statistic; None if the groups do not run along the tokens of experts."""
+        """Return whether each group is less than 1/``divisor`` full of tokens, the rest being padding: broadcastable
+        to a statistic. Return None if the groups, of a fixed length, do not run along the tokens of experts."""
         segments, block, length = self.blocking.segments, self.blocking.block, self.granularity
-        if segments is None or segments.own is None or segments.axis != len(self.blocking.shape) - 1:
+        if segments is None or segments.unpadded_ids is None or segments.axis != len(self.blocking.shape) - 1:
             return None
         assert isinstance(block, int)
         assert isinstance(length, int)
-        few = (segments.own < segments.count).reshape(-1, length).sum(1) * divisor < length
+        few = (segments.unpadded_ids < segments.count).reshape(-1, length).sum(1) * divisor < length
         return few[:, None].expand(-1, length // block).reshape(-1, 1)
 
     @property
@@ -245,7 +245,7 @@ class Groups:
 
     @property
     def _reaches_across(self) -> bool:
-        """True if a group has to be split by segment."""
+        """True if the blocks of one group may belong to several segments, which then have separate statistics."""
         segments = self.blocking.segments
         return segments is not None and (self.per_segment or segments.axis == len(self.blocking.shape) - 1)
 
@@ -264,21 +264,21 @@ class Groups:
 
 
 def is_known(fact: bool | torch.SymBool) -> bool:
-    """Return whether a comparison of sizes holds for all values of symbolic sizes; add no guard."""
+    """Return whether a comparison holds for all values of the symbolic sizes, without adding a guard."""
     return symbolic.statically_known_true(fact)
 
 
 def maximum(x: Tensor, axes: tuple[int, ...], least: float = 0) -> Tensor:
-    """Return the largest number over ``axes``, kept with size 1: NaN if one is NaN, and ``least`` of none.
+    """Return the maximum over ``axes``, kept with size 1: NaN if an element is NaN, ``least`` if there are no elements.
 
-    torch has no maximum of none. Where there may be none, a number below all others is put beside them.
+    torch has no maximum of an empty axis: to an axis that may be empty, the lowest number of the dtype is appended.
     """
     unsure = [axis for axis in axes if not is_known(x.shape[axis] > 0)]
     lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     for axis in unsure:
         x = torch.cat([x, x.new_full([*x.shape[:axis], 1, *x.shape[axis:][1:]], lowest)], axis)
-    found = x.amax(axes, keepdim=True)
-    return torch.where(found == lowest, least, found) if unsure else found
+    largest = x.amax(axes, keepdim=True)
+    return torch.where(largest == lowest, least, largest) if unsure else largest
 
 
 def is_scalar(x: Tensor) -> bool:
@@ -287,7 +287,7 @@ def is_scalar(x: Tensor) -> bool:
 
 
 def block_length(block: Block) -> int:
-    """Return the elements of a block along the contraction axis; raise ValueError for "row" and "tensor" blocks."""
+    """Return the length of a block along the contraction axis; raise ValueError for "row" and "tensor" blocks."""
     if isinstance(block, str):
         raise ValueError(f"blocks of a {block} have no fixed length along the contraction axis")
     return block[1] if isinstance(block, tuple) else block

@@ -19,11 +19,11 @@ _groups: dict[str, list[_Group]] = {}
 
 
 class Structure(NamedTuple):
-    """Parameters that are one object in Python.
+    """Flat parameters of an operator that Python code passes as one object.
 
     Attributes:
         parameters: the types and names of the flat parameters, such as ``"Tensor? key"``.
-        build: returns the object, given the values of the flat parameters in order.
+        build: takes the values of the flat parameters in order, and returns the object.
     """
 
     parameters: tuple[str, ...]
@@ -43,10 +43,11 @@ def operator(
 
     Args:
         schema: ``"NAME(type parameter, ...) -> ..."`` with torch's types and with those of ``structures``.
-        fake: returns empty results; called like ``runs``.
-        flops: a formula for torch's FLOP counter, of the shapes of the flat parameters.
-        structures: more types of parameters. A parameter ``draw`` of such a type is flat parameters ``draw_key``, ...
-        runs: implementations by torch's dispatch keys, such as ``CPU``; called with structures rebuilt.
+        fake: returns empty results. It takes the same arguments as ``runs``.
+        flops: a formula for torch's FLOP counter. It takes the shapes of the flat parameters.
+        structures: further types for the schema, by name. A parameter ``draw`` of such a type becomes the flat
+            parameters ``draw_key``, ...
+        runs: the implementation for each of torch's dispatch keys, such as ``CPU``. It takes rebuilt objects.
     """
     match = re.fullmatch(r"(\w+)\((.*)\)( -> .*)", schema)
     assert match is not None, schema
@@ -69,7 +70,7 @@ def operator(
 
 
 class _Group(NamedTuple):
-    """The flat parameters ``first`` until ``end``, which ``build`` makes one object; None for a single parameter."""
+    """The flat parameters [first, end), of which ``build`` makes one object; None for a parameter of torch's types."""
 
     first: int
     end: int
@@ -84,7 +85,7 @@ def _prefixed(parameter: str, prefix: str) -> str:
 def of_flat(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, an implementation of the declared operator ``name``, as a function of the flat parameters.
 
-    torch leaves out trailing parameters that have their default.
+    torch omits trailing arguments that equal their defaults; ``function`` is then called without them too.
     """
     groups = _groups[name]
     if all(group.build is None for group in groups):

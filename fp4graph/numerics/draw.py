@@ -32,29 +32,29 @@ class Draw:
     salts: tuple[int, ...] = ()
 
     def salted(self, *salts: int) -> Draw:
-        """Return a source of unrelated bits for one part."""
+        """Return the source with ``salts`` added; its bits are unrelated to the bits of this source."""
         return replace(self, salts=(*self.salts, *salts))
 
     @property
     def varying(self) -> Tensor:
-        """The key of this forward, int32 ``[2]``."""
+        """The key made of :attr:`key`, step and salts, which differs in every forward, int32 ``[2]``."""
         if self.step is None and not self.salts:
             return self.key
         return noise.absorb(self.key, self.step, self.salts)
 
     @property
     def constant(self) -> Tensor:
-        """The key that is the same at every forward and on every rank, int32 ``[2]``."""
+        """The key that is the same in every forward and on every rank, int32 ``[2]``."""
         return self.fixed.varying
 
     @property
     def fixed(self) -> Draw:
-        """The source whose bits are the same at every forward and on every rank."""
+        """The source with the same key and salts whose bits are the same in every forward and on every rank."""
         return self if self.step is None else replace(self, step=self.step[2:4])
 
     @property
     def count(self) -> Tensor | None:
-        """Forwards with gradients so far, int32, 0-d; None without a step."""
+        """The number of forwards with gradients so far, int32, 0-d; None without a step."""
         return None if self.step is None else self.step[4]
 
     def noise(self, blocking: Blocking, device: torch.device) -> Noise:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BITS, _SMALLEST = 8, -133
 #: The exponent of the smallest power of two that a tensor scale multiplies operands by on CUDA.
 LEAST_FACTOR = -100
-#: The largest number of elements of a block whose length is not fixed.
+#: An upper bound on the number of elements of a block whose length is not fixed.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 
@@ -43,7 +43,7 @@ def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
     """
     element, scale = spec.element, spec.scale.format
     if any(other.max != element.max for other in spec.others):
-        return False  # values stretched to another maximum are not small multiples of a power of two
+        return False  # a value stretched to another maximum may have more significant bits than bf16
     if spec.others:
         single = (replace(spec, element=each, others=(), selector=None) for each in spec.elements)
         return all(in_bfloat16(each, scaled=scaled) for each in single)
@@ -71,7 +71,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def column_norms(x: Tensor) -> Tensor:
-    """Return √Σ_t x_tk² of the columns of ``x [T, K]``, fp32 ``[K]``: NaN or Inf where a column has either."""
+    """Return √Σ_t x_tk² of the columns of ``x [T, K]``, fp32 ``[K]``: NaN for a column with NaN or Inf."""
     if x.shape[0] == 0:
         return x.new_zeros(x.shape[1])
     largest = x.abs().amax(0)
@@ -80,7 +80,7 @@ def column_norms(x: Tensor) -> Tensor:
 
 
 def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int, ...]) -> Tensor:
-    """Return the error of each block, float64, ``axes`` kept with size 1; the order of its sum does not change it.
+    """Return the error of each block, float64, ``axes`` kept with size 1; no order of summation changes its bits.
 
     Args:
         error: abs(e), float64, from 0 to 1, in the blocked layout.
@@ -93,12 +93,12 @@ def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int,
 
 
 def most_elements(block: Block) -> int:
-    """Return a bound of the number of elements of a block."""
+    """Return an upper bound on the number of elements of a block."""
     return _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
 
 
 def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
-    """Return the sum over ``axes``, float64, axes kept with size 1; the order of the sum does not change it.
+    """Return the sum over ``axes``, float64, axes kept with size 1; no order of summation changes its bits.
 
     Args:
         shares, most: as in :func:`total_by`.
@@ -107,14 +107,14 @@ def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
 
 
 def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tensor:
-    """Return the sums that ``add`` takes, float64; the order in which it adds does not change them.
+    """Return the sums of ``shares`` that ``add`` computes, float64; no order of summation changes their bits.
 
     The summands are rounded to multiples of 2^-k, with the largest k for which ``most`` summands add up to at most
     2^53 units. Integers of that size are float64 numbers, so no partial sum is rounded.
 
     Args:
-        shares: float64, from 0 to 1; larger ones count as 1. NaN gives NaN.
-        most: the number of summands, or a bound of it.
+        shares: float64, from 0 to 1; larger shares count as 1. NaN gives NaN.
+        most: the number of summands of one sum, or an upper bound on it.
     """
     units = units_of(most)
     return add(torch.round(shares.clamp(max=1.0) * units)) * (1 / units)
@@ -123,7 +123,7 @@ def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tens
 def mean(x: Tensor, axis: int) -> Tensor:
     """Return the mean of ``x`` over ``axis``, of at most 2^24 elements: fp32, the axis kept with size 1.
 
-    It is that of :func:`mean_by`; NaN of no elements.
+    :func:`mean_by` computes it; without elements it is NaN.
     """
     largest = maximum(x.abs(), (axis % x.dim(),)).to(torch.float32)
     count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
@@ -131,15 +131,15 @@ def mean(x: Tensor, axis: int) -> Tensor:
 
 
 def mean_by(x: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return means of ``x``, fp32. Before that rounding a mean is off by at most 2^-28 of the largest magnitude.
+    """Return means of ``x``, fp32. Before rounding to fp32 a mean is off by at most 2^-28 of the largest magnitude.
 
-    :func:`total_by` adds the elements as shares of the power of two above the largest magnitude, counted from -1, so
-    that they are not negative. The result does not depend on the order of the sum. The mean of elements with NaN or Inf
-    is NaN.
+    Each element is divided by the power of two above the largest magnitude, and [-1, 1] is mapped to [0, 1], so that
+    :func:`total_by` can add the results. No order of summation changes the mean's bits. The mean of elements with NaN
+    or Inf is NaN.
 
     Args:
         largest: the largest magnitude of the elements of each mean, fp32, broadcastable to ``x``.
-        count: their number, at most 2^24, float64, broadcastable to ``largest``.
+        count: the number of elements of each mean, at most 2^24, float64, broadcastable to ``largest``.
         add: sums the elements of each mean, in the shape of ``largest``.
     """
     above = 2 * power_of_two(largest.clamp(min=_SMALLEST_NORMAL)).double()
@@ -148,5 +148,5 @@ def mean_by(x: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], T
 
 
 def units_of(most: int) -> float:
-    """Return 2^k of :func:`total_by`."""
+    """Return 2^k, the reciprocal of the multiples to which :func:`total_by` rounds."""
     return 2.0 ** (53 - max(1, (most - 1).bit_length()))

@@ -1,8 +1,8 @@
 """Element and scale formats as data: a new format is a few declarative lines.
 
-Both are small binary floating-point formats. With exponent field E, mantissa field M of ``m`` bits and a bias, a code
-means ``(1 + M/2^m) · 2^(E - bias)``, or ``M/2^m · 2^(1 - bias)`` where E is 0 (subnormals). An integer format is one
-without exponent bits, so that every value is subnormal: a uniform grid.
+Both kinds are small binary floating-point formats. A code with exponent field E and mantissa field M of ``m`` bits
+means ``(1 + M/2^m) · 2^(E - bias)``, or ``M/2^m · 2^(1 - bias)`` where E is 0 (subnormals). An integer format has no
+exponent bits: all of its values are subnormal and form a uniform grid.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E2M3, E3M2, E4M3, E5M2, INT8, E8M0); "Oscillation-Reduced MXFP4 Training
 for Vision Transformers" (TetraJet) Tables 2 and 7 (E3M0, INT4); "Elucidating the design space of FP4 training",
@@ -27,9 +27,9 @@ class ElementFormat:
 
     Attributes:
         name: the name in policies.
-        exponent_bits: the width of the exponent field. 0 is an integer format, coded in two's complement and without a
-            negative zero.
-        mantissa_bits: the stored bits below the leading one.
+        exponent_bits: the width of the exponent field. A width of 0 makes an integer format, which is coded in two's
+            complement and has no negative zero.
+        mantissa_bits: the number of stored mantissa bits, without the implicit 1.
         bias: the bias of the exponent field.
         max: the largest finite value, to which larger values saturate.
         nan_code: the code of NaN, or None if the format has none.
@@ -67,7 +67,7 @@ class ElementFormat:
 
     @property
     def top_mantissa_bits(self) -> int:
-        """The bits below the leading one that distinguish values of the top binade; fewer for an integer format."""
+        """The number of mantissa bits that distinguish values of the top binade; an integer format has fewer there."""
         return self.mantissa_bits - max(0, self.min_exponent - self.emax)
 
     def magnitudes(self) -> tuple[float, ...]:
@@ -128,7 +128,7 @@ class ScaleFormat:
         """Return all finite values, ascending; the position of each is its code.
 
         Raises:
-            ValueError: the format has more than 10 mantissa bits, as fp32, and too many values to list.
+            ValueError: the format has more than 10 mantissa bits, like fp32, and so too many values to list.
         """
         if self.mantissa_bits > 10:
             raise ValueError(f"scale format {self.name!r} has too many values to list")
@@ -136,7 +136,7 @@ class ScaleFormat:
 
     @property
     def spans_fp32(self) -> bool:
-        """True if the exponents reach down to those of fp32's normal numbers."""
+        """True if the lowest binade has the exponent of fp32's smallest normal number, or a lower exponent."""
         return self.min_exponent <= -126
 
     def with_max(self, value: float) -> ScaleFormat:
@@ -149,7 +149,7 @@ class ScaleFormat:
 
 @functools.cache
 def _magnitudes(mantissa_bits: int, bias: int, largest: float, integer: bool, has_zero: bool) -> tuple[float, ...]:
-    """Return the values of the codes from 0 up to that of ``largest``."""
+    """Return the values of all codes from 0 up to the code of ``largest``."""
     values: list[float] = []
     for code in range(1 << 16):
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
@@ -168,16 +168,16 @@ E3M0 = ElementFormat("e3m0", exponent_bits=3, mantissa_bits=0, bias=3, max=16.0)
 INT4 = ElementFormat("int4", exponent_bits=0, mantissa_bits=3, bias=-2, max=7.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
-#: Has this name because ``E4M3`` is the scale format; policies write "e4m3" for both.
+#: Named so because ``E4M3`` is the scale format; policies write "e4m3" for both.
 E4M3_ELEMENT = ElementFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=0x7F)
 E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, nan_code=0x7E)
-#: OCP's: a step of 2^-6, kept symmetric (the code of -2 is not used).
+#: INT8 of OCP: multiples of 2^-6 from -127/64 to 127/64 (the code of -2 is not used).
 INT8 = ElementFormat("int8", exponent_bits=0, mantissa_bits=7, bias=0, max=127 / 64)
 
 E8M0 = ScaleFormat("e8m0", exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, has_zero=False, nan_code=0xFF)
 E4M3 = ScaleFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=0x7F)
 UE5M3 = ScaleFormat("ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, max=114688.0, nan_code=0xFF)
-#: The top exponent reserved, as in an IEEE format.
+#: UE5M3 with the top exponent reserved, as in an IEEE format.
 UE5M3_61440 = UE5M3.with_max(61440.0)
 E8M3 = ScaleFormat("e8m3", exponent_bits=8, mantissa_bits=3, bias=127, max=1.875 * 2.0**127)
 FP32 = ScaleFormat("fp32", exponent_bits=8, mantissa_bits=23, bias=127, max=(2 - 2.0**-23) * 2.0**127)

@@ -3,9 +3,10 @@
 H is symmetric and orthonormal, so ``(A·S·H)(B·S·H)ᵀ = A·Bᵀ`` for the same signs S. Signs precede H: after H they would
 change no magnitude.
 
-H = H₂ ⊗ ... ⊗ H₂ / √size. The factors are applied one after the other: a pair (a, b) of neighbours becomes
-(a + b, a - b), then pairs at a distance of two, four and so on; last, all are multiplied by 1/√size. So every CPU gives
-the same bits. On a GPU a product with the matrix is faster, and the library chooses the order of its sums.
+H = H₂ ⊗ ... ⊗ H₂ / √size. On a CPU the factors are applied one after the other: each pair (a, b) of neighbours becomes
+(a + b, a - b), then each pair at a distance of two, four and so on; last, all elements are multiplied by 1/√size. So
+every CPU gives the same bits. On a GPU a product with the matrix H is faster; a BLAS library chooses the order of its
+sums.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class BlockRotation(NamedTuple):
     """A rotation of an operand: a product with S and H on blocks of the contraction axis, in fp32.
 
     Attributes:
-        block: elements of a block, a power of two that divides the quantizer's.
+        block: the number of elements of a block, a power of two that divides the block length of the quantizer.
         signs: the diagonal of S, contiguous fp32 ``[block]``; None for the identity.
     """
 
@@ -38,7 +39,7 @@ class BlockRotation(NamedTuple):
 
 
 def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the orthonormal Sylvester matrix H/√size, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
+    """Return H, the orthonormal Sylvester matrix, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
 
     Raises:
         ValueError: ``size`` is not a power of two.
@@ -55,10 +56,10 @@ def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     """Return ``x · S · H`` on blocks of the last axis of ``x [..., n]``, zero-padded: ``[..., ceil(n/block)·block]``.
 
-    Computed in the dtype of ``x``; pass fp32 where the rounding of 1/√block in a shorter dtype matters.
+    The computation is in the dtype of ``x``: pass fp32 where the rounding of 1/√block in a shorter dtype matters.
 
     Args:
-        block: elements of a block, a power of two.
+        block: the number of elements of a block, a power of two.
         signs: ±1, broadcastable to ``[..., ceil(n/block), block]``: ``[block]`` for the same signs in every block.
     """
     _check(block)
@@ -90,7 +91,8 @@ def rotate_in_fp32(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor
     """Return :func:`rotate` of ``x [..., n]`` in fp32.
 
     On a GPU the signs multiply the rows of H, which saves a pass over ``x``. If 1/√block is a power of two, a 16-bit
-    ``x`` is multiplied exactly without a cast. A transposed matrix is multiplied from the left, without a copy.
+    ``x`` needs no cast: its products with H are exact. If ``x`` is a transposed matrix, Hᵀ multiplies the matrix itself
+    from the left, which saves a copy.
 
     Args:
         signs: ±1, ``[block]``.

@@ -1,4 +1,4 @@
-"""First values of the tensors that techniques keep for a weight, each made from the whole weight."""
+"""Makes the initial values of the tensors that techniques keep for a weight, each from the whole weight."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def copy(weight: Tensor) -> Tensor:
 
 
 def largest(weight: Tensor) -> Tensor:
-    """Return the largest magnitude of a weight, fp32, 0-d; of each expert, ``[E]``, for a weight of three axes."""
+    """Return the largest magnitude of a weight, fp32: 0-d, or one per expert, ``[E]``, for a weight of three axes."""
     magnitudes = weight.abs().to(torch.float32)
     return magnitudes.flatten(1).amax(-1) if weight.dim() == 3 else magnitudes.amax()

@@ -1,7 +1,7 @@
 """Random bits as a pure function of a key and an element's index: no generator, no state.
 
 The bits come from a counter-based hash in int32 arithmetic, which wraps around alike in eager and in compiled code.
-It fuses into the loop that rounds (``torch.rand`` does not) and repeats its bits when a forward pass is recomputed.
+Unlike ``torch.rand``, the hash fuses into the loop that rounds, and gives the same bits when a forward is recomputed.
 
 A *key* is an int32 tensor of two elements. Keys are made from names and counters (:func:`make_key`), combined at run
 time (:func:`mix`) and split into unrelated streams (:func:`derive`).
@@ -67,9 +67,9 @@ def derive(key: Tensor, salt: int) -> Tensor:
 
 
 def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tensor:
-    """Return ``key`` mixed with the first two words of ``other``, if given, then derived by each salt in turn.
+    """Return ``key`` mixed with the first two words of ``other``, unless it is None, then derived by each salt in turn.
 
-    A new key is the hash of the word's two counters under the previous key. On a CPU the whole chain is computed in
+    Each word or salt gives a new key, the hash of its two counters under the previous key. On a CPU the chain is run in
     Python's integers: thirty calls of PyTorch on two numbers take a hundred microseconds, and an uncompiled step
     derives some twenty keys per linear layer. On a CPU compilers see a chain as one operator, because Inductor would
     compile each chain separately; a single derivation stays in the loop that uses the key.
@@ -116,8 +116,8 @@ def _counters_of(word: int) -> list[int]:
 def _counters(word: Tensor | int, device: torch.device) -> Tensor:
     """Return the counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32 ``[2]``.
 
-    For a Python number they are computed here: from the number and torch.arange Inductor would make an index
-    expression, whose numbers do not fit Triton's 32 bits.
+    For a Python number the counters are computed in Python: Inductor would make one index expression of the number and
+    torch.arange, and its constants would exceed Triton's 32 bits.
     """
     lanes = torch.arange(2, dtype=torch.int32, device=device)
     if isinstance(word, int):
@@ -132,7 +132,7 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
     F is lowbias32 (Ettinger, "Prospecting for hash functions"), a bijection with avalanche. One round is not enough:
     the set of values over an index range would be nearly the same for two keys, only its order would change.
 
-    For Python integers the low 32 bits of the result are the same bits.
+    For Python integers the low 32 bits of the result are the bits that tensors give.
     """
     # Key and index are both integers or both tensors.
     return _lowbias32(_lowbias32(index + key[0]) ^ key[1])  # type: ignore[type-var, return-value]
@@ -141,7 +141,8 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
 def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
     """Return 32 random bits for each index below ``count``, int32, under the key that :func:`absorb` returns.
 
-    On a CPU compilers see one operator: Inductor would hash again for every element that the bits are broadcast to.
+    On a CPU compilers see one operator; otherwise Inductor would hash again for every element that the bits broadcast
+    to.
     """
     if _readable(key):
         return _first_bits(key, other, salts, count)
@@ -152,7 +153,7 @@ def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: i
 
 
 def _first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
-    """Compute :func:`first_bits` on a CPU with NumPy: few indices take a third of the time of tensors."""
+    """Compute :func:`first_bits` on a CPU with NumPy, which for few indices takes a third of the time of tensors."""
     bits: Any = hash_bits(_absorbed(key, other, salts), np.arange(count, dtype=np.int32))  # type: ignore[type-var]
     return torch.from_numpy(bits)
 
@@ -169,8 +170,8 @@ def gaussian(key: Tensor, index: Tensor) -> Tensor:
     """Return a standard normal variate per element of ``index``, fp32: the sum of twelve 16-bit words, in integers.
 
     The sum less its mean, times 2^-16, is exact, so compiled code has the same bits (unlike with Box-Muller).
-    Mean 0, variance 1 - 2^-32, excess kurtosis -0.1, nothing beyond ±6: 0.0020 of the mass lies beyond ±3 and 1.7e-5
-    beyond ±4, where the normal distribution has 0.0027 and 6.3e-5.
+    The variate has mean 0, variance 1 - 2^-32 and excess kurtosis -0.1, and lies within ±6: 0.0020 of its mass lies
+    beyond ±3 and 1.7e-5 beyond ±4, where the normal distribution has 0.0027 and 6.3e-5.
     """
     flat = index.reshape(-1)
     keys = torch.stack([derive(key, salt) for salt in range(6)])
@@ -204,7 +205,7 @@ def _shift_right(x: _Word, count: int) -> _Word:
 class Noise:
     """The random bits of one tensor's quantization.
 
-    ``key`` is int32 ``[2]``, or None; without a key, asking for bits is a ValueError.
+    ``key`` is int32 ``[2]``, or None. Without a key, :meth:`bits` and :meth:`block_bits` raise ValueError.
     """
 
     key: Tensor | None

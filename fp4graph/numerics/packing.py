@@ -22,12 +22,13 @@ class Packed:
 
     Attributes:
         codes: uint8, the contraction axis last and padded to whole blocks (and whole bytes). A byte holds two 4-bit
-            codes, the first in the low nibble, or one wider code. Floats are sign|exponent|mantissa, integers two's
-            complement.
-        scales: one per block, with as many axes as the tensor, the contraction axis last. uint8 codes for formats of
-            up to 8 bits; bfloat16 for bf16 and for e8m3, a subset of it; float32 for fp32. A poisoned block has the
-            NaN of the format.
-        spec, shape, dim, dtype: those of the tensor.
+            codes, the first in the low nibble, or one wider code. A float's code is sign|exponent|mantissa, an
+            integer's is two's complement.
+        scales: one per block, with as many axes as the tensor, the contraction axis last: uint8 codes for formats of
+            up to 8 bits, bfloat16 for bf16 and for e8m3 (a subset of bf16), float32 for fp32. A poisoned block has
+            the NaN of the format.
+        spec: the spec by which the tensor was quantized.
+        shape, dim, dtype: the shape, the contraction axis and the dtype of the tensor before it was packed.
     """
 
     codes: Tensor
@@ -43,10 +44,10 @@ class Packed:
 
 
 def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Packed:
-    """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`.
+    """Quantize ``x`` to bytes, with the arguments and the errors of :func:`fake_quantize`.
 
     Raises:
-        SpecError: blocks choose between elements, and codes and scales do not show the choice.
+        SpecError: blocks choose between element formats, a choice that codes and scales do not show.
     """
     if isinstance(spec, QuantSpec) and spec.others:
         raise SpecError(
@@ -91,7 +92,7 @@ def empty_bytes(like: Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSp
 
 
 def element_codes(values: Tensor, element: ElementFormat) -> Tensor:
-    """Return the codes, uint8, of values of ``element``. NaN, which only poisoned blocks hold, has NaN's code, or 0."""
+    """Return the codes, uint8, of values of ``element``. NaN, as in poisoned blocks, gives the NaN code, or else 0."""
     # The code of a magnitude is its index among the ascending magnitudes.
     magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
     code = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
@@ -113,25 +114,25 @@ def _decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
     return torch.tensor([*positive, *negative], dtype=torch.float32, device=codes.device)[codes.int()]
 
 
-def scale_storage(number: ScaleFormat) -> torch.dtype:
+def scale_storage(scale_format: ScaleFormat) -> torch.dtype:
     """Return the dtype in which scales of a format are stored: uint8 for codes, else the shortest float that fits."""
-    if number.code_bits <= 8 and number.nan_code is not None:
+    if scale_format.code_bits <= 8 and scale_format.nan_code is not None:
         return torch.uint8
-    return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32
+    return torch.bfloat16 if scale_format.mantissa_bits <= 7 else torch.float32
 
 
-def scale_codes(scale: Tensor, number: ScaleFormat) -> Tensor:
-    storage = scale_storage(number)
+def scale_codes(scale: Tensor, scale_format: ScaleFormat) -> Tensor:
+    storage = scale_storage(scale_format)
     if storage is not torch.uint8:
         return scale.to(storage)
-    values = torch.tensor(number.values(), dtype=torch.float32, device=scale.device)
+    values = torch.tensor(scale_format.values(), dtype=torch.float32, device=scale.device)
     code = torch.searchsorted(values, scale.contiguous(), out_int32=True)
-    return torch.where(scale.isnan(), number.nan_code or 0, code).to(torch.uint8)
+    return torch.where(scale.isnan(), scale_format.nan_code or 0, code).to(torch.uint8)
 
 
-def _decode_scales(scales: Tensor, number: ScaleFormat) -> Tensor:
-    if scale_storage(number) is not torch.uint8:
+def _decode_scales(scales: Tensor, scale_format: ScaleFormat) -> Tensor:
+    if scale_storage(scale_format) is not torch.uint8:
         return scales.to(torch.float32)
-    values = number.values()
+    values = scale_format.values()
     table = torch.tensor([*values, *[torch.nan] * (256 - len(values))], dtype=torch.float32, device=scales.device)
     return table[scales.int()]

@@ -1,8 +1,8 @@
 """Rounding of fp32 numbers to the values of an element format.
 
-Within a binade the values of a format are evenly spaced, and the spacing is a power of two taken from the number's
-exponent bits. So ``v = u / step`` is exact, and ``u`` is rounded by rounding ``v`` to an integer. ``floor(v + 0.5)`` is
-not used, because its addition rounds: it would round 0.49999997 to 1.
+Within a binade the values of a format are evenly spaced, and the exponent bits of a number ``u`` give the spacing
+``step``, a power of two. So ``v = u / step`` is exact, and rounding ``v`` to an integer rounds ``u``. This is not done
+by ``floor(v + 0.5)``, because the addition rounds: it would take 0.49999997 to 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXPONENT_MASK = 0x7F800000  # of an fp32's bits
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two up to each positive normal fp32; 0 below the normals, Inf of Inf and NaN."""
+    """Return the largest power of two <= abs(x), fp32: 0 where ``x`` is zero or subnormal, Inf where Inf or NaN."""
     return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
@@ -41,7 +41,8 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
     """Return the value of ``element`` nearest to each of fp32 ``u``, saturating: fp32 of the same shape.
 
     NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero. Halfway between two values ``even``
-    takes the one with the even code (OCP), ``up`` the greater (TetraJet, Alg. 1), ``away`` the one farther from zero.
+    takes the value with the even code (OCP), ``up`` the greater value (TetraJet, Alg. 1), and ``away`` the value
+    farther from zero.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
@@ -58,8 +59,8 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
         code = (step.view(torch.int32) >> 23) - (element.min_exponent + 127) + lower.to(torch.int32)
         rounded = lower + ((fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1)))
     else:
-        # Up iff fraction >= 1/2. The difference has the right sign even if it is rounded. Floats are several times
-        # faster than a comparison, which compiled code on the CPU keeps as a tensor of bool.
+        # Add 1 iff fraction >= 1/2. The difference has the right sign even if it is rounded. Float arithmetic is much
+        # faster than a comparison, whose result compiled code on the CPU keeps as a tensor of bool.
         rounded = lower + (1 - (0.5 - fraction).ceil())
     return _with_sign(rounded * step, u, element)
 
@@ -71,7 +72,7 @@ def round_stochastic(u: Tensor, element: ElementFormat, bits: Tensor, random_bit
     NaN and zeros are as in :func:`round_nearest`.
 
     Args:
-        bits: int32, broadcastable to ``u``; 32 random bits each, of which the top ones are used.
+        bits: int32, broadcastable to ``u``: 32 random bits per element, of which the top ``random_bits`` are used.
         random_bits: 24 compares the fraction with r = k·2^-24; b < 24 with the midpoint r = (k + 1/2)·2^-b
             (Fitzgibbon & Felix 2025, "Stochastic rounding with few random bits").
     """
@@ -82,13 +83,13 @@ def round_stochastic(u: Tensor, element: ElementFormat, bits: Tensor, random_bit
 
 
 def stochastic_integer(v: Tensor, r: Tensor) -> Tensor:
-    """Return the integer above ``v >= 0`` where the fraction of ``v`` exceeds ``r`` of [0, 1), else the one below."""
+    """Return ⌊v⌋ + 1 where the fraction of ``v >= 0`` exceeds ``r``, which is in [0, 1), and ⌊v⌋ elsewhere."""
     lower = v.floor()
     return lower + (v - lower - r).ceil()  # in floats and not as a comparison: see round_nearest
 
 
 def uniform(bits: Tensor, random_bits: int = 24) -> Tensor:
-    """Return fp32 of [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
+    """Return fp32 in [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
     k = (bits >> (32 - random_bits)) & ((1 << random_bits) - 1)
     offset = 0.0 if random_bits == 24 else 2.0 ** -(random_bits + 1)
     scaled = k.to(torch.float32) * 2.0**-random_bits
@@ -96,9 +97,9 @@ def uniform(bits: Tensor, random_bits: int = 24) -> Tensor:
 
 
 def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Return the values ``lower <= u <= upper`` of ``element``, fp32, shape of fp32 ``u``; NaN gives NaN.
+    """Return the neighbouring values ``lower <= u <= upper`` of ``element``: fp32, in the shape of fp32 ``u``.
 
-    Both are equal where ``u`` is a value or out of range.
+    They are equal where ``u`` is a value or out of range, and NaN where ``u`` is NaN.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
@@ -107,7 +108,7 @@ def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
 
 
 def _with_sign(q: Tensor, u: Tensor, element: ElementFormat) -> Tensor:
-    """Return ``q``, positive or of the sign of ``u``, with the sign of ``u``; an integer format's zero has no sign."""
+    """Return ``q``, which has no sign or that of ``u``, with the sign of ``u``; a zero of integer formats has none."""
     # The exponent needs the bits of u anyway; torch.copysign is a slow call in compiled code on the CPU.
     sign = u.view(torch.int32) & -(1 << 31)
     return _normal_zero((q.view(torch.int32) | sign).view(torch.float32), element)

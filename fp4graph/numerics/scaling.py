@@ -1,4 +1,4 @@
-"""Computes block scales: from the block statistic Z to a value of the scale format, in fp32, by exponent bits.
+"""Computes block scales in fp32: rounds the block statistic Z to a value of the scale format, by exponent bits.
 
 Logarithms are not used: ``floor(log2(z))`` is wrong just below most powers of two.
 """
@@ -25,7 +25,7 @@ _ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 def amax(values: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the largest magnitude over ``axes``, fp32, axes kept with size 1: NaN if a value is NaN, 0 of none."""
+    """Return the largest magnitude over ``axes``, fp32, axes kept with size 1: NaN if one is NaN, 0 without values."""
     return maximum(values.to(torch.float32).abs(), axes)
 
 
@@ -41,7 +41,7 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
 
     Args:
         z: fp32, non-negative; NaN and Inf give NaN.
-        noise: for ``stochastic``, which uses its ``block_bits``.
+        noise: the source of random bits; ``stochastic`` uses its ``block_bits``.
 
     Returns:
         fp32 of the shape of ``z``.
@@ -65,30 +65,31 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """Return ``value`` as fp32 in the shape of ``like``; division of it, or by it, rounds correctly.
+    """Return ``value`` as an fp32 tensor of the shape of ``like``, so that divisions with it are correctly rounded.
 
-    x / number multiplies by the reciprocal of the number on some devices; number / x multiplies by the reciprocal of x
-    on all. For GPUs Inductor treats a tensor that it can prove constant, such as one of torch.full, like a number. It
-    does not see that torch.where chooses between two equal tensors.
+    With a Python number c, x / c is computed as x · (1/c) on some devices, and c / x as c · (1/x) on all devices. For
+    GPUs Inductor treats a tensor that it can prove constant, such as a result of torch.full, like a number. It does not
+    see that torch.where chooses between two equal tensors.
     """
-    number = torch.full((), value, dtype=torch.float32, device=like.device)
-    return torch.where(like == like, number, number)
+    filled = torch.full((), value, dtype=torch.float32, device=like.device)
+    return torch.where(like == like, filled, filled)
 
 
 def group_scale(g: Tensor, kappa: float) -> Tensor:
-    """Return γ = g/κ, fp32: 1 where ``g`` is 0, at least fp32's smallest normal number, so that x/γ stays finite."""
+    """Return γ = g/κ, fp32, raised to fp32's smallest normal number so that x/γ stays finite; 1 where ``g`` is 0."""
     return torch.where(g == 0, 1.0, (g / constant(kappa, g)).clamp(min=2.0**-126))
 
 
 def kappa(spec: QuantSpec, target: float | None, headroom: float = 1.0) -> float:
-    """Return κ = Qmax·T·headroom, T the ``target`` or else the largest scale; 1 for scales that span fp32's exponents.
+    """Return κ = Qmax·T·headroom, where T is the ``target``, or without a target the largest scale of the format.
 
-    Divided by γ = g/κ, the largest block of a group has the decode scale T·headroom.
+    Return 1 without a target if the scale format spans fp32's exponents. After division by γ = g/κ, the largest block
+    of a group has the decode scale T·headroom.
     """
-    number = spec.scale.format
-    if target is None and number.spans_fp32:
+    scale_format = spec.scale.format
+    if target is None and scale_format.spans_fp32:
         return 1.0
-    return spec.element.max * (number.max if target is None else target) * headroom
+    return spec.element.max * (scale_format.max if target is None else target) * headroom
 
 
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
@@ -121,8 +122,8 @@ def dequantize(elements: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
 def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
     """Return the number to add to the bits of Z for a rule that gives powers of two, and None for the other rules.
 
-    The scale's exponent is that of the sum, less Emax. Adding 2^23 - 1 - t carries into the exponent exactly where the
-    mantissa exceeds t.
+    The scale's exponent is the exponent of the sum, less Emax. Adding 2^23 - 1 - t carries into the exponent exactly
+    where the mantissa exceeds t.
 
     Raises:
         ValueError: the rule is unknown.
@@ -130,7 +131,7 @@ def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
     match spec.rounding:
         case "floor":
             return 0
-        case "ceil":  # up where Z's mantissa exceeds that of Qmax
+        case "ceil":  # up where Z's mantissa exceeds the mantissa of Qmax
             return _MANTISSA - int((2 * math.frexp(element.max)[0] - 1) * 2**23)
         case "amax_ceil":  # up unless Z is a power of two
             return _MANTISSA
@@ -142,9 +143,9 @@ def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
 
 
 def _unbounded(z: Tensor) -> Tensor:
-    """Return the bits of fp32 ``z >= 0`` with an unbounded exponent: subnormals normalised, fields below 1 negative.
+    """Return the bits of fp32 ``z >= 0`` with an unbounded exponent field, which is at most 0 for subnormal numbers.
 
-    The integer-to-float conversion normalises without arithmetic on subnormals, which some devices flush to zero.
+    The integer-to-float conversion normalises subnormals without arithmetic on them, which some devices flush to zero.
     """
     bits = z.view(torch.int32)
     return torch.where(bits > _MANTISSA, bits, bits.to(torch.float32).view(torch.int32) - (149 << 23))
@@ -152,35 +153,35 @@ def _unbounded(z: Tensor) -> Tensor:
 
 def _from_exponent(exponent: Tensor, spec: ScaleSpec) -> Tensor:
     """Return 2^exponent, for an int32 exponent, clamped to the range of ``spec.format``."""
-    number = spec.format
-    lowest, highest = number.min_exponent - number.mantissa_bits, number.top_exponent
+    scale_format = spec.format
+    lowest, highest = scale_format.min_exponent - scale_format.mantissa_bits, scale_format.top_exponent
     within = exponent.clamp(lowest, highest)
     bits = (within + 127) << 23
     if lowest < -126:
         subnormal = torch.ones_like(within) << (within + 149).clamp(0, 22)
         bits = torch.where(within < -126, subnormal, bits)
     scale = bits.view(torch.float32)
-    if number.max != 2.0**highest:
-        scale = torch.where(exponent > highest, number.max, scale)
+    if scale_format.max != 2.0**highest:
+        scale = torch.where(exponent > highest, scale_format.max, scale)
     return torch.where(exponent < lowest, 1.0, scale) if spec.zero == "to_one" else scale
 
 
 def _to_format(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     """Return ``ideal`` (fp32, >= 0) rounded to ``spec.format``; ``noise`` is int32 bits if the rule is stochastic."""
-    number = spec.format
-    ideal = ideal.clamp(max=number.max)
-    if not number.has_zero:
+    scale_format = spec.format
+    ideal = ideal.clamp(max=scale_format.max)
+    if not scale_format.has_zero:
         bits = _unbounded(ideal)
         return _from_exponent(((bits + _carry(bits, 23, spec, noise)) >> 23) - 127, spec)
-    dropped = 23 - number.mantissa_bits
-    if number.min_exponent != -126:
+    dropped = 23 - scale_format.mantissa_bits
+    if scale_format.min_exponent != -126:
         scale = _round_spaced(ideal, spec, noise)
-    elif dropped:  # fp32's exponents: the values are the fp32 numbers with zeros in the low bits
+    elif dropped:  # the format has fp32's exponents: its values are the fp32 numbers with zeros in the low bits
         bits = ideal.view(torch.int32)
         scale = ((bits + _carry(bits, dropped, spec, noise)) & -(1 << dropped)).view(torch.float32)
     else:
         scale = ideal
-    return torch.where(scale == 0, 1.0, scale) if spec.zero == "to_one" else scale.clamp(min=number.min)
+    return torch.where(scale == 0, 1.0, scale) if spec.zero == "to_one" else scale.clamp(min=scale_format.min)
 
 
 def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor | int:
@@ -194,20 +195,20 @@ def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) ->
     if dropped == 23:
         if spec.ties == "even":  # the code counts exponents from the lowest; a tie above an odd code goes up
             return below // 2 + ((bits >> 23) - (127 + spec.format.min_exponent) & 1)
-        # A tie lies between a power of two and its double: 1 and 2 in units of the lower one, and 2 is even. ml_dtypes
-        # and torch do the same; by the parity of the code every second tie would go down.
+        # A tie lies between a power of two and its double, 1 and 2 in units of the lower: 2 is even, so ties go up, as
+        # in ml_dtypes and torch. By the parity of the code every second tie would go down.
         return 1 << 22
     return (below >> 1) + ((bits >> dropped) & 1)
 
 
-def round_stochastically(x: Tensor, number: ScaleFormat, bits: Tensor) -> Tensor:
+def round_stochastically(x: Tensor, scale_format: ScaleFormat, bits: Tensor) -> Tensor:
     """Return ``x >= 0`` rounded stochastically to a format with fewer exponents than fp32, by int32 ``bits``."""
-    step, inverse = spacing(x, number.min_exponent, number.mantissa_bits)
+    step, inverse = spacing(x, scale_format.min_exponent, scale_format.mantissa_bits)
     return stochastic_integer(x * inverse, uniform(bits)) * step
 
 
 def _round_spaced(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
-    """Round to a format with fewer exponents than fp32, as elements are rounded."""
+    """Return ``ideal`` rounded to a format with fewer exponents than fp32, in the way elements are rounded."""
     if noise is not None and spec.rounding != "toward_positive":
         return round_stochastically(ideal, spec.format, noise)
     step, inverse = spacing(ideal, spec.format.min_exponent, spec.format.mantissa_bits)

@@ -22,21 +22,23 @@ class Segments:
         count: E, the number of groups.
         ids: int64, the group of each position along the axis, or E for a position outside all groups, such as padding.
             None if position e is group e.
-        own: like ``ids``, but E also for the zeros that pad a group; None if no group is padded.
+        unpadded_ids: like ``ids``, but E also for the zeros that pad a group; None if no group is padded.
     """
 
     axis: int
     count: int
     ids: Tensor | None = None
-    own: Tensor | None = None
+    unpadded_ids: Tensor | None = None
 
     @property
-    def of_own(self) -> Segments:
-        """The same groups without the zeros that pad them; these are outside all groups."""
-        return self if self.own is None else Segments(self.axis, self.count, self.own)
+    def unpadded(self) -> Segments:
+        """The same groups without the zeros that pad them; the zeros are then outside all groups."""
+        return self if self.unpadded_ids is None else Segments(self.axis, self.count, self.unpadded_ids)
 
     def table(self, x: Tensor, axis: int, step: int, op: Literal["amax", "sum"] = "amax") -> Tensor:
-        """Return ``x`` reduced over the positions of each group, with E (+ 1, if there are ``ids``) along ``axis``.
+        """Return ``x`` reduced over the positions of each group: size E along ``axis``, or E + 1 if there are ``ids``.
+
+        The last of E + 1 entries is of the positions outside all groups.
 
         Args:
             axis: the axis of ``x`` that corresponds to :attr:`axis`, with one entry for every ``step`` positions.
@@ -48,7 +50,7 @@ class Segments:
         return x.new_full(shape, -torch.inf if op == "amax" else 0.0).scatter_reduce(axis, index, x, op)
 
     def spread(self, table: Tensor, x: Tensor, axis: int, step: int) -> Tensor:
-        """Return the entries of ``table`` at the positions of their groups, in the shape of its source ``x``."""
+        """Return the entries of a :meth:`table` of ``x`` at the positions of their groups, in the shape of ``x``."""
         return table if self.ids is None else table.gather(axis, self._index(x, axis, step))
 
     def at_positions(self, table: Tensor, rank: int) -> Tensor:
@@ -58,13 +60,15 @@ class Segments:
         return along.reshape([-1 if axis == self.axis else 1 for axis in range(rank)])
 
     def order_statistics(self, x: Tensor, share: Fraction) -> tuple[Tensor, Tensor]:
-        """Return the elements at places c and n - 1 - c of the ascending order of a group's n elements, c = ⌊share·n⌋,
-        at the positions of the group, broadcastable to ``x``; -Inf and Inf at positions outside all groups.
+        """Return two order statistics of each group at its positions, broadcastable to ``x``.
+
+        They are the elements at places c and n - 1 - c of the ascending n elements of the group, with c = ⌊share·n⌋.
+        At positions outside all groups they are -Inf and Inf.
 
         Args:
             x: without NaN.
         """
-        ids = self.own if self.own is not None else self.ids
+        ids = self.unpadded_ids if self.unpadded_ids is not None else self.ids
         ids = torch.arange(self.count, device=x.device) if ids is None else ids
         shape = [-1 if axis == self.axis else 1 for axis in range(x.dim())]
         flat = x.reshape(-1)
@@ -84,7 +88,7 @@ class Segments:
     def largest(self, score: Tensor, axis: int, step: int, share: Fraction) -> Tensor:
         """Return whether each element of ``score`` is among the ⌈share·n⌉ largest of the n elements of its group.
 
-        Among equal elements the first count as larger. NaN is larger than any number.
+        Of equal elements, the earlier counts as larger. NaN is larger than any number.
 
         Args:
             axis: the axis of ``score`` that corresponds to :attr:`axis`, with one entry for every ``step`` positions.

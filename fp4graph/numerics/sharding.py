@@ -25,7 +25,7 @@ def whole(x: Tensor) -> Tensor:
 def like(x: Tensor, reference: Tensor) -> Tensor:
     """Return ``x``, which is equal on every process, sharded as ``reference`` is.
 
-    Each process keeps its part; nothing is sent.
+    Each process keeps its shard of ``x``; nothing is sent.
     """
     if not is_sharded(reference) or is_sharded(x):
         return x
@@ -33,7 +33,7 @@ def like(x: Tensor, reference: Tensor) -> Tensor:
 
 
 def fsdp_modules(root: nn.Module) -> list[Any]:
-    """Return the modules in ``root`` that ``fully_shard`` was called on, each a Module and an FSDPModule."""
+    """Return the modules in ``root`` that ``fully_shard`` was called on; each is both a Module and an FSDPModule."""
     if not torch.distributed.is_available():
         return []
     return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -23,11 +23,11 @@ Source = Literal["original", "fprop"]
 Selector = Literal["mse", "mae", "amax"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
-#: Other names of scale-rounding rules; a :class:`ScaleSpec` replaces them by ours.
+#: Aliases of scale-rounding rules, each with the name that a :class:`ScaleSpec` replaces it by.
 _SCALE_ALIASES: dict[str, ScaleRounding] = {"rceil": "ceil"}
-#: Rules that make a power of two from the exponent of Z, for formats that hold nothing else.
+#: Rules that make a power of two from the exponent of Z, for formats whose values are all powers of two.
 POWERS_OF_TWO: tuple[ScaleRounding, ...] = ("floor", "ceil", "amax_ceil", "amax_even")
-#: Rules that round the ideal scale to its neighbours in the format, and mean the same for s = Qmax/Z as for S = Z/Qmax.
+#: Rules that round the ideal scale to one of its neighbours in the format, the same way for s = Qmax/Z and S = Z/Qmax.
 _EITHER_CONVENTION: tuple[ScaleRounding, ...] = ("nearest_even", "stochastic")
 
 _Format = TypeVar("_Format")
@@ -84,12 +84,12 @@ class ScaleSpec:
         ceil, rceil      2^ceil(log2(Z / Qmax))                powers of two  decode      RCEIL, TetraJet (truncation-
                                                                                           free), TransformerEngine MXFP8
         amax_ceil        2^(ceil(log2 Z) - Emax)               powers of two  decode      CEIL
-        amax_even        floor, of Z to the element's bits     powers of two  decode      EVEN
+        amax_even        floor of Z rounded to element's bits  powers of two  decode      EVEN
         nearest_even     nearest to Z / Qmax or Qmax / Z       any            either      NVFP4 (E4M3)
         toward_positive  Z / Qmax rounded up                   any            decode      ceil, for E8M0
         stochastic       a neighbour of Z / Qmax or Qmax / Z   any            either      design-space paper, sec. 3.1
 
-    Names in capitals are those of torchao's ``ScaleCalculationMode``. The rules that make powers of two read the
+    Names in capitals are members of torchao's ``ScaleCalculationMode``. The rules that make powers of two read the
     exponent of Z and are for formats without mantissa bits (E8M0). The other rules round the ideal scale to one of its
     neighbours in the format; in ``fp32`` they change nothing.
     """
@@ -101,12 +101,12 @@ class ScaleSpec:
     ties: ScaleTies | None = None
 
     def __post_init__(self) -> None:
-        number = _format("scale format", self.format, ScaleFormat, scale_format)
-        object.__setattr__(self, "format", number)
+        resolved = _format("scale format", self.format, ScaleFormat, scale_format)
+        object.__setattr__(self, "format", resolved)
         _check_choice("scale convention", self.convention, get_args(Convention))
         rounding: object = self.rounding
         if rounding is None:
-            exponents_only = number.mantissa_bits == 0 and self.convention == "decode"
+            exponents_only = resolved.mantissa_bits == 0 and self.convention == "decode"
             object.__setattr__(self, "rounding", "floor" if exponents_only else "nearest_even")
         _check_choice("scale rounding", self.rounding, get_args(ScaleRounding))
         object.__setattr__(self, "rounding", _SCALE_ALIASES.get(self.rounding, self.rounding))
@@ -118,10 +118,10 @@ class ScaleSpec:
                 f"scale rounding {self.rounding!r} is a rule for decode scales; with convention: encode use "
                 "nearest_even or stochastic"
             )
-        if self.rounding in POWERS_OF_TWO and number.mantissa_bits:
+        if self.rounding in POWERS_OF_TWO and resolved.mantissa_bits:
             raise SpecError(
-                f"scale rounding {self.rounding!r} makes a power of two, and {number.name} scales have "
-                f"{number.mantissa_bits} mantissa bits, which would be lost; use nearest_even, toward_positive or "
+                f"scale rounding {self.rounding!r} makes a power of two, and {resolved.name} scales have "
+                f"{resolved.mantissa_bits} mantissa bits, which would be lost; use nearest_even, toward_positive or "
                 "stochastic with it, or format: e8m0 for powers of two"
             )
 
@@ -159,7 +159,7 @@ class QuantSpec:
 
     Attributes:
         element: the values that an element may have, as a name or an :class:`ElementFormat`; or a list of these, from
-            which each block chooses. The attribute then holds the first of the list, and ``others`` the rest.
+            which each block chooses. The attribute then holds the first format of the list, and ``others`` the others.
         block: the elements that share a scale: a number of elements along the contraction axis; ``(r, c)`` for 2-D
             blocks over the last two axes; ``"row"`` for one scale per line along the contraction axis; ``"tensor"``
             for one scale.
@@ -171,10 +171,10 @@ class QuantSpec:
             midpoint of their interval (Fitzgibbon & Felix 2025).
         source: the tensor that is quantized: the ``original`` operand, or the dequantized operand of ``fprop`` (double
             quantization).
-        from_master: quantize the tensor from before autocast's cast instead of after it.
-        others: the elements that a block may choose in place of ``element``; none by default.
+        from_master: whether to quantize the tensor before autocast's cast instead of after it.
+        others: the formats that a block may choose in place of ``element``; empty by default.
         selector: the measure of errors e by which a block chooses, ``mse`` Σe² (the default), ``mae`` Σabs(e) or
-            ``amax`` max abs(e); None if there is one element.
+            ``amax`` max abs(e); None for a single element format.
     """
 
     element: ElementFormat = field(default="e2m1")  # type: ignore[assignment]  # a name is converted below
@@ -223,7 +223,7 @@ class QuantSpec:
         object.__setattr__(self, "element", first)
         object.__setattr__(self, "others", tuple(others))
         if len({first, *others}) <= len(others):
-            raise SpecError(f"a block chooses between different elements; got {self.element_name} with one named twice")
+            raise SpecError(f"the elements of a list must differ; got {self.element_name}")
         if any(other.code_bits != first.code_bits for other in others):
             widths = ", ".join(f"{each.name} {each.code_bits}" for each in self.elements)
             raise SpecError(f"the elements of a list must have codes of one width, in bits; got {widths}")
@@ -232,13 +232,13 @@ class QuantSpec:
             if finer:
                 raise SpecError(
                     f"no block would choose {other.name}: each of its values, stretched to the maximum of "
-                    f"{finer[0].name}, is a value of {finer[0].name} too; leave it out"
+                    f"{finer[0].name}, is a value of {finer[0].name} too; leave {other.name} out"
                 )
         if self.selector is None:
             object.__setattr__(self, "selector", "mse" if others else None)
         elif not others:
             raise SpecError(
-                f"selector {self.selector!r} chooses between elements, and element names one, {first.name}; name "
+                f"selector {self.selector!r} chooses between elements, but element names only {first.name}; name "
                 "several, as in element: [e2m1, int4], or leave selector out"
             )
         else:

@@ -1,7 +1,7 @@
 """Surrogate gradients of maxima and roundings, whose derivatives do not exist or are zero.
 
-All are functions of fp32 tensors, for techniques that replace the straight-through estimator. They act in the backward
-pass, except :func:`log_sum_exp`, which is also a forward value.
+The functions take fp32 tensors. Techniques that replace the straight-through estimator call them in the backward pass,
+and :func:`log_sum_exp` in the forward pass too.
 
 Source: "Elucidating the design space of FP4 training", sec. 4 and 5, Table 1, A.13; Wang et al. 2025 (DGE).
 """
@@ -39,7 +39,7 @@ def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tens
 
 
 def relative_beta(beta: float, unit: Tensor) -> Tensor:
-    """Return β/unit, shape of ``unit``: it converts a β for X/unit to one for X. β where ``unit`` is 0."""
+    """Return β/unit, in the shape of ``unit``: the β for X that has the effect of β for X/unit; β where unit is 0."""
     absolute = torch.full_like(unit, beta)
     return torch.where(unit > 0, absolute / torch.where(unit > 0, unit, 1.0), absolute)
 
@@ -61,10 +61,10 @@ def absmax_gradient(values: Tensor, m: Tensor, groups: Groups) -> Tensor:
 
 
 def inside(u: Tensor, limit: float) -> Tensor:
-    """Return 1 where abs(u) <= ``limit`` and 0 elsewhere, NaN included; fp32, shape of ``u``, which is fp32.
+    """Return 1 where abs(u) <= ``limit`` and 0 elsewhere and for NaN: fp32, in the shape of ``u``, which is fp32.
 
-    Bits are subtracted instead of compared: the backward keeps a byte for each element, and Inductor's code for CPUs
-    takes 25 ns to write a boolean, and less than 1 ns to write a number.
+    Bits are subtracted instead of compared, because the backward keeps a byte for each element, and Inductor's code for
+    CPUs takes 25 ns to write a boolean, and less than 1 ns to write a number.
     """
     (bits,) = struct.unpack("<i", struct.pack("<f", limit))
     outside: Tensor = (bits - (u.view(torch.int32) & _LAST)) >> 31  # -1 or 0
@@ -74,33 +74,40 @@ def inside(u: Tensor, limit: float) -> Tensor:
 def fraction(u: Tensor, element: ElementFormat) -> Tensor:
     """Return the position of ``u`` between its neighbouring values of ``element``, from 0 to 1; 0 at a value."""
     lower, upper = bracket(u, element)
-    return _part(u, lower, upper)
+    return _position(u, lower, upper)
 
 
-def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Return the same position for positive scales, and 1.0 where the nearest value has an odd code, else 0.0."""
-    if not number.has_zero:
+def scale_fraction(scale: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Return :func:`fraction` of positive scales in a scale format, and 1.0 where the nearest value's code is odd.
+
+    The second tensor is 0.0 elsewhere, and everywhere for a format of powers of two, which rounds no ties to even.
+    """
+    if not scale_format.has_zero:
         lower = power_of_two(scale)
-        return _part(scale, lower, 2 * lower), torch.zeros_like(scale)
-    _, inverse = spacing(scale.clamp(max=number.max), number.min_exponent, number.mantissa_bits)
+        return _position(scale, lower, 2 * lower), torch.zeros_like(scale)
+    limited = scale.clamp(max=scale_format.max)
+    _, inverse = spacing(limited, scale_format.min_exponent, scale_format.mantissa_bits)
     lower = (scale * inverse).floor()
     nearest = torch.round(scale * inverse)
     return scale * inverse - lower, nearest - 2 * (nearest * 0.5).floor()
 
 
-def dge(part: Tensor, k: float) -> Tensor:
-    """Return (1/k)·abs(2t - 1)^(1/k - 1), t the position in the interval: infinite in the middle, 1/k at the ends."""
-    return (2 * part - 1).abs().pow(1 / k - 1) / k
+def dge(t: Tensor, k: float) -> Tensor:
+    """Return (1/k)·abs(2t - 1)^(1/k - 1) for positions ``t`` of :func:`fraction`: Inf at 1/2, 1/k at 0 and 1."""
+    return (2 * t - 1).abs().pow(1 / k - 1) / k
 
 
-def sigmoid(part: Tensor, temperature: float) -> Tensor:
-    """Return (12/T)·σ(z)(1 - σ(z)) with z = 12(t - 1/2)/T (A.13)."""
-    s = torch.sigmoid((part - 0.5) * (12 / temperature))
+def sigmoid(t: Tensor, temperature: float) -> Tensor:
+    """Return (12/T)·σ(z)(1 - σ(z)), z = 12(t - 1/2)/T, for positions ``t`` of :func:`fraction` (A.13)."""
+    s = torch.sigmoid((t - 0.5) * (12 / temperature))
     return 12 / temperature * s * (1 - s)
 
 
 def ties_even_knots(element: ElementFormat) -> tuple[tuple[float, float], ...]:
-    """Return (threshold, its value to nearest even) for each pair of neighbours, from (0, 0) to (max, max)."""
+    """Return the knots (midpoint, the value that RTN with ties to even gives it) of all pairs of neighbouring values.
+
+    The knot (0, 0) precedes them, and (max, max) follows.
+    """
     values = element.magnitudes()
     knots = [(0.0, 0.0)]
     for code, (low, high) in enumerate(itertools.pairwise(values)):
@@ -109,7 +116,7 @@ def ties_even_knots(element: ElementFormat) -> tuple[tuple[float, float], ...]:
 
 
 def spline(u: Tensor, knots: Sequence[tuple[float, float]]) -> Tensor:
-    """Return the slope at abs(u) of the line through ``knots``, right-continuous; 0 beyond the last knot."""
+    """Return the slope at abs(u) of the polyline through ``knots``, right-continuous; 0 beyond the last knot."""
     magnitude = u.abs()
     slope = torch.zeros_like(u)
     for (t, value), (following, next_value) in itertools.pairwise(knots):
@@ -128,6 +135,6 @@ def _total(x: Tensor, groups: Groups) -> Tensor:
     return groups.reduce(x.sum(groups.blocking.axes, keepdim=True), "sum")
 
 
-def _part(u: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+def _position(u: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     width = upper - lower
     return torch.where(width > 0, (u - lower) / torch.where(width > 0, width, torch.ones_like(width)), 0.0)

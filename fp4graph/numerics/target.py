@@ -21,7 +21,7 @@ def kind(device: torch.device) -> str:
 
 @contextmanager
 def traced_for(device_type: str) -> Iterator[None]:
-    """Trace code as for ``device_type`` in this context, whatever the device of the tensors. The code cannot run."""
+    """Trace code in this context as if its tensors were on ``device_type``. The traced code is not for running."""
     global _traced
     previous, _traced = _traced, device_type
     try:

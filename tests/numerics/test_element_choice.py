@@ -133,10 +133,10 @@ def test_a_list_of_elements_is_plain_data():
     ("fields", "message"),
     [
         ({"element": ()}, "empty list"),
-        ({"element": ("e2m1", "e2m1")}, "e2m1|e2m1 with one named twice"),
+        ({"element": ("e2m1", "e2m1")}, "the elements of a list must differ; got e2m1|e2m1"),
         ({"element": ("e2m1", "int8")}, "codes of one width, in bits; got e2m1 4, int8 8"),
         ({"element": ("e2m1", "int5")}, "no element format 'int5'"),
-        ({"element": "e2m1", "selector": "mse"}, "element names one, e2m1; name several"),
+        ({"element": "e2m1", "selector": "mse"}, "element names only e2m1; name several"),
         ({"element": ("e2m1", "int4"), "selector": "rms"}, "selector must be one of mse, mae, amax"),
         ({"element": ("e2m1", "int4"), "others": (E3M0,)}, "write the list alone"),
         ({"element": "e2m1", "others": [INT4]}, "others must be a tuple"),

@@ -59,7 +59,7 @@ def test_exceptions_replace_the_list_and_its_selector() -> None:
 @pytest.mark.parametrize(
     ("quantize", "message"),
     [
-        (NVFP4 | {"selector": "mse"}, "selector 'mse' chooses between elements, and element names one, e2m1"),
+        (NVFP4 | {"selector": "mse"}, "selector 'mse' chooses between elements, but element names only e2m1"),
         (SET | {"selector": "rms"}, "selector"),
         (NVFP4 | {"element": ["e2m1", "e4m3"]}, "codes of one width"),
         (NVFP4 | {"element": ["e2m1", "e5m9"]}, "unknown element format 'e5m9'"),
