@@ -1,6 +1,7 @@
-"""A site's program in one forward or backward: with its schedule, its source of random bits and its state.
+"""Binds a site's program to the schedule, the source of random bits and the state of one forward or backward.
 
-It runs three GEMMs (:mod:`fp4graph.ops.bound_gemm`), and keeps for the backward what the schedule says.
+The bound program runs three GEMMs (:mod:`fp4graph.ops.bound_gemm`), and keeps operands for the backward as the schedule
+says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp4graph.technique.operands import Gemm
 
 
 class Forward(NamedTuple):
-    """The product, both quantized factors as the backward reads them, and the operands of fprop."""
+    """The product, the forms of both quantized factors that the backward reads (or None), and the operands of fprop."""
 
     y: Tensor
     left: Tensor | PackedOperand | None
@@ -34,11 +35,11 @@ class Forward(NamedTuple):
 
 
 class BoundMatmul:
-    """A matmul program with what one forward or backward calls it with, run as its schedule says.
+    """A matmul program with the arguments of one forward or backward, run as its schedule says.
 
     Args:
-        experts: the tokens of each expert, of a grouped product.
-        channels: the input channels ``[k]`` that are multiplied; None for all.
+        experts: the tokens of each expert, for a grouped product.
+        channels: the input channels ``[k]`` that are multiplied; None for all channels.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BoundMatmul:
     ) -> None:
         self.program, self.schedule = options.program, schedule
         self._options, self._dtype, self._channels = options, options.dtype, channels
-        self._given = draw, state, experts
+        self._arguments = draw, state, experts
         self._layouts: dict[int, Layout] = {}
         self._gemms: dict[Gemm, BoundGemm] = {}
 
@@ -64,7 +65,7 @@ class BoundMatmul:
         """Return one of the three GEMMs."""
         if gemm not in self._gemms:
             program: GemmProgram = getattr(self.program, gemm)
-            draw, state, experts = self._given
+            draw, state, experts = self._arguments
             layout = None
             if experts is not None:
                 if program.granule not in self._layouts:
@@ -75,7 +76,7 @@ class BoundMatmul:
         return self._gemms[gemm]
 
     def forward(self, a: Tensor, b: Tensor, addend: Tensor | None) -> Forward:
-        """Return fprop, and what is kept for the backward."""
+        """Return the result of fprop, and the operands that are kept for the backward."""
         fprop, right_step = self.gemm(Gemm.FPROP), self.schedule.fprop.right
         x = self.of(a)
         rotation = fprop.rotated(x, self.of(b), leaves=right_step.turns)
@@ -85,24 +86,25 @@ class BoundMatmul:
             y, kept = fprop.product(left_terms, right, packs=Keeps.BYTES in right_step.keeps)
             return Forward(y, kept_left, kept, operands)
         right_terms, kept_right = self._kept(fprop, right, rotation, "right")
-        fprop.show(operands, (x, b), (left_terms, right_terms))  # dgrad's weight is compared with the whole one
+        fprop.show(operands, (x, b), (left_terms, right_terms))  # all of b, with which dgrad.weight is compared
         return Forward(fprop.multiply(left_terms, right_terms, addend), kept_left, kept_right, operands)
 
     def _kept(
         self, fprop: BoundGemm, operand: BoundOperand, rotation: Rotation, side: Side
     ) -> tuple[Terms, Tensor | PackedOperand | None]:
-        """Return an operand of fprop quantized, and what the backward rereads of it: the dequantized operand in the
-        original layout and basis, the bytes that stand for it, those of what the backward multiplies, or None."""
+        """Return the terms of an operand of fprop, and the form in which the backward reads it again: dequantized in
+        the original layout and basis, as bytes, as bytes of the operand that the backward multiplies, or None."""
         step = fprop.step(side)
         if step.kernel is not None and step.asked is not Asked.VALUES:
             spec, both = operand.program.spec, step.asked is Asked.BOTH
             assert spec is not None
-            direction, multiplier, columns, waiting = Direction(spec, operand.draw), None, None, None
+            direction, multiplier, columns, column_multiplier = Direction(spec, operand.draw), None, None, None
             if both:
-                other = self._with_draw(Gemm.WGRAD if side == "left" else Gemm.DGRAD, "right")
-                own = operand.program, operand.draw
-                (direction, multiplier), (columns, waiting) = _directions(operand.x, step.kernel, own, other)
-            job = Job(operand.x, direction, self._dtype, columns=columns, multiplier=waiting, keeps=both)
+                along_columns = self._with_draw(Gemm.WGRAD if side == "left" else Gemm.DGRAD, "right")
+                along_rows = operand.program, operand.draw
+                directions = _directions(operand.x, step.kernel, along_rows, along_columns)
+                (direction, multiplier), (columns, column_multiplier) = directions
+            job = Job(operand.x, direction, self._dtype, columns=columns, multiplier=column_multiplier, keeps=both)
             values, packed, *_ = step.kernel.run(job)
             return (Term(values.to(self._dtype), multiplier),), packed
         terms = operand.quantized(self._dtype)
@@ -115,21 +117,23 @@ class BoundMatmul:
         return self.gemm(gemm).program.side(side), self.gemm(gemm).operand_draw(side)
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
-        """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.
+        """Return dY quantized for dgrad, dYᵀ quantized for wgrad, and the sum of dY over its rows, fp32, or None.
+
+        Return three Nones unless one kernel quantizes both operands in one read.
 
         Args:
             dy: in the dtype of the GEMMs.
-            sums: whether the sum of dY over its rows is returned too, fp32.
+            sums: whether to return the sum.
         """
         step = None if self.schedule.dgrad is None else self.schedule.dgrad.left
         if step is None or step.kernel is None or step.asked is not Asked.BOTH:
             return None, None, None
-        own, other = self._with_draw(Gemm.DGRAD, "left"), self._with_draw(Gemm.WGRAD, "left")
-        (rows, multiplier), (columns, waiting) = _directions(dy, step.kernel, own, other)
+        dgrad, wgrad = self._with_draw(Gemm.DGRAD, "left"), self._with_draw(Gemm.WGRAD, "left")
+        (rows, multiplier), (columns, column_multiplier) = _directions(dy, step.kernel, dgrad, wgrad)
         along_rows, _, along_columns, partial = step.kernel.run(Job(dy, rows, columns=columns, sums=sums))
         assert along_columns is not None
         over_rows = None if partial is None else partial.sum(0)
-        return (Term(along_rows, multiplier),), (Term(along_columns.mT, waiting),), over_rows
+        return (Term(along_rows, multiplier),), (Term(along_columns.mT, column_multiplier),), over_rows
 
     def product(
         self, which: Gemm, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
@@ -137,7 +141,7 @@ class BoundMatmul:
         """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype.
 
         Args:
-            quantized: what :meth:`gradients` made of ``left``, or None.
+            quantized: ``left`` as :meth:`gradients` quantized it, or None.
         """
         gemm = self.gemm(which)
         step = gemm.step("right")
@@ -159,11 +163,11 @@ class BoundMatmul:
     def with_factors(
         self, a: Tensor, b: Tensor, da: Tensor | None, db: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``(dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, R being fprop's pair transforms."""
+        """Return ``(dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, where R is the product of fprop's pair transforms."""
         fprop = self.gemm(Gemm.FPROP)
         rotation = fprop.rotated(a, b)
         left, right = fprop.operands(rotation)
-        # The gradient with respect to A·R is dA·R⁻ᵀ: a transform of the other side.
+        # The gradient with respect to A·R is dA·R⁻ᵀ, which is the transform of the other side.
         if fprop.layout is not None and da is not None:
             da = fprop.layout.lay_out(da)
         da = _with_factor(da, left, rotation, "right")
@@ -174,13 +178,13 @@ class BoundMatmul:
 def _directions(
     x: Tensor, kernel: Kernel, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
 ) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]]:
-    """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
-    largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
+    """Return the directions along the rows and along the columns of ``x``, each with the multiplier of its term."""
+    largest = Once(lambda: operators.largest_of_all(x))  # it does not depend on the blocks, so both directions share it
     return rows[0].direction(x, rows[1], kernel, largest), columns[0].direction(x.mT, columns[1], kernel, largest)
 
 
-def _with_factor(gradient: Tensor | None, own: BoundOperand, rotation: Rotation, side: Side) -> Tensor | None:
+def _with_factor(gradient: Tensor | None, operand: BoundOperand, rotation: Rotation, side: Side) -> Tensor | None:
     if gradient is None:
         return None
-    factor = own.program.gradient_factor(own.x, own.draw, own.state, own.segments)
+    factor = operand.program.gradient_factor(operand.x, operand.draw, operand.state, operand.segments)
     return gradient if factor is None else rotation.undo(rotation.apply(gradient, side) * factor, side)

@@ -1,6 +1,6 @@
-"""One GEMM of a site at work: it quantizes its operands as its schedule says, and multiplies them.
+"""Runs one GEMM of a site: quantizes its operands as the schedule says, and multiplies them.
 
-It shows them to an observer, and writes the state that the graph keeps. Nothing is decided here.
+The GEMM shows its operands to an observer, and writes the state that the graph keeps. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class MatmulOptions:
 
 @dataclass(frozen=True, eq=False)
 class BoundGemm:
-    """One GEMM of a site at work.
+    """One GEMM of a site with the arguments of one forward or backward.
 
     Attributes:
-        schedule: None where the GEMM is not computed.
-        draw: of the site.
-        state: of the site, in the order of the program's slots.
-        layout: the places of tokens in the operands, of experts.
+        schedule: the GEMM's schedule; None if the GEMM is not computed.
+        draw: the site's source of random bits.
+        state: the site's state, in the order of the program's slots.
+        layout: the places of tokens in the operands of a grouped product; else None.
     """
 
     program: GemmProgram
@@ -81,19 +81,19 @@ class BoundGemm:
     layout: Layout | None
 
     def step(self, side: Side) -> Step:
-        """Return how an operand is quantized."""
+        """Return the schedule's step of an operand."""
         assert self.schedule is not None
         return self.schedule.left if side == "left" else self.schedule.right
 
     def operand_draw(self, side: Side) -> Draw | None:
-        """Return what an operand draws from."""
+        """Return an operand's source of random bits."""
         return operand_draw(self.draw, self.program.operands[side == "right"])
 
     def rotated(self, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
-        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
+        """Return the operands in the dtypes that they are quantized from, and in the GEMM's layout and basis.
 
         Args:
-            leaves: leave it to the kernel to rotate the right operand.
+            leaves: whether to leave the rotation of the right operand to a kernel.
         """
         left, right = self._cast(left, self.program.left), self._cast(right, self.program.right)
         segments = None
@@ -118,8 +118,8 @@ class BoundGemm:
         return BoundOperand(operand, program, x, self.operand_draw(side), state, segments, turn, code)
 
     def multiply(self, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
-        """Return ``left @ rightᵀ`` of the quantized operands, in the original layout; for fprop with the product's
-        alpha and its addend."""
+        """Return ``left @ rightᵀ`` of the quantized operands, in the original layout; for fprop with the alpha, the
+        beta and the addend of the product."""
         assert self.schedule is not None
         gemm = self.program.gemm
         if self.layout is not None:
@@ -133,41 +133,41 @@ class BoundGemm:
     def product(
         self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
     ) -> tuple[Tensor, PackedOperand | None]:
-        """Return a product of experts whose weights the kernel quantizes, in the original layout, and if ``packs`` the
+        """Return a grouped product, in the original layout, whose kernel quantizes the weights; if ``packs`` also the
         bytes of the weights.
 
         Args:
-            right: not quantized yet; its transpose where it is given as bytes.
+            right: the weights, not quantized yet, or the bytes of their transpose.
         """
         (term,), kernel = left, self.step("right").kernel
         assert self.layout is not None
         assert kernel is not None
         x: Tensor | PackedOperand
         if isinstance(right, PackedOperand):
-            x, direction, waiting = right, self._plain("right"), None
+            x, direction, multiplier = right, self._plain("right"), None
         else:
             x = right.x
-            direction, waiting = right.program.direction(x, right.draw, kernel, segments=right.segments)
+            direction, multiplier = right.program.direction(x, right.draw, kernel, segments=right.segments)
             direction = direction.rotated(right.turn)
-        groups = Groups(*self.layout.tokens, self.layout.scale(term.multiplier, waiting))
+        groups = Groups(*self.layout.tokens, self.layout.scale(term.multiplier, multiplier))
         y, packed, *_ = kernel.run(Job(x, direction, self.options.dtype, keeps=packs, left=term.values, groups=groups))
         return self.taken_back(y), packed
 
     def backward_product(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
-        """Return ``left`` times the transpose of ``source``, where the kernel quantizes that within the product."""
+        """Return ``left`` times the transpose of ``source``, which the kernel quantizes within the product."""
         right: BoundOperand | PackedOperand
         if isinstance(source, PackedOperand):
             assert self.layout is not None
             laid_out = self.layout.lay_out(self._cast(left, self.program.left))
-            own, right = self.operand(Rotation(laid_out, laid_out), "left"), source
+            gradient, right = self.operand(Rotation(laid_out, laid_out), "left"), source
         else:
-            own, right = self.operands(self.rotated(left, source.mT, leaves=self.step("right").turns))
-        y, _ = self.product(own.quantized(self.options.dtype), right)
-        self.observe(own)
+            gradient, right = self.operands(self.rotated(left, source.mT, leaves=self.step("right").turns))
+        y, _ = self.product(gradient.quantized(self.options.dtype), right)
+        self.observe(gradient)
         return y
 
     def at_places(self, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
-        """Return ``left`` times the transpose of ``source``, both quantized where the tokens lie."""
+        """Return ``left`` times the transpose of ``source``, where kernels read both from the places of the tokens."""
         assert self.layout is not None
         places = self.layout.source
         tokens = source if isinstance(source, PackedOperand) else self._cast(source, self.program.right)
@@ -185,49 +185,50 @@ class BoundGemm:
         return self.multiply(quantized("left", rows), quantized("right", tokens))
 
     def from_bytes(self, left: Tensor, source: PackedOperand, quantized: Terms | None) -> Tensor:
-        """Return ``left`` times the transpose of ``source``, as its bytes hold that, or quantized again from them."""
+        """Return ``left`` times the transpose of ``source``, which is unpacked if its bytes are of this GEMM's operand,
+        and else quantized again from its bytes."""
         step, left = self.step("right"), self._cast(left, self.program.left)
-        own = self.operand(Rotation(left, left), "left")
+        gradient = self.operand(Rotation(left, left), "left")
         if step.source is Source.READY:
             term = Term(source.unpack(), source.multiplier)
         else:
             assert step.kernel is not None
             job = Job(source, self._plain("right"), self.options.dtype)
             term = Term(step.kernel.run(job).values.to(self.options.dtype))
-        terms = quantized or own.quantized(self.options.dtype), (term,)
+        terms = quantized or gradient.quantized(self.options.dtype), (term,)
         if self.options.observer is not None:
             x = source.unpack().mT
             self.show(self.operands(Rotation(left, x)), (left, x), terms)
-        self.observe(own)
+        self.observe(gradient)
         return self.multiply(*terms)
 
     def show(
         self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
     ) -> None:
-        """Let the observer see what is multiplied."""
+        """Show both operands to the observer."""
         if self.options.observer is not None:
             shown = zip(operands, given, terms, strict=True)
-            left, right = (ObservedOperand(**vars(own), given=x, terms=product) for own, x, product in shown)
+            left, right = (ObservedOperand(**vars(operand), given=x, terms=each) for operand, x, each in shown)
             self.options.observer(left, right)
 
     def observe(self, *operands: BoundOperand) -> None:
         """Write the state that the graph keeps, after everything else has read it."""
-        for own in operands:
-            if own.program.observes and self.options.training:
-                values = own.program.observe(own.x, own.draw, own.state, own.segments)
+        for operand in operands:
+            if operand.program.observes and self.options.training:
+                values = operand.program.observe(operand.x, operand.draw, operand.state, operand.segments)
                 for slot, entry in zip(self.options.program.state, self.state, strict=True):
-                    if entry is not None and slot.written and slot.entry.operand is own.operand:
-                        # Checkpointed regions hold the state as an input, and would refuse it once a backward wrote it:
-                        # autograd counts no write to ``data``. No region reads what a backward writes.
-                        target = entry if own.operand.gemm is Gemm.FPROP else entry.data
+                    if entry is not None and slot.written and slot.entry.operand is operand.operand:
+                        # Checkpointed regions have the state as an input, and would refuse it after a write in the
+                        # backward. autograd counts no write to ``data``; no region reads state that a backward writes.
+                        target = entry if operand.operand.gemm is Gemm.FPROP else entry.data
                         target.copy_(values[slot.technique, slot.entry.name])
 
     def taken_back(self, x: Tensor) -> Tensor:
-        """Return rows of the GEMM's layout as the tokens are given."""
+        """Return the rows ``x`` of the GEMM's layout in the original order of the tokens."""
         return x if self.layout is None or self.program.gemm is Gemm.WGRAD else self.layout.take_back(x)
 
     def _plain(self, side: Side) -> Direction:
-        """Return how a kernel quantizes an operand by the spec alone."""
+        """Return the direction in which a kernel quantizes an operand by the spec alone."""
         spec = self.program.side(side).spec
         assert spec is not None
         return Direction(spec, self.operand_draw(side))
@@ -236,7 +237,7 @@ class BoundGemm:
         return x if program.from_master else x.to(self.options.dtype)
 
     def _state_of(self, operand: Operand, rotation: Rotation) -> OperandState:
-        """Return an operand's entries, those of the weight's shape laid out as the operand is."""
+        """Return an operand's state; entries of the weight's shape are transposed and transformed like the operand."""
         result: dict[str, dict[str, Tensor]] = {}
         for slot, tensor in zip(self.options.program.state, self.state, strict=True):
             if slot.entry.operand is operand and tensor is not None:

@@ -1,4 +1,4 @@
-"""Calls of tensor stages: the context that a stage is handed, and the checks of what the stage returns.
+"""Calls of tensor stages: the context that a stage gets, and the checks of the result that it returns.
 
 An error names the plugin that breaks its contract, and the stage. The checks look at shapes and dtypes alone, so that
 they cost nothing in compiled code and trace with symbolic sizes.
@@ -31,10 +31,10 @@ Acting = Sequence[tuple[Part, Context]]
 
 
 def context(part: Part, draw: Draw | None, blocking: Blocking, device: torch.device, **rest: Any) -> Context:
-    """Return the context of ``part``, which takes from ``draw`` only if it says that it draws.
+    """Return the context of ``part``, with random bits from ``draw`` only if ``part.draws``.
 
     Args:
-        rest: the attributes of the context that draw nothing.
+        rest: the attributes of the context that do not depend on ``draw``.
     """
     draw = draw if part.draws else None
     varying = Noise(None, blocking, device) if draw is None else draw.noise(blocking, device)
@@ -51,7 +51,7 @@ def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Any, Context]]:
 class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that bring values of tensors to Python, or whose shapes depend on values.
 
-    Nothing compiled can run them. Without this a technique would train under ``eager`` and fail under Inductor.
+    Compiled code cannot run them: without this class a technique would train under ``eager`` and fail under Inductor.
     """
 
     def __init__(self, part: Part, stage: str) -> None:
@@ -85,18 +85,18 @@ _DEPENDS = (
 
 
 def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call has a shape that follows from its arguments, although the operator's may not."""
-    if func is torch.ops.aten.index.Tensor:  # by numbers, not by a mask
+    """Return whether the shape of this call's result follows from the arguments, unlike that of other calls."""
+    if func is torch.ops.aten.index.Tensor:  # indexed by numbers, not by a mask
         return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return kwargs.get("output_size") is not None  # repeat_interleave
 
 
-#: The stages that have run without depending on values, with the shapes they had: each is checked once.
+#: The stages that have run without depending on values, with the shapes of their arguments: each is checked once.
 _checked: WeakKeyDictionary[Part, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def run(part: Part, stage: str, *args: object) -> Any:
-    """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
+    """Return the result of a stage. An exception of the stage becomes an error that names the plugin."""
     try:
         # Dynamo cannot trace a mode, and refuses such operations itself.
         if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES:
@@ -108,14 +108,14 @@ def run(part: Part, stage: str, *args: object) -> Any:
             result = getattr(part, stage)(*args)
         _checked.setdefault(part, set()).add(case)
         return result
-    except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
+    except (Error, torch.OutOfMemoryError):  # of another stage that this stage called, or not the plugin's fault
         raise
     except Exception as error:
         raise broken(part, stage, f"{type(error).__name__}: {error}") from error
 
 
 def run_like(part: Part, stage: str, like: Tensor, *args: object) -> Tensor | None:
-    """Return what a stage that may decline returns: None, or a tensor of the shape and dtype of ``like``."""
+    """Return the result of a stage: None, or a tensor that is checked to have the shape and dtype of ``like``."""
     result = run(part, stage, *args)
     return None if result is None else same(part, stage, result, like)
 
@@ -133,11 +133,11 @@ def same(part: Part, stage: str, result: Any, like: Tensor, *, any_float: bool =
     return tensor
 
 
-def lines(part: Part, stage: str, given: Any, like: Tensor) -> Tensor:
-    """Return ``given``, checked to be a tensor of the shape and device of ``like``, or with size 1 along some axes."""
-    tensor = _float(part, stage, given)
+def lines(part: Part, stage: str, operand: Any, like: Tensor) -> Tensor:
+    """Return ``operand``, checked to be a tensor on the device and of the shape of ``like``, or 1 in place of sizes."""
+    tensor = _float(part, stage, operand)
     sizes = zip(tensor.shape, like.shape, strict=False)
-    if tensor.dim() != like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
+    if tensor.dim() != like.dim() or not all(statically_known_true(size == 1) or size == due for size, due in sizes):
         raise broken(part, stage, f"has shape {_shape(tensor)} where {_shape(like)} is due, or 1 in place of a size")
     if tensor.device != like.device:
         raise broken(part, stage, f"is on {tensor.device}, and the operand on {like.device}")
@@ -148,7 +148,7 @@ def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
     """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
     tensor = _float(part, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
-    if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
+    if tensor.dim() > like.dim() or not all(statically_known_true(size == 1) or size == due for size, due in sizes):
         raise broken(part, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
     if tensor.dtype is not like.dtype:
         raise broken(part, stage, f"returned {tensor.dtype} where {like.dtype} is due")
@@ -156,11 +156,11 @@ def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
 
 
 def require_granularity(part: BlockScale, gamma: Tensor, asked: Sequence[Groups], segments: Segments | None) -> None:
-    """Raise PluginError where γ has another granularity than ``group_granularity`` declares, as far as that shows.
+    """Raise PluginError if γ is seen to have another granularity than ``group_granularity`` declares.
 
     Args:
-        asked: the groups whose statistic the technique asked for.
-        segments: of the operand; without them "tensor" and "all" are one number.
+        asked: the groups whose statistics the technique asked for.
+        segments: the operand's segments. Without segments, γ of "tensor" and of "all" is one number.
     """
     declared = part.group_granularity
     if declared is None:
@@ -186,7 +186,7 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
 
     @at(weight_name)
     def init(weight: Tensor) -> Tensor:
-        # A fake tensor has no values, so one call for each shape tells what the others give.
+        # A fake tensor has no values, so all calls with one shape give the same result as the first.
         fake = isinstance(weight, torch_internals.FakeTensor)
         case = (entry.init, entry.weight_like, str(weight.shape), weight.dtype) if fake else None
         if case in _initials:
@@ -207,12 +207,12 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
     return init
 
 
-#: The shapes and dtypes of first values of state, by what they depend on.
+#: The shapes and dtypes of initial values of state, by entry and by the shape and dtype of the weight.
 _initials: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
 
 def broken(technique: Technique | Part, stage: str, message: str) -> PluginError:
-    """Return the error of one stage."""
+    """Return the error for a stage that breaks its contract."""
     return PluginError(f"technique {technique.name!r}, {stage}: {message}", plugin=technique.plugin or technique.name)
 
 

@@ -1,8 +1,8 @@
 """The salts under which the parts of a site draw their random bits.
 
-A quantizer's own rounding draws from its operand's key, as :func:`fp4graph.fake_quantize` does from the key it is
-given; transforms, techniques and further calls of the quantizer draw under salts of their own. The salts are stable:
-changing one changes every seeded run.
+The rounding of a spec draws from its operand's source, as :func:`fp4graph.fake_quantize` does from its key. Transforms,
+techniques and further calls of a quantizer draw under further salts. The salts are stable: changing one changes every
+seeded run.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _SALTS = {operand: 1 + index for index, operand in enumerate(Operand)}  # an ope
 
 
 def operand_draw(draw: Draw | None, operand: Operand) -> Draw | None:
-    """Return what one of a site's six operands draws from."""
+    """Return the source of random bits of one of a site's six operands."""
     return None if draw is None else draw.salted(_SALTS[operand])
 
 
 def part_draw(draw: Draw | None, key: str) -> Draw | None:
-    """Return what the part of a technique with :attr:`~fp4graph.technique.Part.key` draws from at an operand.
+    """Return the source of the part with this :attr:`~fp4graph.technique.Part.key`, made from its operand's source.
 
-    Pair transforms draw from the left operand of their GEMM.
+    For a pair transform, that is the source of the left operand.
     """
     return None if draw is None else draw.salted(_salt(key))
 
 
 def call_draw(draw: Draw | None, index: int) -> Draw | None:
-    """Return what the ``index``-th call of an operand's quantizer draws from; the first is number 0."""
+    """Return the source of the ``index``-th call of a quantizer, counted from 0, made from its operand's source."""
     return draw if draw is None or index == 0 else draw.salted(_CALL + index)
 
 
 def apart_draw(draw: Draw | None) -> Draw | None:
-    """Return what the channels of a site that are multiplied apart draw from."""
+    """Return the source of the channels of a site that are multiplied apart."""
     return None if draw is None else draw.salted(_APART)
 
 

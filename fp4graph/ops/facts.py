@@ -27,8 +27,8 @@ class OperandFacts:
         parts: the parts of techniques that act on the operand, in the policy's order.
         state: the state of their techniques.
         reuses: True if an operand in high precision reads the dequantized fprop operand as it is.
-        shares: the blocks of one expert that share a scale, "tensor" or "row", where the policy's blocks would reach
-            into several experts; the spec's own are parts of them.
+        shares: the policy's block, "tensor" or "row", if it would reach into several experts. The spec then has smaller
+            blocks, of which those of one expert, or of one line in it, share a scale.
     """
 
     spec: QuantSpec | None
@@ -61,8 +61,8 @@ class OperandFacts:
         """Return whether every value of the quantized operand is a bf16 number by construction.
 
         Args:
-            multiplied: whether the group scales wait for the GEMM's accumulator, which shows when the program runs;
-                None takes it that they do.
+            multiplied: whether the group scales wait for the GEMM's accumulator, which is known when the program runs;
+                None assumes that they wait.
         """
         if self.spec is None or any(self.at(stage) for stage in ("around", "rescale", "after")):
             return False
@@ -94,11 +94,11 @@ class OperandFacts:
         return [part for part in self.parts if part.acts_at(stage)]
 
     def quantizing(self, *, drawn: bool, again: bool = False) -> Quantizing:
-        """Return the quantizer as kernels are asked about it.
+        """Return the quantizer in the form of a request to kernels.
 
         Args:
             drawn: whether there is a source of random bits.
-            again: of calls after the first, in which techniques with state do not round.
+            again: whether the request is for calls after the first, in which techniques with state do not round.
         """
         assert self.spec is not None, "a high-precision operand has no quantizer"
         idle = {slot.technique for slot in self.state} if again else set[str]()
@@ -111,8 +111,7 @@ class OperandFacts:
         return Quantizing(self.spec, tuple(acts), drawn, self.shares, bool(self.state), whole)
 
     def chosen(self, machine: Machine, source: torch.dtype, dtype: torch.dtype, *, drawn: bool) -> tuple[Code, str]:
-        """Return the kernels that quantize values on ``machine``, and why those before the first do not: the same every
-        time.
+        """Return the kernels that quantize values on ``machine``, and why the kernels before the first one refuse.
 
         Args:
             source: the dtype of the operand.

@@ -1,10 +1,10 @@
 """Refuses derivatives that a quantized product does not have: of its backward, in forward mode, and by torch.func.
 
 The backward of a quantized product rounds its operands, so autograd finds no derivative of it.
-``torch.autograd.function.once_differentiable`` does not say so: under ``eager``, ``torch.autograd.grad(inputs=...)``
-prunes the node that raises its error, and a backward that AOTAutograd has compiled lacks the node. The gradient then
-misses its second-order term. But a backward can tell before anything is computed: autograd turns grad mode on in it
-under ``create_graph=True``, and only then.
+``torch.autograd.function.once_differentiable`` cannot refuse it: its error comes from a node that, under ``eager``,
+``torch.autograd.grad(inputs=...)`` prunes, and that a backward compiled by AOTAutograd does not have. The gradient
+would then miss its second-order term. But a backward can refuse before it computes anything: autograd enables grad mode
+in a backward under ``create_graph=True``, and only then.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def refuse_create_graph(where: str) -> None:
         raise Error(
             f"{where}: a backward with create_graph=True (hvp, hessian, gradient penalties, MAML) cannot run through "
             "quantized products, because quantizers have no second derivative. Compute the second-order term, with the "
-            "forward that it differentiates, inside fp4graph.bypass(model); for torch.compile(backend='fp4graph'), on "
-            "the model that was compiled"
+            "forward that it differentiates, inside fp4graph.bypass(model); with torch.compile(backend='fp4graph'), on "
+            "the model that was passed to torch.compile"
         )
 
 
 def first_order(backward: _Backward) -> _Backward:
-    """Have the backward of an ``autograd.Function`` refuse ``create_graph=True``; ``ctx.options`` names the site."""
+    """Make the backward of an ``autograd.Function`` refuse ``create_graph=True``; ``ctx.options`` names the site."""
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,7 +45,7 @@ def first_order(backward: _Backward) -> _Backward:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func, or forward-mode differentiation, is at work."""
+    """Return whether a transform of torch.func, or forward-mode differentiation, is active."""
     return torch_internals.is_functorch_active() or torch_internals.is_forward_mode_active()
 
 

@@ -1,4 +1,4 @@
-"""The programs of a site's three GEMMs: the pair transforms and the two quantizers of each."""
+"""The programs of a site's three GEMMs, each with its pair transforms and its two quantizers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GemmProgram:
 
     @property
     def granule(self) -> int:
-        """The tokens that are treated together along the axis of tokens, which experts must begin at multiples of."""
+        """The number of tokens that are quantized together: the tokens of each expert begin at a multiple of it."""
         if self.gemm is not Gemm.WGRAD:
             block = None if self.left.spec is None else self.left.spec.block
             return block[0] if isinstance(block, tuple) else 1
@@ -72,23 +72,23 @@ class GemmProgram:
         """Return whether the quantized operands are bf16 numbers by construction, and so their products exact in fp32.
 
         Args:
-            left, right: the operands; None takes it that group scales wait for the accumulator.
+            left, right: the operands; None assumes that group scales wait for the accumulator.
         """
-        given = ((self.left, left), (self.right, right))
+        sides = ((self.left, left), (self.right, right))
         return all(
             program.is_exact_in_bfloat16(None if terms is None else terms[0].multiplier is not None)
-            for program, terms in given
+            for program, terms in sides
         )
 
     @cached_property
     def rotates(self) -> int | None:
-        """The block of the rotation that the transforms are, which kernels know; None where they are another."""
+        """The block length if the transforms are one block rotation, which kernels can do; else None."""
         if len(self.transforms) != 1:
             return None
         block: object = self.transforms[0].block_rotation
         if block is None or (isinstance(block, int) and block > 1 and not block & (block - 1)):
             return block
-        raise contract.broken(self.transforms[0], "block_rotation", f"is {block!r}, no power of two")
+        raise contract.broken(self.transforms[0], "block_rotation", f"is {block!r}, not a power of two above 1")
 
     def rotate(
         self,
@@ -102,9 +102,9 @@ class GemmProgram:
         """Return both operands in the transforms' basis.
 
         Args:
-            draw: of the left operand; transforms share it.
-            segments: of the left operand, in a grouped product.
-            leaves: leave the right operand as it is, with the ``turn`` that a kernel does to it.
+            draw: the left operand's source of random bits, which the transforms share.
+            segments: the left operand's segments, in a grouped product.
+            leaves: whether to leave the right operand to a kernel, which then does the ``turn`` of the result.
         """
         steps: list[PairStep] = []
         for transform in self.transforms:
@@ -121,7 +121,7 @@ class GemmProgram:
         return Rotation(left, right, tuple(steps))
 
     def turn(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None) -> BlockRotation:
-        """Return what :meth:`rotate` does to both operands, where it :attr:`rotates` them."""
+        """Return the block rotation that :meth:`rotate` applies to both operands; :attr:`rotates` must not be None."""
         return self._step(self.transforms[0], left, right, draw, segments).turn()
 
     def _step(
@@ -143,14 +143,17 @@ class GemmProgram:
 
 @dataclass(frozen=True, eq=False)
 class PairStep:
-    """One pair transform at work; ``length`` is that of the contraction axis before the transform, which may pad it."""
+    """One pair transform with the tensors that both sides share.
+
+    ``length`` is the length of the contraction axis before the transform, which may pad the axis.
+    """
 
     transform: PairTransform
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
 
     def turn(self) -> BlockRotation:
-        """Return the step as the rotation of blocks that it says it is."""
+        """Return the step as the block rotation that the transform declares."""
         block = self.transform.block_rotation
         assert block is not None
         if [tuple(tensor.shape) for tensor in self.shared] not in ([], [(block,)]):
@@ -178,7 +181,7 @@ class Rotation:
     """The operands of one GEMM after its pair transforms: contraction axis last, perhaps zero-padded by them.
 
     Attributes:
-        turn: what a kernel does to ``right``, which the transforms have left as it was; None where they have not.
+        turn: the rotation of ``right`` that is left to a kernel; None if ``right`` is transformed already.
     """
 
     left: Tensor
@@ -187,7 +190,7 @@ class Rotation:
     turn: BlockRotation | None = None
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
-        """Return a further tensor of the side's shape in the transforms' basis."""
+        """Return ``x``, another tensor of the shape of that side, in the transforms' basis."""
         for step in self.steps:
             x = step.apply(x, side)
         return x
@@ -204,9 +207,9 @@ class Apart:
     """The program of input channels that are multiplied apart (:class:`~fp4graph.technique.Partition`).
 
     Attributes:
-        score: the place among a program's state of the channels' scores, fp32 ``[K]``.
-        count: the number of chosen channels, those of the largest scores.
-        program: of the chosen channels. Its dgrad is never run: the site's own serves all channels.
+        score: the index, in a program's state, of the channels' scores, fp32 ``[K]``.
+        count: the number of chosen channels, which have the largest scores.
+        program: the program of the chosen channels. Its dgrad never runs, because the site's dgrad serves all channels.
     """
 
     score: int
@@ -222,9 +225,9 @@ class MatmulProgram:
         fprop: left A, right B.
         dgrad: left dY, right Bᵀ.
         wgrad: left dYᵀ, right Aᵀ.
-        state: of all operands, in the order in which a call takes it.
-        apart: the program of chosen input channels, where some are multiplied apart; fprop and wgrad are then those of
-            the other channels.
+        state: the slots of all operands, in the order in which a call takes the state.
+        apart: the program of the input channels that are multiplied apart, or None. With it, fprop and wgrad are the
+            programs of the other channels.
     """
 
     fprop: GemmProgram
@@ -246,8 +249,8 @@ class MatmulProgram:
     @property
     def draws(self) -> bool:
         """True if any of the GEMMs needs a source of random bits."""
-        own = any(gemm.draws for gemm in (self.fprop, self.dgrad, self.wgrad))
-        return own or (self.apart is not None and self.apart.program.draws)
+        any_draws = any(gemm.draws for gemm in (self.fprop, self.dgrad, self.wgrad))
+        return any_draws or (self.apart is not None and self.apart.program.draws)
 
     def operand(self, operand: Operand) -> OperandProgram:
         """Return the program of one of the six operands."""

@@ -1,8 +1,8 @@
 """The surrogate gradient of a fake quantizer.
 
 Rounding has no useful derivative. Training replaces it by 1 (straight-through) or by a surrogate gradient. This module
-composes the surrogates that techniques give into the diagonal of the Jacobian of one operand's quantizer; the gradient
-is multiplied by it element by element. Source: "Elucidating the design space of FP4 training", Eq. 1 to 5 (encode
+composes the surrogates that techniques give into the diagonal of the Jacobian of one operand's quantizer, which
+multiplies the gradient element by element. Source: "Elucidating the design space of FP4 training", Eq. 1 to 5 (encode
 scales) and Corollary 1 (tensor scales); the decode form follows from the same product rule.
 
 With U = X/γ the normalized values in blocks of statistic Z, u the ratio that is rounded, Q(u) the element values:
@@ -14,8 +14,8 @@ With U = X/γ the normalized values in blocks of statistic Z, u the ratio that i
     tensor scale  γ = g/κ, h = γ·f(X/γ):
         h' = f' + dg/dX / κ · (f(U) - U·f'(U))
 
-Only the diagonal is kept, as in the paper, for f' inside h' too: an element's influence on its neighbours through the
-shared scale is dropped. Where Z = 0 the second summands are 0.
+Only the diagonal is kept, as in the paper, also of the f' inside h': the influence of an element on its neighbours
+through the shared scale is dropped. Where Z = 0 the second summands are 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp4graph.technique import Quantization
 def jacobian_diagonal(q: Quantization, parts: Acting) -> Tensor:
     """Return h'(X) at the quantization ``q``: fp32, in its blocked layout."""
     slope = _block_slope(q, parts)
-    # From the innermost group scale outwards: each sees f as the quantizer inside it.
+    # From the innermost group scale outwards: for each, f is the quantizer inside it.
     inner = q.dequantized()
     u = q.values
     for part in reversed(q.group_scales):
@@ -51,7 +51,7 @@ def _block_slope(q: Quantization, parts: Acting) -> Tensor:
     """Return f'(U): Eq. 1, or its decode form."""
     slope = _last(parts, "element_surrogate", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
-    # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
+    # dZ/dX = d(Z/γ)/dU for U = X/γ. Techniques get X, because their options are in units of X.
     x = q.undivided
     gradient = _last(parts, "statistic_gradient", x, q.statistic)
     if gradient is None:
@@ -69,10 +69,10 @@ def _block_slope(q: Quantization, parts: Acting) -> Tensor:
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 
-def _last(parts: Acting, stage: str, at: Tensor, *args: object) -> Tensor | None:
-    """Return the answer at ``stage`` of the policy's last technique that has one, in the shape of ``at``."""
+def _last(parts: Acting, stage: str, x: Tensor, *args: object) -> Tensor | None:
+    """Return the result of ``stage`` on ``x``, in its shape, of the last technique that returns a tensor, or None."""
     answer: Tensor | None = None
     for part, context in contract.at_stage(stage, parts):
-        factor = contract.run_like(part, stage, at, at, *args, context)
+        factor = contract.run_like(part, stage, x, x, *args, context)
         answer = answer if factor is None else factor
     return answer

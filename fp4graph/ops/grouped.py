@@ -1,4 +1,4 @@
-"""The products of many experts at once: each expert's weight with the tokens that are its own.
+"""The products of many experts at once: each expert's weight with the tokens of that expert.
 
 With ``A [T, K]``, the tokens sorted by expert, ``B [E, N, K]`` and ``ends [E]``, the cumulative numbers of tokens as
 ``torch.nn.functional.grouped_mm`` takes them, expert e has the tokens ``ends[e-1] <= t < ends[e]`` and
@@ -7,7 +7,7 @@ With ``A [T, K]``, the tokens sorted by expert, ``B [E, N, K]`` and ``ends [E]``
     dgrad   dA_e = dY_e @ B_e       contraction over N
     wgrad   dB_e = dY_eᵀ @ A_e      contraction over the expert's tokens
 
-Tokens from ``ends[-1]`` on belong to no expert: their results and gradients are 0. No host waits for ``ends``.
+Tokens from ``ends[-1]`` on belong to no expert: their results and gradients are 0. The host never waits for ``ends``.
 
 No block, Hadamard block or statistic may reach into two experts. So the operands of a GEMM are laid out with the first
 token of every expert at a multiple of the GEMM's granule G, the least common multiple of all lengths that its
@@ -41,15 +41,15 @@ class Experts:
     """The tokens of each expert.
 
     Args:
-        ends: whole numbers ``[E]``.
-        tokens: T.
-        count: E.
+        ends: the cumulative numbers of tokens, whole numbers ``[E]``.
+        tokens: T, the number of tokens.
+        count: E, the number of experts.
     """
 
     def __init__(self, ends: Tensor, tokens: int, count: int) -> None:
         self.tokens, self.count = tokens, count
         self._ends = ends.to(torch.int64)
-        if target.kind(ends.device) != "cpu":  # whose operator raises an error; elsewhere nobody waits for the offsets
+        if target.kind(ends.device) != "cpu":  # the CPU's operator checks the offsets; a GPU's would wait for them
             self._ends = self._ends.cummax(0).values.clamp(0, tokens)
         self._sizes = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
 
@@ -64,16 +64,16 @@ class Experts:
         starts, positions = ends - room, (self.tokens + self.count * (granule - 1)) // granule * granule
         place = torch.arange(positions, device=device)
         ids = torch.searchsorted(ends, place, right=True)
-        none = ids.new_zeros(1)
-        offset = place - torch.cat([starts, none])[ids]
-        used = offset < torch.cat([self._sizes, none])[ids]
-        # Zeros stand behind the last token.
-        source = torch.where(used, torch.cat([self._ends - self._sizes, none])[ids] + offset, self.tokens)
-        own = torch.where(used, ids, self.count)
-        return Layout(self, starts, self._sizes, ids, source, own)
+        zero = ids.new_zeros(1)
+        offset = place - torch.cat([starts, zero])[ids]
+        used = offset < torch.cat([self._sizes, zero])[ids]
+        # The row after the last token, T, is zero.
+        source = torch.where(used, torch.cat([self._ends - self._sizes, zero])[ids] + offset, self.tokens)
+        unpadded_ids = torch.where(used, ids, self.count)
+        return Layout(self, starts, self._sizes, ids, source, unpadded_ids)
 
     def token_places(self, layout: Layout) -> Tensor:
-        """Return the position of every token in ``layout``; for tokens of no expert, one beyond the last."""
+        """Return the position of every token in ``layout``; for tokens of no expert, the position after the last."""
         tokens = torch.arange(self.tokens, device=self._ends.device)
         ids = torch.searchsorted(self._ends, tokens, right=True)
         shift = torch.cat([layout.starts - (self._ends - self._sizes), ids.new_zeros(1)])
@@ -86,9 +86,9 @@ class Layout:
 
     Attributes:
         starts, sizes: the first position and the number of tokens of each expert, int64 ``[E]``.
-        ids: the expert of each position, E for none; zeros behind an expert's tokens belong to it.
-        source: the token at each position, T for a zero; None where tokens stay where they are.
-        own: as ``ids``, with E for zeros; None where tokens stay where they are.
+        ids: the expert of each position, E for no expert; the zeros after an expert's tokens count as the expert's.
+        source: the token at each position, T for a zero; None if tokens stay where they are.
+        unpadded_ids: like ``ids``, but E for the zeros too; None if tokens stay where they are.
     """
 
     experts: Experts
@@ -96,7 +96,7 @@ class Layout:
     sizes: Tensor
     ids: Tensor
     source: Tensor | None = None
-    own: Tensor | None = None
+    unpadded_ids: Tensor | None = None
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class Layout:
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.source)
 
     def take_back(self, x: Tensor) -> Tensor:
-        """Return the rows of the tokens out of rows at their positions: the inverse of :meth:`lay_out`."""
+        """Return the rows of ``x [positions, ...]`` in the order of the tokens: the inverse of :meth:`lay_out`."""
         if self.source is None:
             return x
         return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.experts.token_places(self))
@@ -118,9 +118,9 @@ class Layout:
     def segments(self, gemm: Gemm, side: str) -> Segments:
         """Return the positions of each expert in one operand of ``gemm``."""
         if gemm is Gemm.WGRAD:
-            return Segments(1, self.experts.count, self.ids, self.own)
+            return Segments(1, self.experts.count, self.ids, self.unpadded_ids)
         if side == "left":
-            return Segments(0, self.experts.count, self.ids, self.own)
+            return Segments(0, self.experts.count, self.ids, self.unpadded_ids)
         return Segments(0, self.experts.count)
 
     def multiply(self, left: Terms, right: Terms, period: int = 1) -> Tensor:
@@ -128,14 +128,14 @@ class Layout:
         K]``, and ``[E, N, K]`` of ``left [N, positions]`` and ``right [K, positions]``.
 
         Args:
-            period: the positions over which a pair transform has spread each token, where the sum goes along them.
+            period: the number of positions over which a pair transform spreads each token, if the GEMM sums over them.
         """
         sizes = self.sizes if period == 1 else (self.sizes + (period - 1)) // period * period
         tokens = self.starts.to(torch.int32), sizes.to(torch.int32)
         pairs = [(a.values, b.values, self.scale(a.multiplier, b.multiplier)) for a in left for b in right]
         if len(pairs) == 1 or all(scale is None for _, _, scale in pairs):
             return reduce(add, [grouped_product(a, b, *tokens, scale) for a, b, scale in pairs])
-        # As of an ordinary product (:func:`fp4graph.ops.product.multiply`), accumulators are added and rounded once.
+        # As in an ordinary product (:func:`fp4graph.ops.product.multiply`), the sum of accumulators is rounded once.
         wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
         accumulators = (
             self._times(grouped_product(a.to(wide), b.to(wide), *tokens), scale, b) for a, b, scale in pairs
@@ -143,7 +143,7 @@ class Layout:
         return reduce(add, accumulators).to(pairs[0][0].dtype)
 
     def _times(self, product: Tensor, scale: Tensor | None, right: Tensor) -> Tensor:
-        """Return a ``product`` with ``right``, times one number for each expert."""
+        """Return a ``product`` that had ``right`` as its right operand, times one number for each expert."""
         if scale is None:
             return product
         if right.dim() == 2:
@@ -151,13 +151,13 @@ class Layout:
         return product * torch.cat([scale, scale.new_zeros(1)])[self.ids][:, None]
 
     def scale(self, left: Tensor | None, right: Tensor | None) -> Tensor | None:
-        """Return the product of two terms' multipliers, of which each may be None, for the experts alone: ``[E]``."""
+        """Return the product of two terms' multipliers, ``[E]``, a None counting as 1; None if both are None."""
         parts = [part[: self.experts.count] for part in (left, right) if part is not None]
         return reduce(mul, parts) if parts else None
 
 
 def grouped_product(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return :meth:`Layout.multiply` of two tensors, times one number for each expert where ``scale`` is given."""
+    """Return :meth:`Layout.multiply` of two tensors, times one number for each expert if ``scale`` is not None."""
     result: Tensor = torch.ops.fp4graph.grouped_product(left, right, starts, sizes, scale)
     return result
 
@@ -179,14 +179,14 @@ def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: T
     result, experts = _empty(left, right, starts.shape[0]), list(tokens_of_experts(starts, sizes, tokens))
     if by_rows:
         zero_others(result, experts)
-    for expert, own in enumerate(experts):
-        if own.start == own.stop:
+    for expert, places in enumerate(experts):
+        if places.start == places.stop:
             if not by_rows:
                 result[expert] = 0
             continue
-        a, b = (left[own], right[expert]) if by_rows else (left[:, own], right[:, own])
-        target = result[own] if by_rows else result[expert]
-        product_into(target, a, b, None if scale is None else scale[expert])
+        a, b = (left[places], right[expert]) if by_rows else (left[:, places], right[:, places])
+        out = result[places] if by_rows else result[expert]
+        product_into(out, a, b, None if scale is None else scale[expert])
     return result
 
 
@@ -205,7 +205,7 @@ def _on_cuda(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: 
 
 
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
-    """Count 2·T·N·K, of padded tokens too."""
+    """Return 2·T·N·K, where T includes the zeros between experts."""
     return 2 * left.numel() * (right[1] if len(right) == 3 else right[0])
 
 

@@ -16,7 +16,7 @@ Packing = tuple[QuantSpec, int, torch.dtype, bool]
 
 
 def as_read(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
-    """Return ``x`` as the backward needs it: already cast unless a reader starts from the master."""
+    """Return ``x`` as the backward needs it: cast to ``dtype``, unless a reader starts from the master weight."""
     return x if any(reader.from_master for reader in readers) else x.to(dtype)
 
 
@@ -26,19 +26,19 @@ def is_ready(kept: Tensor | PackedOperand | None) -> bool:
 
 
 def tensors(kept: Tensor | PackedOperand | None) -> tuple[Tensor | None, ...]:
-    """Return the four tensors to save of a kept operand; :func:`restored` puts it together again."""
+    """Return the four tensors to save of a kept operand, from which :func:`restored` makes it again."""
     if isinstance(kept, PackedOperand):
         return kept.codes, kept.scales, kept.factor, kept.multiplier
     return kept, None, None, None
 
 
 def packing(kept: Tensor | PackedOperand | None) -> Packing | None:
-    """Return what else :func:`restored` needs of a kept operand; None for a tensor."""
+    """Return the data beside the tensors that :func:`restored` needs of a kept operand; None for a tensor."""
     return (kept.spec, kept.length, kept.dtype, kept.transposed) if isinstance(kept, PackedOperand) else None
 
 
 def restored(saved: Sequence[Tensor | None], packing: Packing | None) -> Tensor | PackedOperand | None:
-    """Return the kept operand whose four saved tensors and packing are given."""
+    """Return the kept operand, from its four saved tensors and its packing."""
     codes, scales, factor, multiplier = saved
     if packing is None or codes is None or scales is None:
         return codes

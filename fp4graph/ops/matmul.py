@@ -9,8 +9,8 @@ For ``Y = A @ Bᵀ`` with ``A [..., M, K]`` and ``B [..., N, K]`` (contraction a
 (TetraJet, Chen et al. 2025, Eq. 3-5, and Microscaling's Eq. 6-7.) ``B'`` and ``A'`` are the originals, or with
 ``source: fprop`` the dequantized fprop operands Q2(B) and Q1(A), rotated back where a pair transform was applied.
 The quantizers themselves are straight-through unless a technique gives a gradient factor f'(A), applied in the
-transformed basis: dA ← (dA·R ⊙ f')·R⁻¹. Where some input channels are multiplied apart, the products are several
-(:mod:`fp4graph.ops.parted`). A schedule says beforehand how each is computed (:mod:`fp4graph.ops.lower`).
+transformed basis: dA ← (dA·R ⊙ f')·R⁻¹. If some input channels are multiplied apart, there are two products
+(:mod:`fp4graph.ops.parted`). A schedule says beforehand how each product is computed (:mod:`fp4graph.ops.lower`).
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def quantized_matmul(
 
     Args:
         a: ``[..., M, K]``; b: ``[..., N, K]``, the same leading axes; addend: broadcastable to ``[..., M, N]``.
-        key: int32 ``[2]``, the site's; step: int32 ``[5]``, this forward's. Needed if ``program.draws``.
-        state: in the order of ``program.state``; ``weight_like`` ones of the shape of ``b``. Entries that the graph
-            writes are changed in place where gradients are enabled.
-        site: for the errors of plugins.
-        ends: whole numbers ``[E]``, of a grouped product (:mod:`fp4graph.ops.grouped`): a is then ``[T, K]``, b
+        key: the site's key, int32 ``[2]``; step: this forward's step, int32 ``[5]``. ``program.draws`` needs both.
+        state: the state, in the order of ``program.state``; ``weight_like`` entries have the shape of ``b``. Entries
+            that the graph writes are changed in place if gradients are enabled.
+        site: the name of the site, for errors.
+        ends: makes a grouped product (:mod:`fp4graph.ops.grouped`): whole numbers ``[E]``. Then a is ``[T, K]``, b
             ``[E, N, K]``, and ``addend`` is None.
 
     Returns:
-        ``[..., M, N]`` (``[T, N]``) in the dtype autocast asks for, else in that of ``a``.
+        ``[..., M, N]`` (``[T, N]``) in the dtype of autocast, or without autocast in the dtype of ``a``.
     """
     refuse_transforms(site)
     device = a.device.type
@@ -81,7 +81,7 @@ def quantized_matmul(
         )
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
-        inside = addend if program.apart is None else None  # else added after the sum of the parts
+        inside = addend if program.apart is None else None  # otherwise it is added after the sum of the parts
         result: Tensor = _QuantizedMatmul.apply(options, a, b, inside, key, step, ends, *state)
         if addend is None or inside is not None:
             return result
@@ -109,20 +109,20 @@ class _QuantizedMatmul(torch.autograd.Function):
         products = parts(options, schedule, _draw(key, step), state, experts, order)
         forwards = [product.forward(a, b, addend) for product in products]
         y = reduce(add, [forward.y for forward in forwards])
-        # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
-        # bytes if it can be), the original where an operand or a gradient factor starts from it.
+        # Save only tensors that the backward reads: the dequantized fprop operand (as bytes if possible) if the policy
+        # quantizes it again, the original if an operand or a gradient factor starts from it.
         pairs = list(zip(products, forwards, strict=True))
         keep_a = any(p.schedule.fprop.left.saves_original(ready=is_ready(f.left)) for p, f in pairs)
         keep_b = any(p.schedule.fprop.right.saves_original(ready=is_ready(f.right)) for p, f in pairs)
         readers_a = [each for p in products for each in (p.program.fprop.left, p.program.wgrad.right)]
         readers_b = [each for p in products for each in (p.program.fprop.right, p.program.dgrad.right)]
-        # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
+        # Of the addend's shape, keep only the axes along which it is repeated, because a size may be symbolic.
         single = () if addend is None else tuple(statically_known_true(size == 1) for size in addend.shape)
         ctx.options, ctx.schedule, ctx.single = options, schedule, single
         ctx.dtypes = (a.dtype, b.dtype, None if addend is None else addend.dtype)
-        # A factor must differentiate what was computed, so state that this forward is about to change is copied. State
-        # that the backward changes is not saved but referred to: two forwards may come before one backward.
-        written = [slot.written for slot in program.state] if order is None else []  # parts have no other state
+        # A gradient factor needs the state of this forward, so state that the forward is about to change is copied.
+        # The backward changes the live state, not a saved copy: two forwards may come before one backward.
+        written = [slot.written for slot in program.state] if order is None else []  # parts have no state of their own
         slots = list(zip(state, written, strict=order is None))
         ctx.live = tuple(entry if now else None for entry, now in slots)
         before = [entry.clone() if now else entry for entry, now in slots] if _factors(program) else []
@@ -148,7 +148,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype
         a, b, key, step, ends, order, *saved = ctx.saved_tensors
-        kept = [restored(saved[4 * i : 4 * i + 4], own) for i, own in enumerate(ctx.packings)]
+        kept = [restored(saved[4 * i : 4 * i + 4], each) for i, each in enumerate(ctx.packings)]
         before, draw = saved[4 * len(ctx.packings) :], _draw(key, step)
         experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
         products = parts(options, ctx.schedule, draw, ctx.live, experts, order)
@@ -156,12 +156,12 @@ class _QuantizedMatmul(torch.autograd.Function):
             da = db = daddend = None
             dy = dy.to(dtype)
             needs_a, needs_b = ctx.needs_input_grad[1:3]
-            # Before the sum over dY: what an operator reads, Inductor writes to memory, and the sum then reads it too,
-            # where after the sum it would write dY once more, in another layout.
+            # This comes before the sum over dY: Inductor writes an operator's input to memory, and the sum then reads
+            # it there. After the sum, Inductor would write dY once more, in another layout.
             scaled = dy if options.alpha == 1 else dy * options.alpha
             dy_rows = dy_columns = summed = None
             if needs_a and needs_b:
-                # A bias: the kernel adds up what it reads.
+                # If the addend is a bias, the kernel adds up the rows that it reads.
                 sums = ctx.needs_input_grad[3] and ctx.single == (False,) and dy.dim() == 2 and options.alpha == 1
                 dy_rows, dy_columns, summed = products[0].gradients(scaled, sums)
             if ctx.needs_input_grad[3]:
@@ -174,9 +174,12 @@ class _QuantizedMatmul(torch.autograd.Function):
             if needs_b:
                 each = [
                     product.product(
-                        Gemm.WGRAD, scaled.mT, product.of(a) if own is None else own, dy_columns if index == 0 else None
+                        Gemm.WGRAD,
+                        scaled.mT,
+                        product.of(a) if kept_a is None else kept_a,
+                        dy_columns if index == 0 else None,
                     )
-                    for index, (product, own) in enumerate(zip(products, kept[::2], strict=True))
+                    for index, (product, kept_a) in enumerate(zip(products, kept[::2], strict=True))
                 ]
                 db = each[0] if order is None else joined(each, order)
             if _factors(program):
@@ -192,7 +195,7 @@ def _factors(program: MatmulProgram) -> bool:
 
 
 def _whole(b: Tensor | None, kept: list[Tensor | PackedOperand | None], order: Tensor | None) -> Tensor | PackedOperand:
-    """Return what dgrad reads of B: as the forward kept it quantized, or as it was given."""
+    """Return B as dgrad reads it: quantized, as the forward kept it, or the original."""
     operands = [operand for operand in kept if operand is not None]
     if order is not None and b is None:
         return joined([values(operand) for operand in operands], order)

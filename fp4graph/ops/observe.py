@@ -1,4 +1,4 @@
-"""Observers of products: they are shown both operands of each GEMM, as given and as multiplied."""
+"""Observers of products, which see both operands of each GEMM before and after quantizing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fp4graph.technique.operands import Operand
 
 @dataclass(frozen=True, eq=False)
 class BoundOperand:
-    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis and layout.
+    """One operand of a GEMM: its program and the arguments of its call, with ``x`` in the GEMM's basis and layout.
 
     Attributes:
-        turn: brings ``x`` into the GEMM's basis, where a kernel is to do that; else None.
-        code: the kernels of its values; None in high precision, and where values are never asked for.
+        turn: the rotation by which a kernel brings ``x`` into the GEMM's basis; None if ``x`` is in that basis.
+        code: the kernels that give the operand's values; None if the schedule names none.
     """
 
     operand: Operand
@@ -46,11 +46,11 @@ class BoundOperand:
 
 @dataclass(frozen=True, eq=False)
 class ObservedOperand(BoundOperand):
-    """An operand as an observer is shown it.
+    """An operand as an observer sees it.
 
     Attributes:
-        given: ``[..., K]``, before casts and pair transforms.
-        terms: what was multiplied.
+        given: the operand before casts and pair transforms, ``[..., K]``.
+        terms: the quantized operand, as the GEMM multiplied it.
     """
 
     given: Tensor = field(kw_only=True)
@@ -69,7 +69,7 @@ def current() -> OperandObserver | None:
 
 @contextmanager
 def observed(observer: OperandObserver | None) -> Iterator[None]:
-    """Show ``observer`` what the products of this context multiply, in their backwards too, whenever those run."""
+    """Show ``observer`` the operands of all products in this context, and of their backwards whenever these run."""
     token = _current.set(observer)
     try:
         yield

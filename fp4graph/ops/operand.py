@@ -40,8 +40,8 @@ from fp4graph.technique.context import product_of
 class OperandProgram(OperandFacts):
     """One operand's quantizer.
 
-    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``,
-    or where a kernel casts them, in the ``dtype`` that they will be cast to.
+    A call takes ``x [..., K]``, with blocks along the last axis, and returns the operand's terms in the shape of ``x``.
+    Their dtype is the dtype of ``x``; a kernel that can cast gives ``dtype``, to which the caller casts them anyway.
     """
 
     def __call__(
@@ -70,22 +70,22 @@ class OperandProgram(OperandFacts):
             nonlocal multiplier, calls
             if not (segments is None and self.repeats):
                 part = _whole(part, x)
-            own, kernel = call_draw(draw, calls), kernels.first if calls == 0 else kernels.again
+            source, kernel = call_draw(draw, calls), kernels.first if calls == 0 else kernels.again
             if kernel.needs is Needs.NOTHING and self.spec is not None:
                 calls += 1
-                return kernel.run(Job(part, Direction(self.spec, own))).values
-            as_given = calls == 0 and _has_shape(part, x)
-            again = acting if as_given else self.acting(part, own, state, segments)
-            quantizer = self._quantizer(again, own, segments, kernel, calls > 0)
+                return kernel.run(Job(part, Direction(self.spec, source))).values
+            same_contexts = calls == 0 and _has_shape(part, x)
+            parts = acting if same_contexts else self.acting(part, source, state, segments)
+            quantizer = self._quantizer(parts, source, segments, kernel, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
             if wrapped:
                 return quantizer.dequantized(part, scaled, product_of(scaled.group_scales))
-            factor, multiplier = _parted(scaled)
+            factor, multiplier = _factors(scaled)
             return quantizer.dequantized(part, scaled, factor, dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
-        for wrapper, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost
+        for wrapper, context in reversed(list(at_stage("around", acting))):  # a policy's first is outermost
             inner = _wrap(wrapper, inner, context)
         y = inner(part)
         for wrapper, context in at_stage("after", acting):
@@ -104,7 +104,7 @@ class OperandProgram(OperandFacts):
         """Return the arguments with which ``kernel`` quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
-            largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.
+            largest: returns the largest magnitude of ``x``, 0-d; None if only the quantizer computes it.
         """
         assert self.spec is not None
         if isinstance(self.spec.block, int) and not any(self.at(stage) for stage in INSIDE):
@@ -112,9 +112,9 @@ class OperandProgram(OperandFacts):
         acting = self.acting(x, draw, None, segments)
         quantizer = self._quantizer(acting, draw, segments, kernel, largest=largest)
         scaled = quantizer.scaled(x)
-        factor, multiplier = _parted(scaled)
-        given = quantizer.given(scaled, x.device, factor)
-        return Direction(by_runs(quantizer.spec), draw, given), multiplier
+        factor, multiplier = _factors(scaled)
+        blocks = quantizer.blocks(scaled, x.device, factor)
+        return Direction(by_runs(quantizer.spec), draw, blocks), multiplier
 
     def quantize(
         self,
@@ -123,11 +123,11 @@ class OperandProgram(OperandFacts):
         state: OperandState | None = None,
         segments: Segments | None = None,
     ) -> Quantization:
-        """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
+        """Return the quantization of ``x``, without residuals that techniques split off, and without their wrappers."""
         acting = self.acting(x, draw, state, segments)
         part, _ = _split(x, acting)
         code, _ = self.chosen(Machine.of(x.device), x.dtype, x.dtype, drawn=draw is not None)
-        # The kernel decides where a largest magnitude is read from, which a compiler then computes once for both.
+        # With the kernel of a call, the largest magnitude is computed as in the call, and a compiler computes it once.
         return self._quantizer(acting, draw, segments, code.first).quantize(part)
 
     def observe(
@@ -152,7 +152,7 @@ class OperandProgram(OperandFacts):
                 like = state[part.name][name]
                 observed[part.name, name] = contract.same(part, "observe", value, like)
         for part, _ in observers:
-            if missing := sorted(due.get(part.name, set()) - {name for of, name in observed if of == part.name}):
+            if missing := sorted(due.get(part.name, set()) - {name for owner, name in observed if owner == part.name}):
                 raise contract.broken(part, "observe", f"returned no values of {missing}, which are due")
         return observed
 
@@ -181,7 +181,7 @@ class OperandProgram(OperandFacts):
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
     ) -> Acting:
-        """Return the parts with what each may read here."""
+        """Return the parts, each with the context that it reads at this operand."""
         assert self.spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), self.spec.block, segments=segments)
         scales = (part for part in self.parts if isinstance(part, BlockScale))
@@ -201,32 +201,32 @@ class OperandProgram(OperandFacts):
         return acting
 
 
-def _parted(scaled: Scaled) -> tuple[Tensor | None, Tensor | None]:
-    """Return what multiplies a quantized operand, γ or a part of it, and what waits for the GEMM's accumulator.
+def _factors(scaled: Scaled) -> tuple[Tensor | None, Tensor | None]:
+    """Return two factors of γ: one multiplies the quantized operand, the other waits for the GEMM's accumulator.
 
-    A γ of the whole operand, or of all that one expert multiplies with, waits: FP4 code times block scale is exact in
-    bf16, times γ it is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
-    is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two multipliers lies in
-    [1, 4), where γ_a·γ_b may underflow fp32.
+    If γ is one number for the operand, or one for each expert, its mantissa waits, because an FP4 code times a block
+    scale is exact in bf16, and times γ it is not. The power of two of γ multiplies the operand, which is exact too and
+    keeps both factors in range: the operand is as large as X, where codes times UE5M3 scales alone would overflow fp16,
+    and the product of two multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
     """
     gamma = product_of(scaled.group_scales)
     if gamma is None or not _is_shared(gamma, scaled):
         return gamma, None
     factor = power_of_two(gamma)
-    if target.kind(gamma.device) == "cuda":  # where values may be bf16, which ends sooner than fp32 below
+    if target.kind(gamma.device) == "cuda":  # values may be bf16 there, whose smallest number is above fp32's
         factor = factor.clamp(min=ldexp(1.0, exact.LEAST_FACTOR))
     return factor, _table(gamma / factor, scaled.blocking)
 
 
 def _is_shared(gamma: Tensor, scaled: Scaled) -> bool:
-    """Return whether γ is one number for the operand, or for what one expert multiplies with."""
+    """Return whether γ is one number for the operand, or one number for each expert."""
     if is_scalar(gamma) or scaled.blocking.segments is None:
         return is_scalar(gamma)
     return all(is_scalar(p.scale) or (p.groups is not None and p.groups.per_segment) for p in scaled.group_scales)
 
 
 def _table(x: Tensor, blocking: Blocking) -> Tensor:
-    """Return one number for the operand, 0-d, or one for each segment (and one for the positions of none)."""
+    """Return ``x`` as one number, 0-d, or as one for each segment (and one for the positions outside all segments)."""
     segments = blocking.segments
     if segments is None or is_scalar(x):
         return x.reshape(()) if segments is None else x.reshape(1).expand(segments.count + 1)
@@ -263,10 +263,10 @@ def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context)
 
 
 def _whole(x: Tensor, like: Tensor | Blocking) -> Tensor:
-    """Return ``x``, repeated where it stands for equal lines, in the shape of ``like``."""
+    """Return ``x`` in the shape of ``like``: repeated along the axes of size 1, where it stands for equal lines."""
     return x if _has_shape(x, like) else x.expand(like.shape).contiguous()
 
 
 def _has_shape(x: Tensor, like: Tensor | Blocking) -> bool:
-    """Return whether ``x`` certainly has the shape of ``like``, whose sizes may be unknown; a guard would bind them."""
-    return all(is_known(own == size) for own, size in zip(x.shape, like.shape, strict=True))
+    """Return whether ``x`` has the shape of ``like`` for all values of symbolic sizes, without adding a guard."""
+    return all(is_known(size == expected) for size, expected in zip(x.shape, like.shape, strict=True))

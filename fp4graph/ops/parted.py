@@ -1,14 +1,14 @@
 """The six-operand product of a linear layer, some of whose input channels are multiplied apart.
 
-With C the chosen channels, R the rest, and Q and C the quantizers of the two
+Let C be the chosen channels, whose quantizers are C1 to C6, and R the other channels, whose quantizers are Q1 to Q6
 (:class:`~fp4graph.technique.Partition`):
 
     fprop   Y    = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
     dgrad   dX   = Q3(dY) @ Q4(W'ᵀ)ᵀ
     wgrad   dW_R = Q5(dYᵀ) @ Q6(X'_Rᵀ)ᵀ,   dW_C = C5(dYᵀ) @ C6(X'_Cᵀ)ᵀ
 
-X' and W' are the originals, or the dequantized fprop operands. dgrad and all that leaves the product have the
-channels in the layer's own order. The three GEMMs of the parts take as many FLOPs as those of the whole.
+X' and W' are the originals, or the dequantized fprop operands. dgrad and all results have the channels in the order of
+the layer. The GEMMs of both parts together take as many FLOPs as the GEMMs of a whole product.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parts(
     experts: Experts | None,
     order: Tensor | None,
 ) -> tuple[BoundMatmul, ...]:
-    """Return the products that a site is: one, or those of the rest of the channels and of the chosen ones.
+    """Return the products that a site consists of: one, or two, of the other channels and then of the chosen ones.
 
     Args:
-        order: the channels, the chosen ones first; None where all are multiplied together.
+        order: the channels, the chosen channels first; None if all channels are multiplied together.
     """
     apart = options.program.apart
     if apart is None or schedule.apart is None or order is None:
@@ -60,25 +60,25 @@ def channel_order(score: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Return the parts' channels, along the last axis, in the layer's own order."""
+    """Return the channels of both parts, along the last axis, in the order of the layer."""
     rest, chosen = parts
     gathered = torch.cat([chosen, rest], -1)
     return torch.empty_like(gathered).index_copy(-1, order, gathered)
 
 
 def quantized_weight(program: MatmulProgram, w: Tensor, draw: Draw | None, score: Tensor) -> Tensor:
-    """Return ``w [N, K]`` as fprop multiplies with it under a program with channels apart: dequantized.
+    """Return the dequantized ``w [N, K]`` that fprop multiplies with, under a program with channels apart.
 
     Args:
-        score: of the channels, ``[K]``.
+        score: the scores of the channels, ``[K]``.
     """
     apart = program.apart
     assert apart is not None
     order, operand = channel_order(score), Operand.FPROP_WEIGHT
     rest, chosen = (w.index_select(-1, channels) for channels in (order[apart.count :], order[: apart.count]))
-    own = total(program.fprop.right(rest, operand_draw(draw, operand)))
-    other = total(apart.program.fprop.right(chosen, operand_draw(apart_draw(draw), operand)))
-    return joined([own, other], order)
+    rest = total(program.fprop.right(rest, operand_draw(draw, operand)))
+    chosen = total(apart.program.fprop.right(chosen, operand_draw(apart_draw(draw), operand)))
+    return joined([rest, chosen], order)
 
 
 def is_apart(program: MatmulProgram, score: Tensor) -> Tensor:

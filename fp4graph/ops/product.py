@@ -1,10 +1,9 @@
 """The product of two operands given as terms, each perhaps with a scalar that waits for the GEMM's accumulator.
 
-Hardware multiplies the accumulator of a GEMM, fp32, by alpha = γ_a·γ_b and adds the addend before the result is
-rounded. torch's own products return the rounded result, and their alpha is a Python number.
-:mod:`fp4graph.kernels.product` multiplies as hardware does. On CUDA fp32 operands that are bf16 numbers by
-construction, as FP4 codes times block scales are, multiply as bf16: their products are the same and exact in fp32, and
-tensor cores sum them at many times the rate.
+Hardware multiplies the fp32 accumulator of a GEMM by alpha = γ_a·γ_b and adds the addend before it rounds the result.
+The products of torch return the rounded result, and their alpha is a Python number. :mod:`fp4graph.kernels.product`
+multiplies as hardware does. FP4 codes times block scales are bf16 numbers by construction. On CUDA such fp32 operands
+are multiplied as bf16: their products are the same, exact in fp32, and tensor cores sum them many times faster.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from fp4graph.numerics.segments import Segments
 class Term:
     """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one.
 
-    With ``segments`` there is one scalar for each expert (and perhaps one for positions of none) in a 1-d tensor.
+    With ``segments``, ``multiplier`` is a 1-d tensor of one scalar for each expert (and perhaps one for positions of no
+    expert).
     """
 
     values: Tensor
@@ -62,16 +62,16 @@ def multiply(
     *,
     narrows: bool = False,
 ) -> Tensor:
-    """Return ``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, every pair of terms in a GEMM of its own.
+    """Return ``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, with one GEMM for each pair of terms.
 
-    γ are the terms' multipliers. The result has the dtype of the terms. Where a term has a multiplier, everything above
-    is computed on the GEMMs' fp32 accumulators and rounded once to that dtype, as hardware does; where none has, every
-    operation rounds, as torch's do.
+    γ are the terms' multipliers. The result has the dtype of the terms. If a term has a multiplier, the expression is
+    computed on the GEMMs' fp32 accumulators and rounded once to that dtype, as hardware does. If no term has a
+    multiplier, every operation rounds, as operations of torch do.
 
     Args:
         addend: broadcastable to the product.
-        narrows: multiply the first terms of fp32 operands, whose values are bf16 numbers, as bf16; later terms are
-            residuals.
+        narrows: whether to multiply the first terms of fp32 operands as bf16, because their values are bf16 numbers;
+            later terms are residuals.
     """
     if narrows:
         return _narrowed(left, right, addend, alpha, beta)
@@ -88,7 +88,7 @@ def multiply(
 
 
 def _narrowed(left: Terms, right: Terms, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """Return :func:`multiply` of fp32 terms, of which the first pair multiplies as bf16."""
+    """Return :func:`multiply` of fp32 terms, whose first pair is multiplied as bf16."""
     products = []
     for i, a in enumerate(left):
         for j, b in enumerate(right):
@@ -116,7 +116,7 @@ def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, be
     pairs = [(a.values, b.values) for a in left for b in right]
     a, b = pairs[0]
     if addend is not None and addend.dim() == 1 and alpha == beta == 1 and len(pairs) == 1 and a.dim() == 2:
-        # The bias rides in the GEMM's epilogue, where hardware adds it before the one rounding to the output dtype.
+        # addmm adds the bias in the GEMM's epilogue, as hardware does, before the only rounding to the output dtype.
         return torch.addmm(addend.to(a.dtype), a, b.mT)
     y = reduce(add, [a @ b.mT for a, b in pairs])
     y = y if alpha == 1 else y * alpha

@@ -1,7 +1,7 @@
 """The stages of one quantizer: block statistic, group scales, block scale, rounding of elements.
 
-Each stage is the spec's own unless a technique acts at it. Statistics and the final rounding are computed by kernels
-where there are any, else by tensor code, to the same bits.
+A stage at which no technique acts follows the spec. Kernels compute the statistics and the final rounding if there are
+any for them, and tensor code otherwise, to the same bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """An operand in the blocked layout before the rounding of its elements, as far as techniques decide it.
+    """An operand in the blocked layout before its elements are rounded, with everything that techniques decide.
 
-    The attributes are those of :class:`~fp4graph.technique.Quantization`, except that ``values`` returns the values,
-    which a kernel does not need, and that ``scale`` is None where it is left to the spec. ``chosen`` is True if a
-    technique has chosen ``z``, which otherwise is the largest magnitude of the values.
+    The attributes are as in :class:`~fp4graph.technique.Quantization`, except that ``values`` is a function that
+    returns the values, because a kernel does not need them, and that ``scale`` is None if the spec decides it.
+    ``chosen`` is True if a technique has chosen ``z``, which otherwise is the largest magnitude of the values.
     """
 
     blocking: Blocking
@@ -58,16 +58,16 @@ class Quantizer:
     """One call of an operand's quantizer, without what techniques split off or wrap around it.
 
     Attributes:
-        spec: of the operand.
+        spec: the spec of the operand.
         acting: the parts that act on the operand, with their contexts.
-        kernel: that rounds, by the blocks that :meth:`given` returns, or tensor code.
-        slots: the state that the techniques have.
+        kernel: the kernel that rounds: tensor code, or a kernel that takes the numbers that :meth:`blocks` returns.
+        slots: the state slots of the techniques.
         draw: the source of the spec's own random bits.
         remainder: True for the remainder of an earlier call, which techniques with state do not round: their state
             describes the weight.
-        segments: of the operand, in a grouped product.
+        segments: the segments of the operand, in a grouped product.
         shares: the blocks that share the largest of their statistics, and therefore a scale.
-        largest: returns the largest magnitude of what is quantized, 0-d, where it is known from elsewhere.
+        largest: returns the largest magnitude of the tensor to quantize, 0-d; None if only the quantizer computes it.
     """
 
     spec: QuantSpec
@@ -81,7 +81,7 @@ class Quantizer:
     largest: Callable[[], Tensor] | None = None
 
     def quantize(self, x: Tensor) -> Quantization:
-        """Return all parts of the quantization of ``x [..., K]``."""
+        """Return the complete quantization of ``x [..., K]``."""
         return self._rounded(self.scaled(x))
 
     def scaled(self, x: Tensor) -> Scaled:
@@ -104,7 +104,7 @@ class Quantizer:
         group_scales: list[GroupScale] = []
         for part, context in at_stage("group_scale", self.acting):
             asked: list[tuple[Tensor, Groups]] = []
-            plain = not (chosen or group_scales) and isinstance(spec.block, int)  # else z is read anyway
+            plain = not (chosen or group_scales) and isinstance(spec.block, int)  # otherwise z is read anyway
             # Only a γ that is proportional to g has a derivative by g, and may have another g than the maximum.
             proportional = isinstance(part, BlockScale) and part.normalizes
             choosing = tuple(at_stage("group_statistic", self.acting)) if proportional else ()
@@ -114,18 +114,18 @@ class Quantizer:
                 continue
             if isinstance(answer, tuple) and len(answer) != 2:
                 raise contract.broken(part, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
-            gamma, own = answer if isinstance(answer, tuple) else (answer, None)
+            gamma, divided_z = answer if isinstance(answer, tuple) else (answer, None)
             gamma = contract.broadcastable(part, "group_scale", gamma, z)
             contract.require_granularity(part, gamma, [groups for _, groups in asked], self.segments)
             # Division rounds monotonically, so the largest quotient is the quotient of the largest.
-            z = z / gamma if own is None else contract.same(part, "group_scale", own, z)
-            chosen = chosen or own is not None
+            z = z / gamma if divided_z is None else contract.same(part, "group_scale", divided_z, z)
+            chosen = chosen or divided_z is not None
             g, groups = asked[-1] if asked else (None, None)
             group_scales.append(GroupScale(part.name, gamma, g if proportional else None, groups, values))
             values = Once(partial(_divide, values, gamma))
         gammas = [each.scale for each in group_scales]
-        one = len(gammas) <= 1 and all(map(is_scalar, gammas))
-        quotient = Quotient(Once(lambda: blocking.split(x)), *gammas) if one else None
+        scalar = len(gammas) <= 1 and all(map(is_scalar, gammas))
+        quotient = Quotient(Once(lambda: blocking.split(x)), *gammas) if scalar else None
         scale: Tensor | None = None
         for part, context in at_stage("scale", self.acting):
             divided = replace(self._divided(part, context, group_scales), quotient=quotient)
@@ -137,8 +137,8 @@ class Quantizer:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
 
         Args:
-            x: what ``scaled`` was made from.
-            dtype: that a kernel casts the result to, if it can.
+            x: the tensor from which ``scaled`` was made.
+            dtype: the dtype to which a kernel casts the result, if it can.
         """
         if self.kernel.needs is Needs.STAGES:
 
@@ -147,15 +147,15 @@ class Quantizer:
                 return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
 
             return self.kernel.run(Job(x, Direction(self.spec, self.draw), rounded=rounded)).values
-        given = self.given(scaled, x.device, factor)
-        if len(scaled.group_scales) > 1:  # one division after another rounds differently from one by the product
+        blocks = self.blocks(scaled, x.device, factor)
+        if len(scaled.group_scales) > 1:  # successive divisions round differently from a division by the product
             divided = scaled.blocking.join(scaled.values())
-            direction = Direction(by_runs(self.spec), self.draw, given._replace(divisor=None))
+            direction = Direction(by_runs(self.spec), self.draw, blocks._replace(divisor=None))
             return self.kernel.run(Job(divided, direction)).values.to(x.dtype)
-        return self.kernel.run(Job(x, Direction(by_runs(self.spec), self.draw, given), dtype)).values
+        return self.kernel.run(Job(x, Direction(by_runs(self.spec), self.draw, blocks), dtype)).values
 
-    def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
-        """Return the numbers of blocks that a kernel takes: those of ``scaled``, and ``factor``."""
+    def blocks(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> Blocks:
+        """Return the numbers that a kernel takes for each block, made from ``scaled`` and ``factor``."""
         scale, stored = scaled.scale, None
         if [*at_stage("rescale", self.acting)]:
             scale = self._scale(scaled, device)
@@ -167,7 +167,7 @@ class Quantizer:
         return Blocks(*(None if part is None else operators.by_run(part, scaled.blocking) for part in parts))
 
     def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Return what computes the largest magnitude of ``x``; None where the maxima of blocks are computed anyway."""
+        """Return a function that returns the largest magnitude of ``x``; None if block maxima are computed anyway."""
         if self.segments is not None or not self.kernel.reads_whole:
             return None
         return self.largest or (lambda: operators.largest_of_all(x))
@@ -182,7 +182,7 @@ class Quantizer:
         choosing: Iterable[tuple[Part, Context]],
         granularity: Granularity,
     ) -> Tensor:
-        """Return g at ``granularity``, as parts in ``choosing`` change it; append it with its groups to ``asked``."""
+        """Return g of the groups of ``granularity``, after the parts in ``choosing``; append both to ``asked``."""
         groups = Groups(blocking, granularity)
         if largest is not None and granularity in ("tensor", "all"):
             g = largest().reshape([1] * z.dim())
@@ -195,8 +195,8 @@ class Quantizer:
         return g
 
     def _dequantized(self, scaled: Scaled) -> Tensor:
-        """Return the dequantized operand divided by γ, fp32, in the blocked layout; without its elements where no
-        technique needs them."""
+        """Return the dequantized operand divided by γ, fp32, in the blocked layout. Its elements are a tensor only if
+        a technique needs them."""
         if self._rounding() or [*at_stage("rescale", self.acting)]:
             return self._rounded(scaled).dequantized()
         values = scaled.values()
@@ -207,8 +207,8 @@ class Quantizer:
         values = scaled.values()
         scale = self._scale(scaled, values.device)
         rounding = Once(partial(self._elements, scaled, values, scale))
-        about = scaled.statistic, scaled.group_scales, scaled.quotient
-        rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *about)
+        origin = scaled.statistic, scaled.group_scales, scaled.quotient
+        rounded = Quantization(self.spec, scaled.blocking, values, scaled.z, scale, rounding, *origin)
         for part, context in at_stage("rescale", self.acting):
             other = contract.run_like(part, "rescale", scale, rounded, context)
             rounded = rounded if other is None else replace(rounded, scale=other)
@@ -228,10 +228,10 @@ class Quantizer:
 
     def _rounding(self) -> list[tuple[Rounding, Context]]:
         """Return the parts that round elements."""
-        return [one for one in at_stage("round", self.acting) if not (self.remainder and one[1].state)]
+        return [each for each in at_stage("round", self.acting) if not (self.remainder and each[1].state)]
 
     def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
-        """Return the block scale that a technique chose, or that of the spec's rule."""
+        """Return the block scale that a technique chose, or the scale by the spec's rule."""
         if scaled.scale is not None:
             return scaled.scale
         if self.spec.scale.rounding != "stochastic":
@@ -246,7 +246,7 @@ class Quantizer:
         return self.draw.noise(blocking, device)
 
     def _divided(self, part: Part, context: Context, by: Sequence[GroupScale]) -> Context:
-        """Return ``context`` with weight-like state divided by γ, as the values that it is compared with are."""
+        """Return ``context`` with weight-like state divided by γ, like the values that it is compared with."""
         entries = dict(context.state)
         for slot in self.slots:
             if slot.technique == part.name and slot.entry.weight_like:
@@ -256,7 +256,7 @@ class Quantizer:
 
 
 class Once(Generic[_T]):
-    """A value that is made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
+    """A function whose value is computed in the first call. Dynamo does not trace functools.cache."""
 
     def __init__(self, make: Callable[[], _T]) -> None:
         self._make = make

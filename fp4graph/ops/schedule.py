@@ -48,14 +48,14 @@ class Setting:
     """The facts, besides the program, that decide which code computes a site.
 
     Attributes:
-        dtypes: of the two factors.
-        dtype: of the GEMMs.
+        dtypes: the dtypes of the two factors.
+        dtype: the dtype of the GEMMs.
         needs: whether the gradients of the two factors are needed.
         drawn: whether there is a source of random bits.
         observed: whether an observer sees the operands.
-        experts: whether the product is one of experts, each with tokens of its own.
-        part: the part that is lowered of a product whose chosen input channels are multiplied apart: the chosen ones or
-            the rest; None for the whole product.
+        experts: whether the product is a grouped product.
+        part: the input channels that are lowered: the ``chosen`` ones, which are multiplied apart, or the ``rest``;
+            None for all channels, multiplied together.
     """
 
     machine: Machine
@@ -69,8 +69,8 @@ class Setting:
 
 
 class Code(NamedTuple):
-    """The kernels of the calls of an operand's quantizer: of the first, and of those that techniques around it make
-    after it, in which techniques with state do not round."""
+    """The kernels of an operand's quantizer: of its first call, and of the calls ``again`` that techniques around the
+    quantizer make, in which techniques with state do not round."""
 
     first: Kernel
     again: Kernel
@@ -104,7 +104,8 @@ class Step:
         """Return whether the forward saves the operand as it was given.
 
         Args:
-            ready: whether there are bytes for the backward, which are due where it :attr:`keeps` them.
+            ready: whether the kernel gave the bytes for the backward; if :attr:`keeps` asks for them, they replace the
+                original.
         """
         return Keeps.ORIGINAL in self.keeps or (Keeps.READY in self.keeps and not ready)
 
@@ -120,7 +121,7 @@ class Step:
 
     @property
     def by(self) -> str:
-        """The code that quantizes the operand, as people read it."""
+        """The code that quantizes the operand, in words."""
         if self.source is Source.READY:
             return self.source.value
         return "high precision" if self.kernel is None else self.kernel.name
@@ -154,8 +155,8 @@ class Schedule:
     """The schedules of a site's GEMMs; None for a GEMM that is not needed.
 
     Attributes:
-        apart: the schedule of the input channels that are multiplied apart; None if there are none. The other
-            attributes then describe the rest.
+        apart: the schedule of the input channels that are multiplied apart, or None. With it, the other attributes are
+            the schedules of the other channels.
     """
 
     fprop: GemmSchedule
@@ -181,8 +182,8 @@ class Schedule:
         for operand, step in self.steps().items():
             yield Line(f"{operand}{of}", step.by, step.why, tuple(sorted(step.keeps)))
         ways: dict[Multiply, list[str]] = {}
-        for gemm, own in self.gemms().items():
-            ways.setdefault(own.multiply, []).append(gemm.value)
+        for gemm, schedule in self.gemms().items():
+            ways.setdefault(schedule.multiply, []).append(gemm.value)
         for way, names in ways.items():
             yield Line(f"{', '.join(names)}{of}", f"multiplied {way}")
         if self.apart is not None:
@@ -194,7 +195,7 @@ class Schedule:
             operand.value: {"by": step.by, "because": step.why, "keeps": sorted(step.keeps)}
             for operand, step in self.steps().items()
         }
-        multiply = {gemm.value: own.multiply.value for gemm, own in self.gemms().items()}
+        multiply = {gemm.value: schedule.multiply.value for gemm, schedule in self.gemms().items()}
         return {**steps, "multiply": multiply, **({} if self.apart is None else {"apart": self.apart.to_json()})}
 
     def __str__(self) -> str:

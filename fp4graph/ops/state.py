@@ -25,7 +25,7 @@ class StateSlot:
 
     @property
     def label(self) -> str:
-        """The entry's name among those of its technique: the operand's name goes first unless it is fprop.weight."""
+        """The entry's name, unique in its technique: prefixed by the operand's name, unless that is fprop.weight."""
         operand = self.entry.operand
         prefix = "" if operand is Operand.FPROP_WEIGHT else f"{operand.replace('.', '_')}_"
         return prefix + self.entry.name
@@ -37,18 +37,18 @@ class StateSlot:
 
     @property
     def shared(self) -> bool:
-        """True if siblings share the tensor, which follows from their weights."""
+        """True if siblings share the tensor, which is computed from their weights."""
         return self.entry.writer == "siblings"
 
 
 def in_each_dtype(maximum: Tensor) -> Tensor:
-    """Return the maximum of magnitudes, fp32, as it is and as operands of bf16 and fp16 have it: ``[3, ...]``, fp32.
+    """Return the fp32 maximum of magnitudes unrounded, rounded to bf16 and rounded to fp16: ``[3, ...]``, fp32.
 
-    A graph picks one. If it rounded the maximum itself, Inductor's C++ would drop the two casts.
+    A graph picks the maximum of its operand's dtype. If the graph rounded it, Inductor's C++ would drop the two casts.
     """
     return torch.stack([maximum.to(dtype).to(torch.float32) for dtype in _DTYPES])
 
 
 def in_dtype(maxima: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the maximum of an operand of ``dtype`` from what :func:`in_each_dtype` returned."""
+    """Return the maximum for an operand of ``dtype``, from the result of :func:`in_each_dtype`."""
     return maxima[_DTYPES.index(dtype) if dtype in _DTYPES else 0]

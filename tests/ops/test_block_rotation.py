@@ -85,7 +85,7 @@ def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) ->
 @pytest.mark.parametrize("declared", [24, 0, "x"])
 def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
     wrong = made("wrong", BlockHadamard, block_rotation=declared)
-    with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, no power of two"):
+    with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, not a power of two above 1"):
         trained(wrong, block=48 if declared == 24 else 32)
 
 
