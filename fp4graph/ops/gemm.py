@@ -104,7 +104,7 @@ class GemmProgram:
         Args:
             draw: the left operand's source of random bits, which the transforms share.
             segments: the left operand's segments, in a grouped product.
-            leaves: whether to leave the right operand to a kernel, which then does the ``turn`` of the result.
+            leaves: whether to leave the right operand to a kernel, which then applies the ``turn`` of the result.
         """
         steps: list[PairStep] = []
         for transform in self.transforms:

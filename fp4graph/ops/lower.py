@@ -159,7 +159,8 @@ class _Lowering:
 
     def _product(self, gemm: GemmProgram, asked: Asked) -> Kernel | None:
         """Return the kernel that quantizes the weights of experts within their product."""
-        residual = next((f"{t.name} splits off a residual, a second product" for t in gemm.left.at("split")), None)
+        splits = gemm.left.at("split")
+        residual = f"{splits[0].name} splits off a residual, which needs a second product" if splits else None
         source = None if asked is Asked.FROM_BYTES else self._source(gemm, "right")
         facts = {"layout": Layout.WEIGHTS, "source": source, "residual": residual}
         observed = self.setting.observed or gemm.right.observes
