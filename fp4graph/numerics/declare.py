@@ -45,8 +45,7 @@ def operator(
         schema: ``"NAME(type parameter, ...) -> ..."`` with torch's types and with those of ``structures``.
         fake: returns empty results. It takes the same arguments as ``runs``.
         flops: a formula for torch's FLOP counter. It takes the shapes of the flat parameters.
-        structures: further types for the schema, by name. A parameter ``draw`` of such a type becomes the flat
-            parameters ``draw_key``, ...
+        structures: more types for ``schema``. A parameter ``draw`` of such a type becomes flat, as ``draw_key``, ...
         runs: the implementation for each of torch's dispatch keys, such as ``CPU``. It takes rebuilt objects.
     """
     match = re.fullmatch(r"(\w+)\((.*)\)( -> .*)", schema)

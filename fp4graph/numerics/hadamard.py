@@ -5,8 +5,7 @@ change no magnitude.
 
 H = H₂ ⊗ ... ⊗ H₂ / √size. On a CPU the factors are applied one after the other: each pair (a, b) of neighbours becomes
 (a + b, a - b), then each pair at a distance of two, four and so on; last, all elements are multiplied by 1/√size. So
-every CPU gives the same bits. On a GPU a product with the matrix H is faster; a BLAS library chooses the order of its
-sums.
+every CPU gives the same bits. On a GPU a product with H is faster, and a BLAS library chooses the order of its sums.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def rotate_in_fp32(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor
     """Return :func:`rotate` of ``x [..., n]`` in fp32.
 
     On a GPU the signs multiply the rows of H, which saves a pass over ``x``. If 1/√block is a power of two, a 16-bit
-    ``x`` needs no cast: its products with H are exact. If ``x`` is a transposed matrix, Hᵀ multiplies the matrix itself
-    from the left, which saves a copy.
+    ``x`` is multiplied exactly without a cast. If ``x`` is a transposed matrix, Hᵀ multiplies that matrix, not a copy.
 
     Args:
         signs: ±1, ``[block]``.

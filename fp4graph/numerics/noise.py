@@ -141,8 +141,7 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
 def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
     """Return 32 random bits for each index below ``count``, int32, under the key that :func:`absorb` returns.
 
-    On a CPU compilers see one operator; otherwise Inductor would hash again for every element that the bits broadcast
-    to.
+    On a CPU compilers see one operator, because Inductor would hash again for each element that the bits broadcast to.
     """
     if _readable(key):
         return _first_bits(key, other, salts, count)

@@ -27,8 +27,7 @@ class Packed:
         scales: one per block, with as many axes as the tensor, the contraction axis last: uint8 codes for formats of
             up to 8 bits, bfloat16 for bf16 and for e8m3 (a subset of bf16), float32 for fp32. A poisoned block has
             the NaN of the format.
-        spec: the spec by which the tensor was quantized.
-        shape, dim, dtype: the shape, the contraction axis and the dtype of the tensor before it was packed.
+        spec, shape, dim, dtype: the tensor's spec, shape, contraction axis and dtype before it was packed.
     """
 
     codes: Tensor

@@ -41,8 +41,7 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
     """Return the value of ``element`` nearest to each of fp32 ``u``, saturating: fp32 of the same shape.
 
     NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero. Halfway between two values ``even``
-    takes the value with the even code (OCP), ``up`` the greater value (TetraJet, Alg. 1), and ``away`` the value
-    farther from zero.
+    takes the value with the even code (OCP), ``up`` the greater value (TetraJet Alg. 1), ``away`` the larger magnitude.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)

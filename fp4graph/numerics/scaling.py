@@ -83,8 +83,8 @@ def group_scale(g: Tensor, kappa: float) -> Tensor:
 def kappa(spec: QuantSpec, target: float | None, headroom: float = 1.0) -> float:
     """Return κ = Qmax·T·headroom, where T is the ``target``, or without a target the largest scale of the format.
 
-    Return 1 without a target if the scale format spans fp32's exponents. After division by γ = g/κ, the largest block
-    of a group has the decode scale T·headroom.
+    Return 1 without a target if the format spans fp32's exponents. After division by γ = g/κ, the largest block of a
+    group has the decode scale T·headroom.
     """
     scale_format = spec.scale.format
     if target is None and scale_format.spans_fp32:

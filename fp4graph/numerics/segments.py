@@ -36,9 +36,7 @@ class Segments:
         return self if self.unpadded_ids is None else Segments(self.axis, self.count, self.unpadded_ids)
 
     def table(self, x: Tensor, axis: int, step: int, op: Literal["amax", "sum"] = "amax") -> Tensor:
-        """Return ``x`` reduced over the positions of each group: size E along ``axis``, or E + 1 if there are ``ids``.
-
-        The last of E + 1 entries is of the positions outside all groups.
+        """Return ``x`` reduced along ``axis`` to one entry per group, and one for other positions if there are ``ids``.
 
         Args:
             axis: the axis of ``x`` that corresponds to :attr:`axis`, with one entry for every ``step`` positions.
@@ -60,10 +58,8 @@ class Segments:
         return along.reshape([-1 if axis == self.axis else 1 for axis in range(rank)])
 
     def order_statistics(self, x: Tensor, share: Fraction) -> tuple[Tensor, Tensor]:
-        """Return two order statistics of each group at its positions, broadcastable to ``x``.
-
-        They are the elements at places c and n - 1 - c of the ascending n elements of the group, with c = ⌊share·n⌋.
-        At positions outside all groups they are -Inf and Inf.
+        """Return the elements at places c and n - 1 - c of the n ascending elements of a group, with c = ⌊share·n⌋, at
+        the positions of the group, broadcastable to ``x``; -Inf and Inf at positions outside all groups.
 
         Args:
             x: without NaN.

@@ -78,15 +78,11 @@ def fraction(u: Tensor, element: ElementFormat) -> Tensor:
 
 
 def scale_fraction(scale: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Return :func:`fraction` of positive scales in a scale format, and 1.0 where the nearest value's code is odd.
-
-    The second tensor is 0.0 elsewhere, and everywhere for a format of powers of two, which rounds no ties to even.
-    """
+    """Return :func:`fraction` of positive scales, and 1.0 where the nearest value has an odd mantissa, else 0.0."""
     if not scale_format.has_zero:
         lower = power_of_two(scale)
         return _position(scale, lower, 2 * lower), torch.zeros_like(scale)
-    limited = scale.clamp(max=scale_format.max)
-    _, inverse = spacing(limited, scale_format.min_exponent, scale_format.mantissa_bits)
+    _, inverse = spacing(scale.clamp(max=scale_format.max), scale_format.min_exponent, scale_format.mantissa_bits)
     lower = (scale * inverse).floor()
     nearest = torch.round(scale * inverse)
     return scale * inverse - lower, nearest - 2 * (nearest * 0.5).floor()
@@ -104,10 +100,7 @@ def sigmoid(t: Tensor, temperature: float) -> Tensor:
 
 
 def ties_even_knots(element: ElementFormat) -> tuple[tuple[float, float], ...]:
-    """Return the knots (midpoint, the value that RTN with ties to even gives it) of all pairs of neighbouring values.
-
-    The knot (0, 0) precedes them, and (max, max) follows.
-    """
+    """Return the knots (0, 0), (midpoint, its value by RTN to even) for each pair of neighbours, and (max, max)."""
     values = element.magnitudes()
     knots = [(0.0, 0.0)]
     for code, (low, high) in enumerate(itertools.pairwise(values)):

@@ -1,7 +1,6 @@
 """Binds a site's program to the schedule, the source of random bits and the state of one forward or backward.
 
-The bound program runs three GEMMs (:mod:`fp4graph.ops.bound_gemm`), and keeps operands for the backward as the schedule
-says.
+The bound program runs three GEMMs (:mod:`fp4graph.ops.bound_gemm`), and keeps operands as the schedule says.
 """
 
 from __future__ import annotations
@@ -117,13 +116,11 @@ class BoundMatmul:
         return self.gemm(gemm).program.side(side), self.gemm(gemm).operand_draw(side)
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
-        """Return dY quantized for dgrad, dYᵀ quantized for wgrad, and the sum of dY over its rows, fp32, or None.
-
-        Return three Nones unless one kernel quantizes both operands in one read.
+        """Return dY quantized for dgrad and dYᵀ for wgrad; Nones unless one kernel quantizes both in one read.
 
         Args:
             dy: in the dtype of the GEMMs.
-            sums: whether to return the sum.
+            sums: whether to return the sum of dY over its rows too, fp32.
         """
         step = None if self.schedule.dgrad is None else self.schedule.dgrad.left
         if step is None or step.kernel is None or step.asked is not Asked.BOTH:

@@ -185,8 +185,7 @@ class BoundGemm:
         return self.multiply(quantized("left", rows), quantized("right", tokens))
 
     def from_bytes(self, left: Tensor, source: PackedOperand, quantized: Terms | None) -> Tensor:
-        """Return ``left`` times the transpose of ``source``, which is unpacked if its bytes are of this GEMM's operand,
-        and else quantized again from its bytes."""
+        """Return ``left`` times the transpose of ``source``, unpacked if its bytes are ready, else quantized again."""
         step, left = self.step("right"), self._cast(left, self.program.left)
         gradient = self.operand(Rotation(left, left), "left")
         if step.source is Source.READY:

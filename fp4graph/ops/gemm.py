@@ -143,10 +143,7 @@ class GemmProgram:
 
 @dataclass(frozen=True, eq=False)
 class PairStep:
-    """One pair transform with the tensors that both sides share.
-
-    ``length`` is the length of the contraction axis before the transform, which may pad the axis.
-    """
+    """One pair transform with its shared tensors, and the length of the contraction axis before the transform."""
 
     transform: PairTransform
     shared: tuple[Tensor, ...]

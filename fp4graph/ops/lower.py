@@ -159,8 +159,7 @@ class _Lowering:
 
     def _product(self, gemm: GemmProgram, asked: Asked) -> Kernel | None:
         """Return the kernel that quantizes the weights of experts within their product."""
-        splits = gemm.left.at("split")
-        residual = f"{splits[0].name} splits off a residual, which needs a second product" if splits else None
+        residual = next((f"{t.name} splits off a residual, which needs a product" for t in gemm.left.at("split")), None)
         source = None if asked is Asked.FROM_BYTES else self._source(gemm, "right")
         facts = {"layout": Layout.WEIGHTS, "source": source, "residual": residual}
         observed = self.setting.observed or gemm.right.observes

@@ -174,12 +174,9 @@ class _QuantizedMatmul(torch.autograd.Function):
             if needs_b:
                 each = [
                     product.product(
-                        Gemm.WGRAD,
-                        scaled.mT,
-                        product.of(a) if kept_a is None else kept_a,
-                        dy_columns if index == 0 else None,
+                        Gemm.WGRAD, scaled.mT, product.of(a) if x is None else x, dy_columns if index == 0 else None
                     )
-                    for index, (product, kept_a) in enumerate(zip(products, kept[::2], strict=True))
+                    for index, (product, x) in enumerate(zip(products, kept[::2], strict=True))
                 ]
                 db = each[0] if order is None else joined(each, order)
             if _factors(program):

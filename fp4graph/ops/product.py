@@ -23,8 +23,7 @@ from fp4graph.numerics.segments import Segments
 class Term:
     """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one.
 
-    With ``segments``, ``multiplier`` is a 1-d tensor of one scalar for each expert (and perhaps one for positions of no
-    expert).
+    With ``segments``, ``multiplier`` is 1-d: a scalar for each expert (and perhaps one for positions of no expert).
     """
 
     values: Tensor

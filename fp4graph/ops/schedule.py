@@ -104,8 +104,7 @@ class Step:
         """Return whether the forward saves the operand as it was given.
 
         Args:
-            ready: whether the kernel gave the bytes for the backward; if :attr:`keeps` asks for them, they replace the
-                original.
+            ready: whether the kernel gave bytes for the backward, which replace the original if :attr:`keeps` asks so.
         """
         return Keeps.ORIGINAL in self.keeps or (Keeps.READY in self.keeps and not ready)
 
