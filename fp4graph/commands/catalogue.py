@@ -35,7 +35,7 @@ def loadable_policies(registry: Registry) -> dict[str, Policy]:
     """Return every policy of ``registry`` that can be loaded, by name."""
     policies: dict[str, Policy] = {}
     for name, path in sorted(registry.policies.items()):
-        with contextlib.suppress(Error):  # the list of policies reports it
+        with contextlib.suppress(Error):  # ``fp4graph policies`` reports it
             policies[name] = load_policy(path, registry)
     return policies
 
@@ -58,11 +58,11 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
 
 
 def stages_of(technique: type[Technique]) -> list[str]:
-    """Return the stages at which a technique acts under some options: those of the parts in its module."""
+    """Return the stages at which a technique acts under some options: the stages of the parts in its module."""
     members = vars(sys.modules[technique.__module__]).values()
     classes = [each for each in members if isinstance(each, type) and issubclass(each, Part)]
-    whose = {each: get_annotations(each).get("options", technique) for each in classes}
-    parts = [each for each, options in whose.items() if options in (technique, technique.__name__)]
+    options_of = {each: get_annotations(each).get("options", technique) for each in classes}
+    parts = [each for each, options in options_of.items() if options in (technique, technique.__name__)]
     stages = [stage for stage in STAGES if any(stage in part.acted for part in parts)]
     scales = ["loss_scaler"] if technique.loss_scaler is not Technique.loss_scaler else []
     return [*(["plan"] if plans(technique) else []), *stages, *scales]
@@ -135,8 +135,8 @@ def planned(rule: Rule) -> OperandSpecs:
 class Native(NamedTuple):
     """Whether a GEMM of a rule runs natively on a target.
 
-    ``kind`` and ``why`` are those of a :class:`~fp4graph.graph.targets.Verdict`, or "refused" and the error where a
-    technique does not take such products.
+    ``kind`` and ``why`` are those of a :class:`~fp4graph.graph.targets.Verdict`; if a technique refuses such products,
+    they are "refused" and the error.
     """
 
     rule: str
@@ -147,8 +147,7 @@ class Native(NamedTuple):
 
 
 def native_on(target: str, policy: Policy) -> list[Native]:
-    """Return a row for every GEMM of the rules that quantize, for products of any size; phases are policies of their
-    own."""
+    """Return a row for every GEMM of the rules that quantize, for products of any size, without later phases."""
     from fp4graph.graph import targets
     from fp4graph.graph.plan import plan_once
 
@@ -160,8 +159,8 @@ def native_on(target: str, policy: Policy) -> list[Native]:
             except Error as error:  # the policy refuses such products
                 rows.append(Native(rule.name, op, "all", "refused", str(error)))
                 continue
-            found = targets.verdicts(target, program, op=op)
-            rows += [Native(rule.name, op, str(gemm), *verdict) for gemm, verdict in found.items()]
+            verdicts = targets.verdicts(target, program, op=op)
+            rows += [Native(rule.name, op, str(gemm), *verdict) for gemm, verdict in verdicts.items()]
     return rows
 
 

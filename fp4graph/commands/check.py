@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TargetOption = Annotated[
     str | None,
-    typer.Option(help="Show which GEMMs run natively there, and why others do not: b200, mi355x, te, vllm, ..."),
+    typer.Option(help="Hardware or library: show which GEMMs it runs natively, why not others: b200, te, vllm, ..."),
 ]
 
 
@@ -59,7 +59,7 @@ def check(
 
 
 def _native_on(target: str, policy: Policy) -> list[Native]:
-    """Return the rows of a policy and of its phases, whose rules are named with the phase."""
+    """Return the rows of a policy and of its phases; the name of a phase's rule begins with the phase."""
     from fp4graph.commands import catalogue
 
     rows = catalogue.native_on(target, policy)
@@ -140,5 +140,6 @@ def _explanation(model: str, policy: Policy, input_size: str | None = None, batc
         inputs = [tuple(x.shape) for x in (*named.args, *named.kwargs.values()) if hasattr(x, "shape")]
         raise Error(
             f"{model}: the forward raised {type(error).__name__}: {error}; its inputs had the shapes "
-            f"{', '.join(map(str, inputs))}. Give others with --input-size, or return (model, args) from a factory"
+            f"{', '.join(map(str, inputs))}. Give another shape with --input-size, or return (model, args) from a "
+            "factory"
         ) from error

@@ -47,7 +47,7 @@ class TaskTraining:
                 log(step, loss)
 
         run = replace(self.run, policy=yaml.safe_load(policy.to_yaml()), seed=seed)
-        with suppress(Ended):  # a kill came between the end of the run and its line
+        with suppress(Ended):  # a kill came after the end of the run, before the comparison recorded it
             train(run, directory=log.folder, resume=True, tick=tick)
         outcome = read_outcome(log.folder)
         assert outcome is not None

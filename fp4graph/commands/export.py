@@ -15,7 +15,7 @@ from fp4graph.commands.models import architecture
 from fp4graph.commands.output import say
 from fp4graph.errors import Error, needs
 
-#: Validation batches of a run on which scales of activations are measured.
+#: The number of a run's validation batches on which tensor scales of activations are measured.
 CALIBRATION = 4
 #: The dtypes of ``--autocast``, by torch's names.
 _AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
@@ -33,7 +33,7 @@ def export(
         str, typer.Option("--format", metavar="FORMAT", help="compressed-tensors, modelopt or gpt-oss.")
     ] = "compressed-tensors",
     policy: Annotated[
-        str | None, typer.Option(help="The training policy of a Hugging Face model; a run's folder records it.")
+        str | None, typer.Option(help="The policy of a Hugging Face model's training; a run records its policy.")
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave activations out; servers then keep them in high precision.")
@@ -41,12 +41,12 @@ def export(
     sibling_scales: Annotated[
         str,
         typer.Option(
-            help="For matrices that servers fuse, such as q, k and v, but whose tensor scales differ: refuse; share a "
-            "scale, and print the resulting error; or own, for readers that fuse nothing."
+            help="What to do if matrices that servers fuse, such as q, k and v, have different tensor scales: refuse; "
+            "share, to write one scale and print the resulting error; or own, for readers that fuse nothing."
         ),
     ] = "refuse",
     autocast: Annotated[
-        str | None, typer.Option(help="The training's autocast of a Hugging Face model: bf16 or fp16.")
+        str | None, typer.Option(help="The autocast dtype of a Hugging Face model's training: bf16 or fp16.")
     ] = None,
 ) -> None:
     """Write a trained model as a checkpoint of real FP4 weights, for vLLM, transformers and others.
@@ -89,7 +89,7 @@ def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
 
 
 def _export_model(folder: Path, policy: str, autocast: str | None, output: Path, options: dict[str, Any]) -> None:
-    """Export the model of a folder under ``policy``, with the techniques' state in the folder."""
+    """Export the model of a folder under ``policy``, with the techniques' state that the folder holds."""
     needs("transformers", f"{folder} is read with transformers", "export")
     import torch
     import transformers

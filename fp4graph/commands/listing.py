@@ -1,4 +1,4 @@
-"""``fp4graph techniques`` and ``fp4graph policies``: list the installed ones, or describe one."""
+"""``fp4graph techniques`` and ``fp4graph policies``: list what is installed, or describe one technique or policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp4graph.commands.deferred import defer_torch
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error, suggest
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe only this one, in full.")]
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The name to describe in full, instead of a list.")]
 
 
 def techniques(name: Name = None, as_json: AsJson = False) -> None:
@@ -42,7 +42,7 @@ def policies(
         bool, typer.Option("--schema", help="Print the JSON schema of policy files, for editors.")
     ] = False,
 ) -> None:
-    """List the policies that have names, or describe one."""
+    """List the policies that can be named, or describe one."""
     defer_torch()
     from fp4graph.commands import catalogue, reference
     from fp4graph.policy import ALIASES, load_policy, shipped_policies

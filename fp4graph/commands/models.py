@@ -81,14 +81,14 @@ def imported(text: str) -> Any:
 def named_model(
     text: str, *, input_size: str | None = None, batch_size: int | None = None, device: str = "cpu"
 ) -> Named:
-    """Build the model that ``text`` names; its inputs are zeros unless a factory returns others.
+    """Build the model that ``text`` names; its inputs are zeros unless a factory returns inputs.
 
     Args:
         text: a model, in one of the forms that this module describes.
-        input_size: the shape of an input without the batch, such as ``3x224x224``, or a language model's length; by
-            default from the model's config.
-        batch_size: of the inputs; 2 by default.
-        device: of a Hugging Face model; ``meta`` builds a model of any size without memory.
+        input_size: the shape of an input without the batch, such as ``3x224x224``, or the length of a text; None takes
+            it from the model's config.
+        batch_size: the batch size of the inputs; 2 by default.
+        device: the device of a Hugging Face model; ``meta`` builds a model of any size without memory.
 
     Raises:
         Error: the name is unknown, building the model raised, or its inputs are unknown.
@@ -114,7 +114,7 @@ def architecture(config: Any, source: object) -> Any:
     name = (config.architectures or [None])[0]
     kind = getattr(transformers, str(name), None)
     if kind is None:
-        raise Error(f"{source} names the architecture {name!r}, which this transformers does not have; update it")
+        raise Error(f"{source} names the architecture {name!r}, which transformers lacks here; update transformers")
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         config._experts_implementation = "grouped_mm"  # the form in which experts are quantized
     return kind
@@ -128,7 +128,7 @@ def _timm(text: str) -> nn.Module:
         near = suggest(text, timm.list_models())[:400]
         raise Error(
             f"timm has no model {text!r}, and no folder {text!r} has a config.json; {near} "
-            "Write your own model as pkg.module:factory, and one of transformers as hf:LlamaConfig(hidden_size=64, ...)"
+            "Write your own model as pkg.module:factory, a transformers model as hf:LlamaConfig(hidden_size=64, ...)"
         )
     model: nn.Module = timm.create_model(text)
     return model

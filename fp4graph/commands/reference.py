@@ -183,7 +183,7 @@ def index_page(registry: Registry) -> str:
 
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
-    """Return a technique's docstring as Markdown by heading: ``Summary``, ``Definition``, then those of ``PARTS``."""
+    """Return a technique's docstring as Markdown by heading: ``Summary``, ``Definition``, the headings of ``PARTS``."""
     summary, *paragraphs = re.split(r"\n\s*\n", catalogue.docstring(technique))
     parts = {"Summary": [summary]} if summary else {}
     heading = "Definition"
@@ -217,7 +217,7 @@ def _weights(technique: type[Technique]) -> str:
 
 
 def _weight_doc(technique: type[Technique]) -> dict[str, str]:
-    """Return the row for a weight that depends on the options; a constant weight has none."""
+    """Return the row for a weight that depends on the options; an empty dict for a constant weight."""
     weight = inspect.getattr_static(technique, "complexity")
     if not isinstance(weight, property):
         return {}
@@ -240,7 +240,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _acts_on(technique: type[Technique]) -> str:
-    """Return the operands that a technique acts on at an unknown linear, with its default options."""
+    """Return in words the operands of an unknown linear layer on which a technique acts, with its default options."""
     site = SiteView(None, "linear", None, None, None)
     before = dict.fromkeys(Operand, QuantSpec())
     try:

@@ -23,8 +23,8 @@ QWEN = (
 MODELS = {"a ViT": "vit_tiny_patch16_224", "a Qwen3-MoE": QWEN}
 HEAD = """# Schedules
 
-`fp4graph explain POLICY --model MODEL --schedule` prints for each quantized operand the code that quantizes it on your
-machine, the reason if it is not a single kernel, and the form in which the forward keeps it for the backward.
+`fp4graph explain POLICY --model MODEL --schedule` prints which code quantizes each operand on your machine,
+why if this is not a single kernel, and in which form the forward keeps the operand for the backward.
 [Kernels](kernels.md) describes the code; all of it gives the same bits.
 
 The tables show five policies and two models on a CPU with kernels; layers with equal schedules share their lines.

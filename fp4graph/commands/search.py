@@ -22,9 +22,9 @@ def search(
     fp4_flops: Annotated[float | None, typer.Option(help="The least share of FLOPs in FP4.")] = None,
     complexity: Annotated[float | None, typer.Option(help="The largest Ω.")] = None,
     overhead: Annotated[float | None, typer.Option(help="The largest measured ratio of step times.")] = None,
-    by: Annotated[str, typer.Option(help="site,gemm or site.")] = "site,gemm",
+    by: Annotated[str, typer.Option(help="What gets its own format: site,gemm (each GEMM) or site.")] = "site,gemm",
     backend: Annotated[str, typer.Option(help="The backend under which --overhead is measured.")] = "inductor",
-    folder: Annotated[Path | None, typer.Option(help="Keeps the scores, so that a stopped search resumes.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of scores, to resume a stopped search.")] = None,
     output: Annotated[Path, typer.Option(help="The policy file to write.")] = Path("searched.yaml"),
     as_json: AsJson = False,
 ) -> None:

@@ -28,9 +28,9 @@ def sweep(
     storage: Annotated[
         str | None, typer.Option(help="Database URL or SQLite file; by default sweep.db in the output folder.")
     ] = None,
-    study: Annotated[str | None, typer.Option(help="Name of the study in the database; by default the task's.")] = None,
-    sampler: Annotated[str, typer.Option(help="random, or tpe.")] = "random",
-    pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
+    study: Annotated[str | None, typer.Option(help="The study's name in the database; by default the task's.")] = None,
+    sampler: Annotated[str, typer.Option(help="How to choose configurations: random or tpe.")] = "random",
+    pruner: Annotated[str, typer.Option(help="When to give up a trial: none, median or hyperband.")] = "none",
     rule: Annotated[str, typer.Option(help="Formula of the score S: text or table, see sweep-results.")] = "table",
     patience: Annotated[
         float, typer.Option(min=6, help="Seconds without a heartbeat after which a new study's worker counts as dead.")
@@ -115,8 +115,8 @@ def interrupts() -> Iterator[list[float]]:
     """Yield the times of Ctrl-C and SIGTERM; the first signal only prints a message, and the caller must stop.
 
     A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would corrupt the session or list of trials, which are still
-    needed to withdraw the running trials. A signal a second or more after the first raises it, for users who do not
-    wait for an unreachable database.
+    needed to withdraw the running trials. A signal a second or more after the first raises KeyboardInterrupt, for users
+    who do not wait for an unreachable database.
     """
     times: list[float] = []
 
@@ -128,7 +128,7 @@ def interrupts() -> Iterator[list[float]]:
         elif times[-1] - times[0] >= 1:  # ignores an accidental double press
             raise KeyboardInterrupt
 
-    # A shell's background jobs ignore SIGINT, and continue to.
+    # Background jobs of a shell ignore SIGINT; this does not change.
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in handled}
     try:

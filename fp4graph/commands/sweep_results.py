@@ -20,9 +20,9 @@ def sweep_results(
     sources: Annotated[
         list[str], typer.Argument(metavar="SWEEP...", help="Sweeps' folders, SQLite files, or database URLs.")
     ],
-    study: Annotated[list[str] | None, typer.Option(help="Show only this study; repeat it for more.")] = None,
+    study: Annotated[list[str] | None, typer.Option(help="Show only this study; repeat the option for more.")] = None,
     rule: Annotated[
-        str, typer.Option(help="Formula of S: text is G/(1 + Ω); table is G/max(1, Ω), and G·max(1, Ω) below 0.")
+        str, typer.Option(help="Formula of S: text: G/(1 + Ω); table: G/max(1, Ω), or G·max(1, Ω) for G < 0.")
     ] = "table",
     every: Annotated[bool, typer.Option("--all", help="Show every trial, best first.")] = False,
     choices: Annotated[
@@ -32,7 +32,7 @@ def sweep_results(
         Path | None, typer.Option(help="Draw S over Ω, a panel per sweep, into this .png, .pdf or .svg.")
     ] = None,
     export: Annotated[
-        list[Path] | None, typer.Option(help="Write all trials to this .csv or .json file; repeat it for both.")
+        list[Path] | None, typer.Option(help="Write all trials to this .csv or .json file; repeat the option for both.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +75,7 @@ def _require_kind(option: str, paths: list[Path], suffixes: tuple[str, ...]) -> 
 
 
 def read(sources: list[str], only: list[str] | None) -> list[Results]:
-    """Return the results of the sweeps in ``sources``, all or those named; raise an Error if a sweep is missing."""
+    """Return the results of the studies in ``sources``, all or ``only`` these; raise an Error if one is missing."""
     needs("optuna", "sweeps are read with Optuna", "sweep")
     import optuna
 

@@ -84,7 +84,7 @@ def trial_table(trials: Sequence[Scored], rule: Rule, title: str | None = None) 
 
 
 def best_table(results: Results, rule: Rule) -> Table:
-    """Return a table of the baselines and, for each family, of pure FP4, the best loss and the best scores."""
+    """Return a table with the baselines and, for each family, pure FP4 and the trials of best loss and best scores."""
     reference = "unknown, because no baseline completed" if results.reference is None else f"{results.reference:.4g}"
     title = f"{results.name}: best per family; loss of the better baseline {reference}"
     table = _table(title, "family", "", "trial>", "configuration", "Ω>", "loss>", "score>")

@@ -1,4 +1,4 @@
-"""Writes docs/targets.md: what hardware and libraries run natively of each shipped policy.
+"""Writes docs/targets.md: which GEMMs of each shipped policy hardware and libraries run natively.
 
 python -m fp4graph.commands.targets docs/targets.md
 """
@@ -18,7 +18,7 @@ HEAD = """# Where policies run natively
 
 fp4graph simulates; this page says what hardware would multiply in FP4 or FP8 by itself. A GEMM is native on a target if
 both operands are in formats that the target multiplies. Hardware leaves the rounding before a product to software; a
-library has the roundings and techniques of its recipes alone.
+library has only the roundings and techniques of its recipes.
 
 ```sh
 fp4graph check nvfp4-te --target b200                                    # each GEMM of a policy, with the reason
@@ -26,7 +26,7 @@ fp4graph explain nvfp4-te --model deit_tiny_patch16_224 --target te      # each 
 ```
 
 In Python `fp4graph.explain(model, policy, args).on("b200")` returns the same table. The last line is the share of the
-training FLOPs of matrix products that is native; it counts the products that are not quantized, which the table leaves
+training FLOPs of matrix products that is native; it also counts products that are not quantized, which the table leaves
 out. The data is `fp4graph/graph/targets.yaml`, read from sources, not measured. `python -m fp4graph.commands.targets
 docs/targets.md` generates this page.
 """
@@ -34,9 +34,9 @@ MSLK_NOTE = """
 "torch with MSLK": only if torch was built with that library. `torch.__config__.show()` then names `USE_MSLK`, as in the
 wheel of torch 2.14.1 for CUDA 13.0."""
 LEGEND = """
-**yes**: all three GEMMs of a linear layer of suitable size. A name: only that GEMM. Empty: none. "exact": in high
-precision by the policy. "at first": a later phase differs. "experts": the GEMMs of routed experts, where a rule is for
-them alone. `check --target` says why, and shows experts and phases.
+**yes**: all three GEMMs of a linear layer of suitable size are native. A name: only that GEMM is. Empty: no GEMM is.
+"exact": the policy keeps the GEMM in high precision. "at first": a later phase differs. "experts": the GEMMs of routed
+experts, if a rule is for experts alone. `check --target` says why, and shows experts and phases.
 """
 
 
@@ -81,8 +81,7 @@ def _pair(pair: tuple[str, str], mslk: tuple[str, ...]) -> str:
 
 
 def _in_phases(target: str, policy: Policy) -> str:
-    """Return the cell of a policy's linear layers, and of experts with a rule of their own; phases that differ from the
-    first are named."""
+    """Return a policy's cell: linear layers, and experts if a rule is for them alone; "at first" if a phase differs."""
     apart = any(rule.quantizes and rule.match.op == ("grouped",) for rule in policy.rules)
 
     def cell(phase: Policy) -> str:

@@ -61,7 +61,7 @@ def train(
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
-    """Train a task under a policy: the papers' tasks, and small ones that run anywhere.
+    """Train a task under a policy: a paper's task, or a small task that runs anywhere.
 
     fp4graph train gaussian --policy nvfp4 --optimizer stablespam
     """
@@ -103,7 +103,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
-    """Yield a ``stream`` for ``Statistics`` for each name, with a new run of W&B or MLflow; None for no names."""
+    """Yield the argument ``stream`` of ``Statistics`` for ``names``, with a new run of W&B or MLflow; None if empty."""
     from fp4graph.policy import load_policy
 
     if names is None and importlib.util.find_spec("tensorboard") is None:
@@ -138,7 +138,7 @@ def _unused(run: Run) -> Path:
 
 @contextmanager
 def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
-    """Show a training's progress on stderr: a bar on a terminal, else a line per validation and every half a minute."""
+    """Show a training's progress on stderr: a bar on a terminal, else a line per validation and per half a minute."""
     from fp4graph.lab.runs.waiting import waiting
 
     console = new_console(stderr=True, quiet=quiet)

@@ -24,10 +24,10 @@ class _Largest:
         self.magnitudes: dict[str, Tensor] = {}
         self.operands_of: dict[str, ObservedOperand] = {}
         self._by_place: dict[tuple[str, int], Weight] = {}
-        self._alone: dict[str, list[Weight]] = {}
+        self._by_module: dict[str, list[Weight]] = {}
         for weight in weights:
             self._by_place[weight.fqn or "(root)", weight.stored.data_ptr()] = weight
-            self._alone.setdefault(weight.fqn or "(root)", []).append(weight)
+            self._by_module.setdefault(weight.fqn or "(root)", []).append(weight)
 
     def operands(self, site: str) -> OperandObserver:
         module = site.partition("#")[0]
@@ -35,8 +35,8 @@ class _Largest:
         def observe(left: ObservedOperand, right: ObservedOperand) -> None:
             if left.operand is not Operand.FPROP_INPUT:
                 return
-            alone = self._alone.get(module, [])
-            weight = alone[0] if len(alone) == 1 else self._by_place.get((module, right.given.data_ptr()))
+            candidates = self._by_module.get(module, [])
+            weight = candidates[0] if len(candidates) == 1 else self._by_place.get((module, right.given.data_ptr()))
             if weight is not None and left.given.numel():
                 amax = left.given.detach().abs().amax().to(torch.float32)
                 self.magnitudes[weight.name] = torch.maximum(amax, self.magnitudes.get(weight.name, amax))
@@ -49,14 +49,14 @@ class _Largest:
 
 
 def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[Any]) -> dict[str, Tensor]:
-    """Return γ of each weight's activations by the weight's name, if the policy has such γ.
+    """Return γ of each weight's activations by the weight's name, for weights whose activations have a tensor scale.
 
-    The activations' quantizer computes γ from the largest magnitude over ``batches``. Under ``tensor_scaling`` γ is the
-    magnitude over κ, which is 6·448 unless the policy has another element, scale format, target or headroom.
+    The activations' quantizer computes γ from their largest magnitude over ``batches``. Under ``tensor_scaling`` γ is
+    this magnitude divided by κ, which is 6·448 unless the policy has another element, scale format, target or headroom.
 
     Args:
-        batches: the arguments of the model's calls: a mapping of keywords, a tuple or a list of arguments, or the only
-            argument; or a function that calls the model. The model runs in eval mode and without gradients.
+        batches: the arguments of each call of the model: a mapping of keywords, a tuple or list of arguments, or a
+            single argument; or a function that calls the model. The model runs in eval mode and without gradients.
 
     Raises:
         Error: ``batches`` is empty, or activations are not finite.
@@ -85,19 +85,19 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
     if not count:
         raise Error("calibration= is empty, and the tensor scales of activations are measured on it; give batches")
     if infinite := [name for name, amax in largest.magnitudes.items() if not torch.isfinite(amax)]:
-        raise Error(f"the activations of {infinite[0]} are not finite on the calibration batches; check both")
+        raise Error(f"the activations of {infinite[0]} are not finite on a calibration batch; check data and weights")
     scales = {name: _gamma(amax, largest.operands_of[name]) for name, amax in largest.magnitudes.items()}
     return {name: gamma for name, gamma in scales.items() if gamma is not None}
 
 
 @torch.no_grad()
 def _gamma(amax: Tensor, operand: ObservedOperand) -> Tensor | None:
-    """Return γ of an operand with largest magnitude ``amax``, 0-d; None if its quantizer has no γ."""
+    """Return γ, 0-d, of an operand whose largest magnitude is ``amax``; None if the operand's quantizer has no γ."""
     spec = operand.program.spec
     if spec is None or not operand.program.at("group_scale"):
         return None
     x = amax.new_zeros(1, 1 if isinstance(spec.block, str) else block_length(spec.block))
     x[0, 0] = amax
-    with operators.tensor_code():  # else a kernel would be compiled
+    with operators.tensor_code():  # avoids compiling a kernel
         gamma = operand.program.quantize(x, operand.draw, operand.state).group_scale
     return None if gamma is None else gamma.flatten()[0]

@@ -21,7 +21,7 @@ class Checkpoint:
     Opening reads only headers. Leaving the context closes the files.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         config: the content of ``config.json``.
 
     Raises:
@@ -72,7 +72,7 @@ class Checkpoint:
         for key, name in shards.items():
             if key not in held[name]:
                 where = self.folder / name
-                raise Error(f"{where} lacks {key!r}, which {place} lists in it; fetch both again")
+                raise Error(f"{where} lacks {key!r}, although {place} lists it there; fetch both files again")
             self._files[key] = self.folder / name
 
     def _open(self, file: Path, stack: ExitStack) -> list[str]:
@@ -115,7 +115,7 @@ class Checkpoint:
         return Error(f"{self.file(key)}: {key!r} {what}")
 
     def mapping(self, file: str, name: str, value: object) -> dict[str, Any]:
-        """Return the object ``value``, entry ``name`` of a configuration, or an empty one for None.
+        """Return ``value``, the entry ``name`` of a configuration, which must be an object; None becomes an empty one.
 
         Raises:
             Error: ``value`` is not an object.

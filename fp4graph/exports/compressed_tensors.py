@@ -1,8 +1,8 @@
 """compressed-tensors: the layout of llm-compressor and vLLM, which transformers reads too.
 
-Each quantized linear layer has ``weight_packed`` (uint8), ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for NVFP4),
-and for NVFP4 ``weight_global_scale``, 1/γ, and ``input_global_scale``, 1/γ of the activations if they are quantized.
-The library compressed-tensors packs the bytes and makes the configuration.
+Each quantized linear layer has ``weight_packed`` (uint8) and ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for
+NVFP4). NVFP4 adds ``weight_global_scale`` (1/γ) and, if activations are quantized, ``input_global_scale`` (1/γ of the
+activations). The library compressed-tensors packs the bytes and makes the configuration.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class CompressedTensors(Layout):
     def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``tensors`` under their names in the checkpoint.
 
-        If other experts are in MXFP4, experts in high precision keep their names in the model: the reader of
-        transformers decompresses every tensor with the name of a single expert, and drops uncompressed ones.
+        If other experts are in MXFP4, experts in high precision keep their names in the model: transformers tries to
+        decompress every tensor with the name of a single expert, and drops uncompressed tensors.
         """
         stacks = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
         return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in stacks}) | stacks
@@ -83,7 +83,7 @@ class CompressedTensors(Layout):
 
 
 def _groups(schemes: Mapping[str, Scheme]) -> dict[Scheme, list[str]]:
-    """Return the modules of every scheme, or all linear layers if there is one scheme."""
+    """Return the names of each scheme's modules, or the name of all linear layers, ``Linear``, for a single scheme."""
     groups: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         groups.setdefault(scheme, []).append(module)
@@ -91,7 +91,7 @@ def _groups(schemes: Mapping[str, Scheme]) -> dict[Scheme, list[str]]:
 
 
 def _scheme(scheme: Scheme, targets: list[str]) -> Any:
-    """Return the library's preset for a scheme; presets in A16 have activations in high precision."""
+    """Return the library's preset for a scheme; presets with A16 in their names keep activations in high precision."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme.weights.upper() + ("A16" if scheme.inputs is None else ""), targets)

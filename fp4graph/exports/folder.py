@@ -48,7 +48,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         allowed = ~_umask()
-        temporary.chmod(0o777 & allowed)  # only the owner may read folders of mkdtemp and files of safetensors
+        temporary.chmod(0o777 & allowed)  # mkdtemp and safetensors let only the owner read what they make
         for file in temporary.iterdir():
             file.chmod(0o666 & allowed)
             with file.open("rb") as written:
@@ -82,7 +82,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard: str | int)
 
 
 def write_config(folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:
-    """Write ``config.json``, with ``quantization_config`` if given, and the model's generation config.
+    """Write ``config.json``, with ``quantization`` as its ``quantization_config``, and the model's generation config.
 
     A model of timm gets the fields of timm's hub layout; other models get only their class.
     """

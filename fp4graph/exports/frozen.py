@@ -26,7 +26,7 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 
 M = TypeVar("M", bound=nn.Module)
-#: A later phase of the policy: its beginning, and its plan of the model.
+#: A later phase of the policy: when it begins, and its plan of the model.
 _Phase = tuple[int | float, PhasePlan]
 
 
@@ -48,18 +48,18 @@ def pack_frozen(model: M) -> M:
 
     Under ``torch.autocast`` weights are quantized from autocast's dtype; call this in the same context as the model. A
     forward in another context raises an Error. Weights that require gradients, and weights that the policy keeps, do
-    not change. Applying a policy again or removing it unpacks. Adding adapters and beginning a phase do not; if the
-    policy then needs other values of a weight, that call and every later call raise the same error.
+    not change. Applying a policy again or removing it unpacks. Adding adapters and beginning a phase do not unpack; if
+    the policy then needs other values of a weight, the next forward and every later forward raise the same error.
 
     Args:
-        model: an applied model; if its rules depend on the graph, called once too.
+        model: an applied model; call it once before if the policy's rules depend on the graph.
 
     Returns:
         ``model``.
 
     Raises:
-        PolicyError: a frozen weight cannot be packed, because its bytes give other operands in a phase of the policy;
-            names weight, rule, file and line, and the remedy. The model is unchanged.
+        PolicyError: a frozen weight cannot be packed, because its bytes give other operands in a phase of the policy.
+            The message names weight, rule, file and line, and the remedy. The model is unchanged.
         Error: the model is not applied, or is sharded.
     """
     runtime = require_runtime(model, "pack_frozen")
@@ -69,7 +69,7 @@ def pack_frozen(model: M) -> M:
     weights = [weight for weight in runtime.weights if weight.source is None and not weight.stored.requires_grad]
     frozen = Frozen()
     packed = [
-        (weight, made) for weight in weights if (made := _packed(runtime.root, weight, later, frozen)) is not None
+        (weight, source) for weight in weights if (source := _packed(runtime.root, weight, later, frozen)) is not None
     ]
     for weight, (unpacking, kept) in packed:
         unpacking.hold(weight.module, kept)
@@ -88,7 +88,7 @@ def unpack_frozen(model: M) -> M:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A weight under one decision about it; ``where`` names a later phase at the beginning of a sentence."""
+    """A weight under one decision of the policy; in a later phase ``where`` begins the error's text with the phase."""
 
     weight: Weight
     planned: PlannedWeight
@@ -107,11 +107,11 @@ class _Case:
 
 
 def _later_cases(weight: Weight, later: Sequence[_Phase]) -> Iterator[_Case]:
-    """Yield the weight under every decision of later phases of the policy about it."""
+    """Yield the weight under every decision that a later phase of the policy may make about it."""
     for at, plan in later:
-        same = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
+        matching = [w for w in plan.weights if w.module is weight.module and w.parameter_name == weight.parameter_name]
         view, decision = plan.policy.decide_weight(weight.view)[0]
-        for planned in same[0].possible if same else (PlannedWeight.of(view, decision.rule),):
+        for planned in matching[0].possible if matching else (PlannedWeight.of(view, decision.rule),):
             yield _Case(weight, planned, f"in the phase that begins at {at:g}, ")
 
 
@@ -145,7 +145,7 @@ def _packed(root: nn.Module, weight: Weight, later: Sequence[_Phase], frozen: Fr
         if (program := case.program) is None:
             raise case.refusal(
                 "this rule keeps it in high precision, but packing frees its values",
-                "quantize it in all phases as in this one, or drop the phase",
+                "quantize it in all phases as in the present phase, or drop the later phase",
             )
         if program in unpacking.programs:
             continue
@@ -195,7 +195,7 @@ def _bytes(case: _Case, matmul: MatmulProgram, w: Tensor, dtype: torch.dtype, fr
 
 
 def _with_largest(kept: Bytes, w: Tensor) -> Bytes:
-    """Return ``kept`` with the unquantized largest element, from which γ is computed."""
+    """Return ``kept`` with place and value of the largest unquantized weight, from which a quantizer computes γ."""
     place = w.abs().flatten().argmax().reshape(1)
     return kept._replace(place=place, largest=w.flatten()[place].clone())
 
@@ -228,7 +228,7 @@ def _require_static(case: _Case, program: MatmulProgram) -> None:
 def _difference(
     case: _Case, program: MatmulProgram, w: Tensor, unpacked: Tensor, dtype: torch.dtype
 ) -> PolicyError | None:
-    """Return the error that the unpacked bytes give other operands than ``w``; None if they give the same."""
+    """Return the error that the unpacked bytes give other operands than ``w``; None if the operands are equal."""
     fprop, dgrad = program.fprop.right, program.dgrad.right
     if not _same(fprop, w, unpacked, dtype):
         names = ", ".join(dict.fromkeys(part.name for part in fprop.parts)) or "its quantizer"
@@ -258,12 +258,12 @@ def _require_unshared(root: nn.Module, case: _Case) -> None:
     """Raise PolicyError if the weight is read outside a call of its module."""
     module, parameter = case.weight.module, case.weight.stored
     if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
-        what = f"its module, a {type(module).__name__}, may be bypassed by code that reads it directly"
+        what = f"code may read it without a call of its module, a {type(module).__name__}"
         raise case.refusal(what, "keep or unfreeze the weight")
     for name, other in root.named_modules():
         if other is not module and (shared := [key for key, p in other._parameters.items() if p is parameter]):
             what = f"{f'{name}.{shared[0]}'.strip('.')} is the same parameter"
-            raise case.refusal(what, "untie the two, or keep the weight with a rule")
+            raise case.refusal(what, "untie the two names, or keep the weight with a rule")
     for name, wrapper in root.named_modules():
         if wrapper._modules.get("base_layer") is module and wrapper._modules.get("lora_magnitude_vector"):
             raise case.refusal(

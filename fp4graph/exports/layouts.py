@@ -33,7 +33,7 @@ class Layout(ABC):
 
     @abstractmethod
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of ``weight``, by the checkpoint's modules and by their names in the module.
+        """Return the tensors of ``weight`` as the checkpoint stores them: for each module, its tensors by name.
 
         Args:
             input_scale: γ of the weight's activations, fp32, 0-d; None if they have no tensor scale.

@@ -31,8 +31,8 @@ class _Part:
     """A tensor of a checkpoint, and its place in a tensor of the model.
 
     Attributes:
-        name, shape: in the checkpoint.
-        places: int64 of ``shape``, the flat index of every element in the model's tensor; None for the whole tensor.
+        name, shape: name and shape of the checkpoint's tensor.
+        places: the flat index of each element in the model's tensor, int64 of ``shape``; None if it fills that tensor.
     """
 
     name: str
@@ -53,7 +53,7 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
 
     Args:
         model: a plain model of the checkpoint's architecture: from ``AutoModelForCausalLM.from_config``, or of timm.
-        directory: ``config.json`` and ``model.safetensors``, or shards with their index.
+        directory: a folder with ``config.json`` and ``model.safetensors``, or with shards and their index.
 
     Returns:
         ``model``.
@@ -93,7 +93,7 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
 
 
 def _unique(targets: Mapping[str, Tensor], stored: Mapping[str, Stored], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the tensors of a model; a tensor that several names share has the first of these that is stored.
+    """Return the tensors of a model by name; of several names of one tensor, take the first that is stored.
 
     Raises:
         Error: the checkpoint has different values for names that share a tensor, or a tensor cannot be filled.
@@ -111,8 +111,8 @@ def _unique(targets: Mapping[str, Tensor], stored: Mapping[str, Stored], checkpo
             if not torch.equal(stored[first].read().float(), stored[other].read().float()):
                 raise checkpoint.error(
                     stored[other].key,
-                    f"has other values than {first!r}, but shares a tensor of the model with it; make the model "
-                    "without sharing, for instance with tie_word_embeddings=False",
+                    f"has other values than {first!r}, but the model has one tensor for both names; make the model "
+                    "without shared tensors, for instance with tie_word_embeddings=False",
                 )
     firsts = (next((name for name in names if name in stored), names[0]) for names in groups.values())
     return {name: targets[name] for name in firsts}
@@ -137,7 +137,7 @@ def _parts(model: nn.Module, name: str, value: Tensor, stored: Mapping[str, Stor
 def _require_match(
     checkpoint: Checkpoint, stored: Mapping[str, Stored], wanted: Mapping[str, list[_Part]], names: Collection[str]
 ) -> None:
-    """Raise an Error unless checkpoint and model, which has tensors ``names``, have the same tensors."""
+    """Raise an Error unless checkpoint and model have equal tensors; ``names`` has all names of the model's tensors."""
     parts = [part for parts in wanted.values() for part in parts]
     needed = {part.name for part in parts}
     missing, extra = sorted(needed - stored.keys()), sorted(stored.keys() - needed - set(names))
@@ -153,7 +153,7 @@ def _require_match(
         tensor = stored[part.name]
         if tensor.shape != part.shape:
             raise checkpoint.error(
-                tensor.key, f"gives {part.name} the shape {list(tensor.shape)}, but the model has {list(part.shape)}"
+                tensor.key, f"gives {part.name} the shape {list(tensor.shape)}, but the model gives {list(part.shape)}"
             )
 
 
@@ -175,12 +175,12 @@ def _listed(names: list[str]) -> str:
 
 @torch.no_grad()
 def _fill(target: Tensor, parts: list[_Part], stored: Mapping[str, Stored]) -> bool:
-    """Write a tensor of the model; return whether its dtype rounds dequantized values, or overflows for plain ones."""
+    """Write a tensor of the model; return whether its dtype rounded dequantized values, or overflowed for others."""
     if len(parts) == 1 and parts[0].places is None:
         value = stored[parts[0].name].read()
     else:
         pieces = list(_pieces(parts, stored))
-        # An expert in high precision may have a shorter dtype than the dequantized experts.
+        # An expert in high precision may have a narrower dtype than the dequantized experts.
         dtype = functools.reduce(torch.promote_types, (piece.dtype for _, piece in pieces))
         value = torch.empty(math.prod(target.shape), dtype=dtype)
         for places, piece in pieces:

@@ -1,8 +1,8 @@
 """ModelOpt's layout of NVFP4, which TensorRT-LLM, vLLM and SGLang read.
 
-Each quantized linear layer has ``weight`` (uint8, two elements per byte), ``weight_scale`` (float8_e4m3fn) and
-``weight_scale_2``, γ; ``input_scale`` is γ of the activations. ``hf_quant_config.json`` and ``config.json`` both
-describe the quantization.
+Each quantized linear layer has ``weight`` (uint8, two elements per byte), ``weight_scale`` (float8_e4m3fn),
+``weight_scale_2`` (γ) and, if activations are quantized, ``input_scale`` (γ of the activations).
+``hf_quant_config.json`` and ``config.json`` both describe the quantization.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of tensors in a checkpoint, which may differ from those in the model.
+"""The names of tensors in a checkpoint, which may differ from the names in the model.
 
 Transformers holds the experts of a layer in one parameter ``experts.gate_up_proj [E, 2·I, H]``; its checkpoints hold
 two matrices of each expert, ``experts.0.gate_proj.weight`` and ``experts.0.up_proj.weight``. Its functions convert both
@@ -16,7 +16,7 @@ from fp4graph.exports.weights import Fp4Weight, refusal
 
 
 def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors``, by names of the model, under the names of a checkpoint; a tensor may become several."""
+    """Return the model's ``tensors`` under their names in a checkpoint, where one tensor may become several."""
     if not is_hugging_face(model) or not tensors:
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -26,21 +26,21 @@ def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Return whether ``model`` is of transformers, without importing it."""
+    """Return whether ``model`` is a model of transformers, without importing transformers."""
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 def keeps_stacks(model: nn.Module, weight: Fp4Weight) -> bool:
-    """Return whether checkpoints of ``model`` hold the experts of ``weight`` in one tensor, as those of GPT-OSS."""
+    """Return whether checkpoints of ``model`` hold the experts of ``weight`` in one tensor, as for GPT-OSS."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return kind == "gpt_oss" and weight.elements.dim() == 3
 
 
 def by_module(model: nn.Module, weight: Fp4Weight, parts: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-    """Return parts of ``weight`` by its modules in the checkpoint: one, or one for each expert and matrix.
+    """Return parts of ``weight`` by module of the checkpoint, which has a module for each matrix of each expert.
 
     Args:
-        parts: tensors ``[..., N, ?]`` with the axes of the weight's parameter, which are split like the parameter.
+        parts: tensors ``[..., N, ?]`` with the axes of the weight's parameter. They are split like the parameter.
 
     Raises:
         ExportError: the checkpoint holds the experts in one tensor, or the model's checkpoints are unknown.
@@ -67,11 +67,11 @@ def kept_modules(model: nn.Module, names: Mapping[str, Tensor]) -> list[str]:
         names: the high-precision tensors, by their names in the model.
     """
     owners = dict(model.named_modules(remove_duplicate=False))
-    outside = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+    never_quantized = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
     matrices = {
         name: tensor
         for name, tensor in names.items()
-        if tensor.dim() in (2, 3) and not isinstance(owners.get(name.rpartition(".")[0]), outside)
+        if tensor.dim() in (2, 3) and not isinstance(owners.get(name.rpartition(".")[0]), never_quantized)
     }
     kept = stored_names(model, matrices)
     return sorted({name.rpartition(".")[0] for name, x in kept.items() if name.endswith(".weight") or x.dim() == 3})

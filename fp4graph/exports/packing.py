@@ -47,7 +47,7 @@ def scale_bytes(scales: Tensor) -> Tensor:
 
 
 def require_storable(weight: Fp4Weight) -> None:
-    """Raise an ExportError if a technique has chosen scales that the format cannot store."""
+    """Raise an ExportError if the format cannot store the block scales or the tensor scale that techniques chose."""
     if weight.scheme.weights == "nvfp4":
         stored = weight.scales.to(torch.float8_e4m3fn).to(torch.float32)
     else:

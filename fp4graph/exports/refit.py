@@ -23,8 +23,8 @@ class PackedMatrix(NamedTuple):
     """One FP4 matrix ``[N, K]`` as an eval forward multiplies it: element · block scale · global scale.
 
     Attributes:
-        name: of its module in a checkpoint, as in the files of :func:`fp4graph.export`; experts have a name each, but
-            those of GPT-OSS, whose checkpoints keep them together: the parameter's, and a leading axis of experts.
+        name: the name of the matrix's module in a checkpoint, as in the files of :func:`fp4graph.export`. Each expert
+            has a name, except in GPT-OSS, where one name stands for a parameter of all experts, with a leading axis.
         codes: E2M1 elements, uint8 ``[N, K/2]``, two per byte, the first in the low half.
         scales: NVFP4: float8_e4m3fn ``[N, K/16]``. MXFP4: E8M0 exponents with bias 127, uint8 ``[N, K/32]``.
         global_scale: γ of NVFP4, fp32, 0-d; None for MXFP4.
@@ -46,20 +46,20 @@ def packed_weights(
     Parameters that the policy keeps are not yielded; take them from the state dict.
 
     >>> sent = {}
-    >>> for matrix in fp4graph.packed_weights(model, sent=sent):  # all at first, then those that changed
+    >>> for matrix in fp4graph.packed_weights(model, sent=sent):  # at first all matrices, later the changed ones
     ...     server.load(matrix)
 
     Args:
         model: an applied model that was called at least once after ``apply``.
-        sent: digests by name, empty at first. Matrices whose bytes are those of their digest are left out. A matrix
-            counts as sent when the caller asks for the next one, so that a failed transfer is repeated.
-        sibling_scales: ``refuse`` raises an error if the tensor scales of matrices differ that servers fuse (query, key
-            and value; gate and up); a policy with ``tensor_scaling: {share: siblings}`` trains them equal. ``own``
-            yields them, for servers that fuse nothing.
+        sent: digests by name, empty at first. A matrix is left out if its bytes have not changed since its digest. It
+            counts as sent when the caller asks for the next matrix, so that a failed transfer is repeated.
+        sibling_scales: ``refuse`` raises an error if matrices that servers fuse (query, key and value; gate and up)
+            have different tensor scales; a policy with ``tensor_scaling: {share: siblings}`` trains equal scales.
+            ``own`` yields different scales, for servers that fuse nothing.
 
     Raises:
         ExportError: packed matrices cannot hold a weight, or siblings have different tensor scales; the message names
-            weights and remedy. Earlier groups of siblings were yielded.
+            weights and remedy. Matrices of earlier groups of siblings have been yielded by then.
         Error: the model is not applied, was not called, or is sharded.
     """
     if sibling_scales not in ("refuse", "own"):
@@ -77,20 +77,20 @@ def _changed(root: nn.Module, sent: MutableMapping[str, bytes], *, check: bool) 
 
 
 def _matrices(root: nn.Module, *, check: bool) -> Iterator[PackedMatrix]:
-    """Yield all matrices; with ``check``, those of one module only after their tensor scales were compared."""
-    runtime, held = require_runtime(root, "packed_weights"), list[Fp4Weight]()
+    """Yield all matrices; with ``check``, compare the tensor scales of siblings before they are yielded."""
+    runtime, pending = require_runtime(root, "packed_weights"), list[Fp4Weight]()
     done: set[str] = set()
     for weight in fp4_weights(runtime, activations=False):
         require_storable(weight)
         if ".base_layer." in weight.name:
             raise refusal(weight, "it has adapters beside it", "merge them first (merge_and_unload), and apply again")
         done.add(weight.name)
-        if held and _owner(held[-1]) != _owner(weight):
-            yield from _packed(root, held, check=check)
-            held = []
-        held.append(weight)
+        if pending and _owner(pending[-1]) != _owner(weight):
+            yield from _packed(root, pending, check=check)
+            pending = []
+        pending.append(weight)
     refuse_computed(runtime, done)
-    yield from _packed(root, held, check=check)
+    yield from _packed(root, pending, check=check)
 
 
 def _packed(root: nn.Module, weights: list[Fp4Weight], *, check: bool) -> Iterator[PackedMatrix]:
@@ -107,7 +107,7 @@ def _packed(root: nn.Module, weights: list[Fp4Weight], *, check: bool) -> Iterat
 
 
 def _owner(weight: Fp4Weight) -> str:
-    """Return the module that holds the layer of ``weight``, where its siblings are."""
+    """Return the module that holds the layer of ``weight`` and the layer's siblings."""
     return layer_of(weight.name).rpartition(".")[0]
 
 

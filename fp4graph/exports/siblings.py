@@ -1,8 +1,8 @@
 """Siblings: matrices that servers fuse into one matrix with one tensor scale.
 
-vLLM's loader of compressed-tensors takes the largest stored divisor of a fused matrix; loaders of ModelOpt's layout
-take the largest γ. Neither rescales the blocks, so siblings with different tensor scales are served with wrong values.
-The same holds for the constants of their activations.
+vLLM's loader of compressed-tensors takes the largest stored 1/γ of a fused matrix; loaders of ModelOpt's layout take
+the largest γ. Neither rescales the blocks, so siblings with different tensor scales are served with wrong values.
+Activations of siblings with different tensor scales are quantized wrongly too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Sibling:
     """The tensor scales of one weight.
 
     Attributes:
-        name: the last name of its module.
+        name: the last part of the name of the weight's module, such as ``q_proj``.
         gamma: γ of the weight: 0-d, or ``[E]`` for the weights of experts.
         needed: the least γ under which no block scale overflows, in the shape of ``gamma``; 0 for a zero weight.
         inputs: γ of the activations, 0-d; None if they have no γ, which is stored as 1.
-        weight: computes the weight.
+        weight: a function that computes the weight.
     """
 
     name: str
@@ -72,10 +72,10 @@ class Group:
         return f"{self.owner}: {'; '.join(parts)}"
 
     def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
-        """Yield each weight and γ of its activations under a shared γ', the least under which no scale overflows.
+        """Yield each weight under a shared γ', the least under which no block scale overflows, and its activations' γ.
 
         Elements do not change. Block scales S become S·γ/γ', rounded to E4M3. The siblings share their activations,
-        which get the largest measured γ.
+        whose γ becomes the largest measured γ.
         """
         gamma = self.gammas.amax(0)
         if _factor(self.gammas) > 1:
@@ -87,7 +87,8 @@ class Group:
             weight = sibling.weight()
             ratio = (sibling.gamma.cpu() / gamma).to(weight.scales.device)
             scales = weight.scales * ratio.reshape(*ratio.shape, *([1] * (weight.scales.dim() - ratio.dim())))
-            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # zeros may exceed it
+            # ``needed`` leaves out blocks of zeros, whose scales may therefore exceed the maximum.
+            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)
             yield replace(weight, scales=scales, multiplier=gamma.to(weight.multiplier.device)), inputs
 
 
@@ -115,7 +116,7 @@ class Siblings:
 
 
 def require_shared(groups: Sequence[Group], remedy: str) -> None:
-    """Raise an ExportError that lists ``groups``, whose tensor scales differ, and the remedy, unless it is empty."""
+    """Raise an ExportError that lists ``groups`` with different tensor scales and the remedy, if there are any."""
     if not groups:
         return
     worst = sorted(groups, key=lambda group: -group.factor)
@@ -134,10 +135,10 @@ def change(group: Group, shared: Sequence[tuple[Fp4Weight, Tensor | None]]) -> d
     An error is the Frobenius norm of the change of a weight over the norm of the weight in fprop.
     """
     squares, original = [], {}
-    for sibling, before, (weight, _) in zip(group.siblings, group.input_gammas, shared, strict=True):
+    for sibling, input_gamma, (weight, _) in zip(group.siblings, group.input_gammas, shared, strict=True):
         w = sibling.weight().dequantized()
         squares.append(torch.stack([(weight.dequantized() - w).square().sum(), w.square().sum()]).cpu())
-        scales = {"scale": sibling.gamma.tolist(), "input_scale": before.item()}
+        scales = {"scale": sibling.gamma.tolist(), "input_scale": input_gamma.item()}
         original[sibling.name] = {**scales, "error": _error(squares[-1])}
     weight, inputs = shared[0]
     return {

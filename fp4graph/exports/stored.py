@@ -40,10 +40,10 @@ class Stored:
     """A tensor of the dequantized checkpoint.
 
     Attributes:
-        key: the tensor in the file, or the first of several.
-        shape: of the tensor.
-        packed: whether the file holds it as FP4.
-        read: returns the tensor: in fp32 if packed, else in the file's dtype.
+        key: the key of the tensor in its file; of a packed tensor, the key of its codes.
+        shape: the shape of the dequantized tensor.
+        packed: whether the file holds the tensor as FP4.
+        read: a function that returns the tensor, in fp32 if it is packed, else in the file's dtype.
     """
 
     key: str

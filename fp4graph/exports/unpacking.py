@@ -1,9 +1,9 @@
-"""Frozen weights as FP4 bytes: the hooks that make a weight from them for each call of its module.
+"""Frozen weights as FP4 bytes: hooks that make a weight from its bytes for each call of its module.
 
-The module loses its parameter. Before each call of the module a hook sets a plain attribute instead, as torch's weight
-normalization does. After the call another hook replaces it by a :class:`PackedWeight`, which has no values. In the
-captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module that a
-state dict leaves out; a state dict gets the values under the parameter's name.
+The module loses its parameter. Before each call of the module a hook sets the weight as a plain attribute, as torch's
+weight normalization does. After the call another hook replaces the weight by a :class:`PackedWeight`, which has no
+values. In the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the
+module that a state dict leaves out; instead it has the weight's values under the parameter's name.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Bytes(NamedTuple):
     """The tensors that replace a weight.
 
     Attributes:
-        codes, scales: of :func:`fp4graph.pack`, blocks along the weight's second axis; lines for 2-D blocks.
-        factor: γ, which multiplies all values, fp32 ``[1]``, or None.
+        codes, scales: as :func:`fp4graph.pack` returns them for blocks along the weight's second axis. Scales of 2-D
+            blocks are repeated for each line.
+        factor: γ, which multiplies all values, fp32 ``[1]``; None without γ.
         place, largest: the flat index of the largest weight, int64 ``[1]``, and its value before quantization, ``[1]``,
             from which a quantizer computes the same γ again; None if γ does not depend on them.
     """
@@ -66,7 +67,7 @@ def dtype_to_quantize(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class Frozen:
-    """The other parameters that were frozen when weights were packed."""
+    """Parameters that were frozen, but not packed, when weights were packed."""
 
     def __init__(self) -> None:
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -76,7 +77,7 @@ class Frozen:
         self._parameters += map(weakref.ref, parameters)
 
     def warn_unfrozen(self) -> None:
-        """Warn once if parameters now train, because packed weights do not."""
+        """Warn once if some of the parameters now train, because packed weights stay frozen."""
         unfrozen = [p for reference in self._parameters if (p := reference()) is not None and p.requires_grad]
         if unfrozen:
             self._parameters.clear()
@@ -102,11 +103,11 @@ class Unpack(Source):
 
     Args:
         weight: the weight to pack.
-        spec: of the bytes: 4-bit elements in blocks of a fixed length along K.
-        by_kernel: whether an operator or tensor code reads the bytes.
+        spec: the spec of the bytes: 4-bit elements in blocks of a fixed length along K.
+        by_kernel: whether an operator reads the bytes; else tensor code reads them.
         origin: the dtype from which the weight was quantized (autocast's if enabled); None if the quantizer always
             reads the parameter itself.
-        frozen: shared by all weights that one call packs.
+        frozen: the frozen parameters that are not packed; all weights that one call packs share this object.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Unpack(Source):
         return w.mT if self._transposed else w
 
     def matrix(self, kept: Bytes) -> Tensor:
-        """Return the weight ``[N, K]`` from bytes."""
+        """Return the weight ``[N, K]`` that ``kept`` stores."""
         read = torch.ops.fp4graph.unpack if self._by_kernel else _unpack
         w: Tensor = read(kept.codes, kept.scales, self._spec, 2 * kept.codes.shape[1], self._dtype, kept.factor)
         if kept.place is not None and kept.largest is not None:
@@ -175,7 +176,7 @@ class Unpack(Source):
             module._state_dict_hooks,
             module._load_state_dict_pre_hooks,
         ):
-            for key in [key for key, hook in hooks.items() if self._is_ours(hook)]:
+            for key in [key for key, hook in hooks.items() if self._has_hook(hook)]:
                 del hooks[key]
                 for flags in (module._forward_hooks_always_called, module._forward_pre_hooks_with_kwargs):
                     flags.pop(key, None)
@@ -186,7 +187,7 @@ class Unpack(Source):
         module._parameters.update({self.name: parameter, **others})
         return functools.partial(self.hold, module, kept)
 
-    def _is_ours(self, hook: Any) -> bool:
+    def _has_hook(self, hook: Any) -> bool:
         hook = getattr(hook, "hook", hook)  # torch wraps hooks of load_state_dict
         return hook is self or (isinstance(hook, _Hook) and hook.source is self)
 
@@ -269,11 +270,11 @@ class PackedWeight:
     def _refuse(self) -> Any:
         return refuse(
             f"{self._unpacking.path} is packed, but was read outside a call of its module; call "
-            "fp4graph.unpack_frozen(model) before, or leave the weight trainable when packing"
+            "fp4graph.unpack_frozen(model) before the read, or leave the weight trainable when packing"
         )
 
 
-#: The attributes that a :class:`PackedWeight` takes from the parameter without data.
+#: The attributes that a :class:`PackedWeight` takes from ``stand_in``, a parameter without data.
 _WITHOUT_VALUES = frozenset(
     {"dtype", "shape", "ndim", "size", "dim", "numel", "is_floating_point", "is_complex", "requires_grad"}
 )

@@ -1,4 +1,4 @@
-"""The weights of an applied model as in fprop: FP4 elements, block scales, and a tensor scale."""
+"""The weights of an applied model as fprop multiplies them: FP4 elements, block scales, and a tensor scale."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REFUSED = {
 
 
 class ExportError(Error):
-    """A format cannot hold the result of a policy; names the weight, its rule and the remedy."""
+    """A format cannot hold the result of a policy; the message names the weight, its rule and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Fp4Weight:
-    """A weight as in fprop: ``elements · scales · multiplier``.
+    """A weight as fprop multiplies it: ``elements · scales · multiplier``.
 
     Attributes:
-        name: of the parameter, fully qualified.
+        name: the parameter's fully qualified name.
         rule: the name of the rule for the weight.
         scheme: the weight's quantizer.
-        elements: values of E2M1, fp32 ``[..., N, K]``, with the contraction axis last in every layout of parameters.
-        scales: of the blocks, fp32 ``[..., N, K/block]``; scales of 2-D blocks are repeated for each line.
+        elements: values of E2M1, fp32 ``[..., N, K]``, with the contraction axis last however the parameter is stored.
+        scales: the block scales, fp32 ``[..., N, K/block]``; scales of 2-D blocks are repeated for each line.
         multiplier: γ, fp32: 0-d, or ``[E]`` for the weights of experts; 1 without a tensor scale.
-        again: computes the same object again, so that callers need not hold the elements.
+        again: a function that computes this object again, so that callers need not hold the elements.
     """
 
     name: str
@@ -112,9 +112,9 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
     seen, embedded = set(), _embedded(runtime.root)
     if unused := [weight.name for weight in runtime.weights if not weight.is_captured and weight.is_used]:
         warnings.warn(
-            f"{len(unused)} weights that the policy is about were not multiplied in any forward so far, and are not "
-            f"exported in FP4: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}. Call the model so that it "
-            "uses them, if it should",
+            f"{len(unused)} weights to which the policy applies were not multiplied in any forward so far, and are not "
+            f"exported in FP4: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}. To export them in FP4, "
+            "call the model so that it uses them",
             PolicyWarning,
             stacklevel=3,
         )
@@ -146,13 +146,13 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
 
 
 def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:
-    """Raise an ExportError for a quantized layer whose weight is not in ``done``, because a forward computes it."""
+    """Raise an ExportError if a quantized layer's weight is not in ``done``, because a forward computes it."""
     named = dict(runtime.root.named_parameters(remove_duplicate=False))
     written = {id(named[name]) for name in done if name in named}
     owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
     for site in runtime.sites:
-        weighs = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
-        if weighs and site.module not in owners:
+        has_weight = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
+        if has_weight and site.module not in owners:
             raise ExportError(
                 f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
                 "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds it. Make it a "
@@ -169,7 +169,7 @@ def _embedded(root: nn.Module) -> dict[int, str]:
 
 @torch.no_grad()
 def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool) -> Fp4Weight:
-    """Return a weight, whose program in evaluation is ``fprop``."""
+    """Return ``weight`` in FP4, quantized by ``fprop``, its program in evaluation."""
     program, spec = fprop.right, fprop.right.spec
     assert spec is not None
     if fprop.transforms:
@@ -236,20 +236,20 @@ def _count(runtime: Runtime) -> int:
 
 
 def _shared(weight: Weight, gamma: Tensor, *, grouped: bool) -> Tensor:
-    """Return γ as one number, or one for each expert, from γ at every element."""
+    """Return γ as one number, or ``grouped`` as a number for each expert, from ``gamma``, γ at every element."""
     each = gamma.flatten(1) if grouped else gamma.flatten()
     first = each[..., :1]
     if not torch.equal(each, first.expand_as(each)):
         raise refusal(
             weight,
-            "its elements have different scales above the block scales, but formats have one for the matrix",
+            "its blocks have different scales above the block scales, but formats have one such scale for a matrix",
             "use tensor_scaling with granularity: tensor, and no macro_block_scaling on weights",
         )
     return first.squeeze(-1).clone()  # a view would keep γ of every element alive
 
 
 def _kind(weight: Weight, program: OperandProgram) -> Kind:
-    """Return the kind of the weight's blocks; raise an ExportError if they have no kind."""
+    """Return the kind of the weight's blocks; raise an ExportError if servers read no such blocks."""
     spec = program.spec
     assert spec is not None
     for stage, what in _REFUSED.items():
@@ -268,10 +268,10 @@ def _kind(weight: Weight, program: OperandProgram) -> Kind:
 
 
 def _kind_of(spec: QuantSpec) -> Kind | None:
-    """Return the kind of a spec's blocks, or None.
+    """Return the kind of a spec's blocks; None if servers read no such blocks.
 
-    2-D blocks have a kind too, because their scales can be repeated for each line. So have encode scales that are
-    powers of two, because their inverses are powers of two.
+    2-D blocks have a kind too, because their scales can be repeated for each line. Blocks with encode scales in E8M0
+    have a kind too, because the inverses of powers of two are powers of two.
     """
     length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
     for kind, scale in _SCALES.items():

@@ -113,7 +113,7 @@ WRONG_TENSORS = {
     "no bias": (lambda t: t.pop("inner.bias"), r"lacks inner\.bias\. Make the model"),
     "one more": (lambda t: t.update(other=torch.ones(2)), r"model\.safetensors has other, which the model lacks"),
     "zero point": (lambda t: t.update({"inner.weight_zero_point": torch.ones(2)}), r"has inner\.weight_zero_point"),
-    "shape": (lambda t: t.update({"inner.bias": torch.ones(2)}), r"'inner\.bias' gives .*\[2\].*model has \[64\]"),
+    "shape": (lambda t: t.update({"inner.bias": torch.ones(2)}), r"'inner\.bias' gives .*\[2\].*model gives \[64\]"),
     "blocks": (
         lambda t: t.update({SCALE: t[SCALE][:, :2].contiguous()}),
         r"'inner\.weight_packed' has shape \[64, 32\], which does not fit scales \[64, 2\]",
@@ -177,7 +177,7 @@ def test_shards_that_are_cut_off_or_lost(small):
             load(folder)
     shard.write_bytes(whole)
     index.write_text(json.dumps({"weight_map": names | {"inner.more": shard.name}}))
-    with pytest.raises(Error, match=rf"{shard} lacks 'inner\.more', which {index} lists"):
+    with pytest.raises(Error, match=rf"{shard} lacks 'inner\.more', although {index} lists"):
         load(folder)
     shard.unlink()
     with pytest.raises(Error, match=rf"{shard} is missing; the checkpoint in .* is incomplete"):

@@ -5,8 +5,8 @@ one tensor scale for a fused matrix, and decides by the configuration how to qua
 same, from the servers' public sources (``servers.py`` names files and versions), and return what the server multiplies
 with. They share no code with :func:`fp4graph.export`, whose values they test.
 
-Not followed: what a kernel does to the numbers after loading, and which shapes it needs. Scales are not swizzled and
-matrices not padded, which changes no value. Some kernels round further; docs/servers.md lists them.
+The readers follow a server only through loading, not into its kernels. They neither swizzle scales nor pad matrices,
+because this changes no value. Some kernels round further; docs/servers.md lists them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fuse(tensors: Mapping[str, Any], config: Mapping[str, Any], server: str = "v
         server: ``vllm``, ``sglang`` or ``tensorrt-llm``.
 
     Raises:
-        ServerError: the server cannot load the checkpoint; names the layer and the reason.
+        ServerError: the server cannot load the checkpoint; the message names the layer and the reason.
         Error: there is no such server.
 
     Warns:

@@ -24,7 +24,7 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """The configuration of a checkpoint: its layout, and the scheme of a module by its name, None if unquantized."""
+    """The configuration of a checkpoint: its layout, and a function from module to scheme, None if unquantized."""
 
     layout: Layout
     scheme: Callable[[str], Scheme | None]

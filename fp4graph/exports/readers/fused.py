@@ -35,10 +35,10 @@ class Activations:
     """The rule by which a server quantizes the activations of a layer.
 
     Attributes:
-        kind: ``nvfp4``: blocks of 16 with E4M3 scales of the call, under the constant ``scale``. ``mxfp4``: blocks of
-            32 with E8M0 scales of the call, which each kernel rounds in its own way. None: high precision.
+        kind: ``nvfp4``: blocks of 16 with E4M3 scales, computed at each call under the constant ``scale``. ``mxfp4``:
+            blocks of 32 with E8M0 scales, computed at each call and rounded as the kernel does. None: high precision.
         scale: γ, a constant from the checkpoint; None unless ``kind`` is ``nvfp4``.
-        divisor: 1/γ as the server holds it, which may differ from ``1 / scale`` by an ulp; None as ``scale``.
+        divisor: 1/γ as the server holds it, which may differ from ``1 / scale`` by an ulp; None if ``scale`` is None.
     """
 
     kind: Kind | None
@@ -46,7 +46,7 @@ class Activations:
     divisor: np.float32 | None = None
 
     def quantize(self, x: Array) -> Array:
-        """Return ``x``, fp32 ``[..., K]``, as the server's GEMM multiplies with it.
+        """Return ``x``, fp32 ``[..., K]``, as the server's GEMM multiplies it.
 
         S = E4M3(amax_block/6 · 1/γ), elements E2M1(x / (S·γ)), both to nearest even; the result is element · S · γ.
 
@@ -68,7 +68,7 @@ class Activations:
 
 
 def _rounded(x: Array, lowest: int, bits: int) -> Array:
-    """Round to ``bits`` bits after the leading one, ties to even, with subnormals below the exponent ``lowest``."""
+    """Round to ``bits`` bits after the leading bit, ties to even, with subnormals below the exponent ``lowest``."""
     exponents = np.maximum(np.frexp(x)[1] - 1, lowest)
     step = np.ldexp(np.float32(1), exponents - bits)
     rounded: Array = np.rint(x / step) * step
@@ -80,10 +80,10 @@ class Fused:
     """A quantized layer of a server: ``element · block scale · multiplier``.
 
     Attributes:
-        name: in the server's model.
-        modules: of the checkpoint, in the order of their rows; for experts, those of expert 0.
-        rows: of each module.
-        kind: of the weight's blocks.
+        name: the layer's name in the server's model.
+        modules: the fused modules of the checkpoint, in the order of their rows; for experts, the modules of expert 0.
+        rows: the number of rows of each module.
+        kind: the kind of the weight's blocks.
         codes: uint8 ``[..., N, K/2]``, two elements of E2M1 per byte, the first in the low half. Experts have a leading
             axis.
         scales: bytes of the block scales, uint8 ``[..., N, K/block]``: E4M3 for ``nvfp4``, E8M0 for ``mxfp4``.

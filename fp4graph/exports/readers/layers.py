@@ -15,14 +15,14 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.exports.readers.configuration import Quantization, Scheme
 from fp4graph.exports.readers.fused import Activations, Array, Bytes, Fused, ServerError
 
-#: The last names of modules that servers fuse, in the order of their rows, by the name of the fused layer: of linears,
-#: and of experts.
+#: The last names of modules that servers fuse, in the order of their rows, by the fused layer's name: first of linear
+#: layers, then of experts.
 _FAMILIES: tuple[Mapping[str, tuple[tuple[str, ...], ...]], ...] = (
     {"qkv_proj": (("q_proj", "k_proj", "v_proj"),), "gate_up_proj": (("gate_proj", "up_proj"),)},
     {"w13": (("gate_proj", "up_proj"), ("w1", "w3")), "w2": (("down_proj",), ("w2",))},
 )
 _EXPERT = re.compile(r"(?P<owner>.+\.experts)\.(?P<index>\d+)\.(?P<last>\w+)$")
-#: The names of a module's codes, tensor scale and constant of activations.
+#: The names of a module's codes, tensor scale and activations' tensor scale, by layout.
 _NAMES = {
     "compressed-tensors": ("weight_packed", "weight_global_scale", "input_global_scale"),
     "modelopt": ("weight", "weight_scale_2", "input_scale"),
@@ -34,12 +34,12 @@ class Layer:
     """A layer as its tensors stand in the checkpoint, before the server decides about scales.
 
     Attributes:
-        server: name and version, for messages.
-        name, modules, rows, codes, scales: those of :class:`Fused`.
+        server: the server's name and version, for messages.
+        name, modules, rows, codes, scales: as in :class:`Fused`.
         stacked: whether the layer is a stack of experts.
         scale: the tensor scales as stored, fp32 ``[modules]`` or ``[E, modules]``: γ in modelopt's layout, 1/γ in
-            compressed-tensors'; None without one.
-        input_scale: the constants of activations, likewise.
+            compressed-tensors'; None without tensor scales.
+        input_scale: the activations' tensor scales, stored like ``scale``.
     """
 
     server: str
@@ -54,7 +54,7 @@ class Layer:
     input_scale: Array | None = None
 
     def fused(self, multiplier: Array | None = None, activations: Activations | None = None) -> Fused:
-        """Return the layer with the server's γ, by default 1, and its rule for activations, by default none."""
+        """Return the layer with the server's γ, by default 1, and rule for activations, by default high precision."""
         shape = self.codes.shape[:-2]
         gamma = np.ones(shape, np.float32) if multiplier is None else np.asarray(multiplier, np.float32).reshape(shape)
         kind, rule = self.scheme.weights, activations or Activations(None)
@@ -102,12 +102,12 @@ def layers(tensors: Mapping[str, Any], quantized: Quantization, server: str) -> 
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which numbers in names are in their order."""
+    """Return a sort key that orders the numbers in names by value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _grouped(packed: Sequence[str], held: Collection[str]) -> Iterator[tuple[str, list[list[str]], bool]]:
-    """Yield each layer's name, the modules of its rows, by expert, and whether it is a stack of experts.
+    """Yield each layer's name, a list of its modules for each expert or one list, and whether it is a stack of experts.
 
     Args:
         packed: the modules in FP4.
@@ -136,7 +136,7 @@ def _grouped(packed: Sequence[str], held: Collection[str]) -> Iterator[tuple[str
 def _joined(
     tensors: Mapping[str, Any], groups: list[list[str]], last: str, stacked: bool, server: str
 ) -> tuple[Bytes, tuple[int, ...]]:
-    """Return the bytes of tensor ``last`` of all modules, and the rows of each module in a group."""
+    """Return the joined bytes of tensor ``last`` of all modules, and the number of rows of each module in a group."""
     parts = [[_bytes(tensors, f"{module}.{last}", server) for module in group] for group in groups]
     joined = [np.concatenate(group) for group in parts]
     return np.stack(joined) if stacked else joined[0], tuple(len(part) for part in parts[0])

@@ -1,6 +1,6 @@
-"""How each server loads a layer: its one tensor scale, its rule for activations, or a refusal.
+"""How each server loads a layer: which tensor scale and which rule for activations it takes, or why it refuses.
 
-Written from these sources, of which no code is taken:
+The rules follow these sources, without their code:
 
 - vLLM 0.33.0 (4ba787ec9), in vllm/model_executor/layers/quantization: compressed_tensors/compressed_tensors.py,
   schemes/compressed_tensors_w4a4_nvfp4.py and _mxfp4.py, compressed_tensors_moe/*_w4a4_nvfp4.py and *_mxfp4.py,
@@ -41,10 +41,10 @@ class Server:
 
 
 def _vllm(layer: Layer) -> Fused:
-    """Take the largest stored number of a linear, the gate's of an expert."""
+    """Take the largest stored tensor scale of a linear layer, and the gate's tensor scale of an expert."""
     scheme = layer.scheme
     if scheme.weights == "mxfp4":
-        # In compressed-tensors: MXFP4 on GPUs that have it, else high precision, whatever the configuration says.
+        # In compressed-tensors, vLLM quantizes activations on GPUs that have MXFP4, whatever the configuration says.
         return layer.fused(activations=Activations(None if scheme.layout == "gpt-oss" else "mxfp4"))
     assert layer.scale is not None
     if not layer.stacked and _differ(layer.scale):
@@ -79,7 +79,7 @@ def _tensorrt_llm(layer: Layer) -> Fused:
         return layer.fused()
     if scheme.layout == "compressed-tensors":
         if scheme.weights == "mxfp4" and not layer.stacked:
-            raise layer.refuse("it has no linear layer for W4A16_MXFP4, as which it reads this format")
+            raise layer.refuse("it reads this format as W4A16_MXFP4, for which it has no linear layer")
         if scheme.weights == "nvfp4" and scheme.inputs is None:
             raise layer.refuse("its configuration must describe input_activations")
         raise layer.refuse("its weight mapper looks for weight, not weight_packed")
@@ -115,9 +115,9 @@ def _close(scales: Array) -> bool:
 
 
 def _chosen(layer: Layer, stored: Array) -> Array:
-    """Return γ of the largest stored number of a linear, 0-d, or of the gate's of experts, ``[E]``; warn of the latter.
+    """Return γ: for a linear layer of its largest stored number, 0-d; for experts of the gate, ``[E]``, with a warning.
 
-    compressed-tensors stores 1/γ, so the largest number is the smallest γ.
+    compressed-tensors stores 1/γ, so the largest stored number is the smallest γ.
     """
     if layer.stacked and not _close(stored):
         layer.warn("gate and up have different tensor scales; it takes the gate's")
@@ -126,7 +126,7 @@ def _chosen(layer: Layer, stored: Array) -> Array:
 
 
 def _constant(layer: Layer) -> Activations:
-    """Return the rule for activations: the largest γ, but the largest 1/γ of a linear in compressed-tensors' layout."""
+    """Return the rule for activations, with the largest γ; a linear layer in compressed-tensors has the smallest γ."""
     if layer.scheme.inputs is None:
         return Activations(None)
     assert layer.input_scale is not None
