@@ -1,4 +1,4 @@
-"""Adaptive quantization noise: adds Gaussian noise to quantized weights, per input channel, decaying over stages."""
+"""Adaptive quantization noise: adds Gaussian noise to quantized weights, per input channel; it decays over stages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class AdaptiveQuantizationNoise(Technique):
     """Adds Gaussian noise to the quantized weight: one value per input channel, drawn anew at every forward.
 
     Ŵ = Q(W) + 1·zᵀ with W [N, K] and z [K], the same for all N rows, z ~ N(0, σ_k²). σ decays exponentially over the
-    stages k = 0 ... K_s − 1: σ_k = σ_start·(σ_end/σ_start)^(k/(K_s − 1)), k = min(⌊t/T⌋, K_s − 1), with t the training
-    forwards so far, T ``steps_per_stage`` and K_s ``stages``. ``kind: multiplicative`` is Ŵ = Q(W)·diag(1 + z), the
-    form that merges into the weight of a norm in front of the layer: scaling channel k of X by 1 + z_k is scaling
-    column k of W. Here the noise acts on W, and norms do not change: z is relative to the norm's weight, and each layer
-    behind a norm draws its own z. The experts of one grouped product share z, as behind one norm. The normal variates
-    are sums of integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). If W is transformed, as
-    by hadamard, channels are those of the new basis.
+    stages k = 0 ... K_s − 1: σ_k = σ_start·(σ_end/σ_start)^(k/(K_s − 1)), k = min(⌊t/T⌋, K_s − 1), where t is the
+    number of training forwards so far, T is ``steps_per_stage`` and K_s is ``stages``. ``kind: multiplicative`` is
+    Ŵ = Q(W)·diag(1 + z). This form merges into the weight of a norm in front of the layer, because scaling channel k of
+    X by 1 + z_k equals scaling column k of W. Here the noise acts on W, and norms do not change: z is relative to the
+    norm's weight, and each layer behind a norm draws a separate z. The experts of one grouped product share z, because
+    they are behind one norm. The normal variates are sums of integers, cut off at 6 standard deviations
+    (fp4graph.numerics.noise.gaussian). If W is transformed, as by hadamard, z has the channels of the new basis.
 
     Source: Huang et al. 2026, "QeRL: Beyond Efficiency", Eq. 7 and 8 (additive), Eq. 10 and appendix G
     (multiplicative); one of the corrections of "Decomposing MXFP4 quantization error for LLM reinforcement learning".
@@ -34,13 +34,13 @@ class AdaptiveQuantizationNoise(Technique):
     A model in evaluation mode has no noise unless ``rollout`` is set: reinforcement learning generates responses in
     evaluation mode, where the noise makes the policy explore. All rollouts between two training forwards share the draw
     of the next training forward, so that the policy does not change while it generates. With ``rollout`` a validation
-    has the noise too, because it looks like a rollout.
+    has the noise too, because the engine cannot tell it from a rollout.
 
-    Stage: after dequantization, of fprop.weight. dgrad sees the noise where its weight is requantized from fprop's
-    (``source: fprop``).
+    Stage: after dequantization, of fprop.weight. dgrad sees the noise if its weight is requantized from the fprop
+    weight (``source: fprop``).
 
-    Cost: K variates per weight and one addition per element. The complexity weight is ours: 0.5, Table 2's fusable
-    O(n).
+    Cost: K variates per weight and one addition per element. The complexity weight is ours: 0.5, by Table 2 of the
+    design-space paper for fusable O(n) work.
 
     Use it in reinforcement learning, to control the entropy of the policy. The sources differ in direction: Huang et
     al. add noise to raise the entropy, so that the policy explores. According to the abstract and a review of the
@@ -60,7 +60,7 @@ class AdaptiveQuantizationNoise(Technique):
         ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
     )
     kind: Literal["additive", "multiplicative"] = Field(
-        "additive", description="How z acts: added to Q(W), or multiplying it as 1 + z."
+        "additive", description="How z acts: z is added to Q(W), or 1 + z multiplies Q(W)."
     )
     rollout: bool = Field(False, description="Whether evaluation mode, in which rollouts run, has noise too.")
 
@@ -94,8 +94,8 @@ class NormNoise(Wrapper):
         options = self.options
         assert context.count is not None
         stage = (context.count // options.steps_per_stage).clamp(max=options.stages - 1)
-        # A table, because powers differ between compiled and eager code. gather, because indexing by a tensor would
-        # read the tensor.
+        # Powers differ between compiled and eager code, so σ comes from a table; gather reads no tensor, which indexing
+        # by a tensor would.
         sigma = torch.tensor(options.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
         z = context.gaussian(x.shape[-1]) * sigma
         weight = x.to(torch.float32)

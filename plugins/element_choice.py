@@ -17,24 +17,25 @@ from fp4graph.technique import Operands, OperandSpecs, SiteView
 class ElementChoice(Technique):
     """Each block chooses between the spec's element format and ``others``, by the error of rounding to nearest.
 
-    The scale S of a block is that of the first format, with the largest value Q_0. Format k, with the largest value
-    Q_k, is stretched to the same maximum: u = x/S rounds to x̂_k = round_k(u·Q_k/Q_0)·Q_0/Q_k. A block takes the format
-    with the least error Σ(x̂_k − u)² (``mse``), Σabs(x̂_k − u) (``mae``) or max abs(x̂_k − u) (``amax``), and the first
-    of equal errors. Beside E2M1, INT4 has the values 6/7·{0, ±1, ..., ±7}: no step of it is as wide as E2M1's from 4 to
-    6. Blocks that round stochastically also choose by rounding to nearest. The mean of their values is then x; choosing
-    the draw with the smaller error would shift it.
+    The scale S of a block is the scale of the first format, whose largest value is Q_0. Format k, whose largest value
+    is Q_k, is stretched to the same maximum: u = x/S rounds to x̂_k = round_k(u·Q_k/Q_0)·Q_0/Q_k. A block takes the
+    format with the least error Σ(x̂_k − u)² (``mse``), Σabs(x̂_k − u) (``mae``) or max abs(x̂_k − u) (``amax``); of
+    formats with equal errors it takes the first. Beside E2M1, INT4 has the values 6/7·{0, ±1, ..., ±7}, whose steps are
+    all narrower than the step of E2M1 from 4 to 6. Blocks that round stochastically also choose by rounding to nearest.
+    The mean of their values is then x; choosing the draw with the smaller error would shift the mean.
 
     A quantize block with ``element: [e2m1, int4]`` and ``selector: mse`` does the same.
 
-    Source: Cook et al. 2026, "Adaptive Block-Scaled Data Types" (IF4, arXiv 2603.28765; read: its abstract), and the
-    authors' code, which has the three errors. Where that code rounds stochastically, it chooses by the drawn values.
-    IF4 keeps the choice in the sign bit of the E4M3 scale, so that it takes no memory.
+    Source: Cook et al. 2026, "Adaptive Block-Scaled Data Types" (IF4, arXiv 2603.28765; we read the abstract), and the
+    authors' code, which has the three errors. If their code rounds stochastically, it chooses by the drawn values.
+    IF4 stores the choice in the sign bit of the E4M3 scale, so that the choice takes no memory.
 
     Stage: plan.
 
-    Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n),
-    because a block and its errors stay in registers. No hardware multiplies such blocks yet. On a CPU one operator
-    rounds and chooses between two formats; scales of blocks are tensor code. They cannot be packed or exported.
+    Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, by Table 2 of the
+    design-space paper for fusable O(n) work, because a block and its errors stay in registers. No hardware multiplies
+    such blocks yet, and they cannot be packed or exported. On a CPU one operator rounds and chooses between two
+    formats; tensor code computes the block scales.
 
     Use it with scales that have mantissa bits, instead of ``four_over_six``.
     """
@@ -63,7 +64,7 @@ class ElementChoice(Technique):
         return cls.model_construct(others=tuple(each.name for each in spec.others), selector=spec.selector)
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return a reason if all blocks have one element to choose from."""
+        """Return a reason if blocks have only one element format to choose from."""
         listed = self.specs_listed(specs).values()
         if not listed or any(spec.others for spec in listed):
             return None
@@ -71,7 +72,7 @@ class ElementChoice(Technique):
         return f"others names no format beside {names}, so that no block has a choice"
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Let the blocks of the listed operands that are quantized choose.
+        """Let the blocks of all listed and quantized operands choose.
 
         Raises:
             ValueError: the spec of an operand lists elements and has another selector.
@@ -80,8 +81,8 @@ class ElementChoice(Technique):
         for operand, spec in self.specs_listed(specs).items():
             if spec.others and spec.selector != self.selector:
                 raise ValueError(
-                    f"its selector is {self.selector}, and the blocks of {operand}, whose quantize block lists "
-                    f"elements, choose by {spec.selector}; write the same selector in both places"
+                    f"its selector is {self.selector}, but the quantize block of {operand} lists elements and has "
+                    f"selector {spec.selector}; write the same selector in both places"
                 )
         return {**specs} | {
             operand: replace(spec, others=united, selector=self.selector)
@@ -91,7 +92,7 @@ class ElementChoice(Technique):
 
 
 def _united(spec: QuantSpec, others: tuple[ElementFormat, ...]) -> tuple[ElementFormat, ...]:
-    """Return the other formats of ``spec``, then those of ``others`` that it does not have."""
+    """Return the other formats of ``spec``, then the formats of ``others`` that ``spec`` does not have."""
     return (*spec.others, *(each for each in others if each not in spec.elements))
 
 

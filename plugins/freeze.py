@@ -17,8 +17,8 @@ from fp4graph.technique import OperandSpecs, OptimizerHook, Part, Share, SiteVie
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: A quantized value has changed if it moved by more than this share of the larger value: between 1/7, the least step of
-#: INT4, the finest grid of four bits, and 1/9, the largest move of an E4M3 scale that is rounded anew.
+#: A quantized value has changed if it moved by more than this share of the larger value. The share is below 1/7, the
+#: least step of the finest four-bit grid (INT4), and above 1/9, the largest move of an E4M3 scale that is rounded anew.
 CHANGE = 1 / 8
 
 
@@ -27,39 +27,39 @@ class Freeze(Technique):
 
     After the optimizer's t-th step each element of W is updated as follows. q_t is its quantized value, m is
     ``momentum``, θ is ``threshold``, and right-hand sides have the values before the step:
-    o = 1 where q changes in the direction opposite to that of its previous change, else 0;
+    o = 1 where q changes in the direction opposite to its previous change, else 0;
     f ← m·o + (1 − m)·f;  w ← q̄ for good where f > θ, else q̄ ← m·q_t + (1 − m)·q̄.
     At first f = 0, and q̄ is the quantized value of the initial weight. The mean lies between two values of the grid,
-    nearer to the one that the weight had more often, and the forward rounds it to that value. Frozen elements are
+    nearer to the value that the weight had more often, and the forward rounds it to that value. Frozen elements are
     restored after every step, whatever moves them. Only a distance of more than 1/8 of the larger of q_t and q_(t−1)
     counts as a change: q is dequantized, so a block scale that is rounded anew, or a tensor scale that follows its
-    maximum, moves q a little although its code stays. With ``final_threshold``, θ moves to it along half a cosine from
-    step s·T to T, with T ``total_steps`` and s ``start``, and nothing is frozen before step s·T.
+    maximum, moves q a little although the code of q stays. With ``final_threshold``, θ moves there along half a cosine
+    from step s·T to T, with T ``total_steps`` and s ``start``, and nothing is frozen before step s·T.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.1 and 4.3, where q and
-    q̄ are integers, times a learned scale, and q̄ is rounded when it is frozen; as Chen et al. 2025,
-    "Oscillation-Reduced MXFP4 Training for Vision Transformers", compare with it. Their code has m = 0.001 and lets θ
-    fall from 0.1 to 0.01 after a quarter of the training (``start: 0.25``).
+    q̄ are integers, times a learned scale, and q̄ is rounded when it is frozen. Chen et al. 2025, "Oscillation-Reduced
+    MXFP4 Training for Vision Transformers", compare their methods with freezing in this form. Their code has m = 0.001
+    and lets θ fall from 0.1 to 0.01 after a quarter of the training (``start: 0.25``).
 
     Stage: optimizer, after the step; also before the first step, for the first q.
 
-    Cost: five tensors of the weight's size, one of its dtype, two fp32, one int8 and one boolean, which are saved with
-    the optimizer; the weight's quantizer once more at each step. The complexity weight is ours: 3.0, the upper end of
-    what Table 2's rules give for unfusable work with O(n) memory.
+    Cost: five tensors of the weight's size (one of its dtype, two fp32, one int8, one boolean), which are saved with
+    the optimizer, and one more run of the weight's quantizer at each step. The complexity weight is ours: 3.0, by
+    Table 2 of the design-space paper the most for unfusable work with O(n) memory.
 
-    Use it to compare remedies for oscillation, or to fine-tune at small learning rates: in pre-training, where weights
-    flip because they move far, it freezes most of them early and ruins the result (Chen et al., Table 4).
+    Use it to compare remedies for oscillation, or to fine-tune at small learning rates. In pre-training, where weights
+    flip because they move far, it freezes most weights early and ruins the result (Chen et al., Table 4).
     """
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
     complexity: ClassVar[float] = 3.0
     on_weight: ClassVar[bool] = True
-    # q_ramping multiplies every move of a weight, also the one back to its mean; noise makes q flip at random.
+    # q_ramping multiplies every move of a weight, also its return to the mean; noise makes q flip at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
     momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
-    threshold: Share = Field(0.01, description="θ, flips per step that freeze an element; several times momentum.")
+    threshold: Share = Field(0.01, description="θ, the flips per step that freeze an element; several times momentum.")
     final_threshold: Share | None = Field(None, description="The final value of θ; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
@@ -75,7 +75,7 @@ class Freeze(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which q flips although the weight does not oscillate."""
-        checks.refuse_transforms(techniques, "rounded values that oscillate are no elements of the weight")
+        checks.refuse_transforms(techniques, "rounded values that oscillate are not elements of the weight")
         checks.refuse_noise(specs)
         if (spec := specs.get(Operand.FPROP_WEIGHT)) is None:
             return
@@ -86,8 +86,8 @@ class Freeze(Technique):
             )
         if any((upper - lower) / upper <= CHANGE for lower, upper in pairwise(spec.element.magnitudes())):
             raise ValueError(
-                f"freeze ignores small changes of fprop.weight, as changes of scales, and neighbouring values of "
-                f"{spec.element.name} differ by as little; use an element of 4 bits"
+                f"freeze takes small changes of fprop.weight for changes of scales and ignores them, but neighbouring "
+                f"values of {spec.element.name} are as close; use an element of 4 bits"
             )
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
@@ -132,7 +132,7 @@ class FreezeOscillating(OptimizerHook):
         memory["frozen"] = frozen
 
     def _threshold(self, update: WeightUpdate) -> Tensor | float:
-        """Count the step and return its θ."""
+        """Count the step and return θ for it."""
         options, first = self.options, self.options.threshold
         if options.total_steps is None:
             return first

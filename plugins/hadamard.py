@@ -22,23 +22,23 @@ class Hadamard(Technique):
 
     A is [I, K] and B is [J, K]. H is block-diagonal; each block is the orthonormal Sylvester-Hadamard matrix of size g
     with the entries (-1)^popcount(i & j)/√g. S is a diagonal of g random signs, the same in every block and in both
-    operands (``kind: random``), or the identity (``deterministic``); ``random_backward`` draws signs in dgrad and wgrad
-    and none in fprop. Each value of a block becomes the sum of all g values times ±1/√g, so that outliers are spread
-    and the values come near to a Gaussian. Signs precede H, because after H they would change no magnitude. Axes that g
-    does not divide are zero-padded in both operands. If g is a power of four, 1/√g is a power of two, and the rotations
-    cancel exactly where their sums are exact; otherwise they cancel up to rounding.
+    operands (``kind: random``), or the identity (``deterministic``); ``random_backward`` draws signs in dgrad and
+    wgrad, but not in fprop. Each value of a block becomes the sum of all g values times ±1/√g, so that outliers are
+    spread and the values become nearly Gaussian. Signs precede H, because after H they would change no magnitude. Axes
+    that g does not divide are zero-padded in both operands. If g is a power of four, 1/√g is a power of two, and the
+    rotations cancel exactly where their sums are exact; otherwise they cancel up to rounding.
 
-    Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g the block of the scales, random
-    signs, all GEMMs or the backward ones); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
+    Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g is the length of the scales' blocks;
+    random; all GEMMs or backward); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
     NVIDIA 2025, "Pretraining LLMs with NVFP4" (random, g = 16, wgrad); "Pretraining LLMs with MXFP4 on native FP4
     hardware" (deterministic); Castro et al. 2025, "Quartet" (random_backward; their code applies signs after H, which
     is not offered).
 
-    Stage: pair transform, in fp32. An operand with ``source: fprop`` is the fprop operand rotated back, and surrogate
-    gradients act in the rotated basis.
+    Stage: pair transform, in fp32. An operand with ``source: fprop`` reads the fprop operand after the rotation is
+    undone, and surrogate gradients act in the rotated basis.
 
     Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share its
-    quantization. The complexity weight is that of the paper's Table 9.
+    quantization. The complexity weight is from Table 9 of the design-space paper.
 
     Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. 2-D blocks
     profit less, because H mixes one axis only.
@@ -53,7 +53,7 @@ class Hadamard(Technique):
     )
     block: int = Field(32, description="g, a power of two; a divisor or a multiple of the scales' block length.")
     kind: Literal["deterministic", "random", "random_backward"] = Field(
-        "random", description="Where random signs precede H: nowhere, in every GEMM, or in dgrad and wgrad."
+        "random", description="Whether random signs precede H: in no GEMM, in every GEMM, or only in dgrad and wgrad."
     )
     resample: Literal["step", "never"] = Field(
         "step", description="When signs are drawn: anew at every training forward, or once."
@@ -82,7 +82,7 @@ class Hadamard(Technique):
         return self
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse blocks that do not divide one another: outliers of one scale block would spread into the next."""
+        """Refuse Hadamard blocks unless they divide scale blocks or consist of whole ones; outliers would spread."""
         for operand, spec in specs.items():
             if spec is None or operand.gemm not in self.rotated or isinstance(spec.block, str):
                 continue
@@ -120,7 +120,7 @@ class BlockHadamard(PairTransform):
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
-        """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
+        """Return x·S·H in fp32, because 1/√g is not exact in narrower dtypes."""
         return rotation.rotate(x, self.options.block, shared[0] if shared else None)
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:

@@ -112,7 +112,7 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
     seen, embedded = set(), _embedded(runtime.root)
     if unused := [weight.name for weight in runtime.weights if not weight.is_captured and weight.is_used]:
         warnings.warn(
-            f"{len(unused)} weights to which the policy applies were not multiplied in any forward so far, and are not "
+            f"{len(unused)} weights that the policy decides about were multiplied in no forward so far, and are not "
             f"exported in FP4: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}. To export them in FP4, "
             "call the model so that it uses them",
             PolicyWarning,

@@ -148,8 +148,8 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "dampen": [({}, rest, "noise of mean zero") for rest in (WEIGHT_DRAWN, FORWARD_DRAWN)],
     "element_choice": [
         ({"others": ["int5"]}, {"quantize": SET}, "no element format 'int5'"),
-        *(({"others": others, "selector": "amax"}, {"quantize": SET}, "its selector is amax, and the blocks of "
-           r"fprop\.input, whose quantize block lists elements, choose by mse") for others in (["int4"], ["e3m0"])),
+        *(({"others": others, "selector": "amax"}, {"quantize": SET}, "its selector is amax, but the quantize block of "
+           r"fprop\.input lists elements and has selector mse") for others in (["int4"], ["e3m0"])),
     ],
     "four_over_six": [
         ({}, {"quantize": NVFP4 | {"element": "int4"}}, "values 4 and 6 of e2m1, and .* is int4"),
@@ -162,7 +162,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         (FREEZE, WEIGHT_DRAWN, "rounds stochastically"),
         (FREEZE, FORWARD_DRAWN, "rounds stochastically"),
         (FREEZE, {"quantize": NVFP4, "more": SCALES_DRAWN}, "rounds stochastically"),
-        (FREEZE, {"quantize": TIES_UP, "more": ["hadamard"]}, "are no elements of the weight"),
+        (FREEZE, {"quantize": TIES_UP, "more": ["hadamard"]}, "are not elements of the weight"),
         (FREEZE, {"quantize": TIES_UP, "more": ["smooth_swiglu"]}, "smooth_swiglu transforms the operands of fprop"),
         (FREEZE, {"quantize": TIES_UP, "after": [{"q_ramping": {"t_update": 100, "n_max": 5}}]}, "q_ramping"),
         (FREEZE, {"quantize": TIES_UP, "operands": {"fprop.weight": {"element": "e2m3"}}},
