@@ -12,13 +12,13 @@ from fp4graph.technique import Positive, Share
 
 
 class LossScaling(Technique):
-    """Multiplies the loss by a scale before the backward, and divides the gradients by it before the step.
+    """Multiplies the loss by a scale before the backward, and divides the gradients by this scale before the step.
 
-    s is the scale, L the loss and g the gradient of s·L. If g is finite, the optimizer steps with g/s, and s grows by
-    ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step is skipped, and so are the hooks
-    of techniques, and s shrinks by ``backoff_factor``. The scaler is ``torch.amp.GradScaler``.
-    ``fp4graph.grad_scaler(model)`` makes one with these options, or a disabled one under a policy without this
-    technique, so that one training script serves both. Save ``scaler.state_dict()`` in the checkpoint.
+    s is the scale, L the loss and g the gradient of s·L. If g is finite, the optimizer steps with g/s, and s is
+    multiplied by ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step and the
+    techniques' hooks are skipped, and s is multiplied by ``backoff_factor``. The scaler is ``torch.amp.GradScaler``.
+    ``fp4graph.grad_scaler(model)`` makes a scaler with these options, or a disabled scaler under a policy without this
+    technique, so that one training script serves both policies. Save ``scaler.state_dict()`` in the checkpoint.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sec. 3.2; used by "Elucidating the Design Space of
     FP4 Training". The defaults are torch's.
@@ -39,7 +39,7 @@ class LossScaling(Technique):
     init_scale: Positive = Field(65536.0, description="The initial s.")
     growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="Factor by which s grows.")
     backoff_factor: Share = Field(0.5, description="Factor by which s shrinks after a skipped step.")
-    growth_interval: int = Field(2000, ge=1, description="Steps without a skipped one after which s grows.")
+    growth_interval: int = Field(2000, ge=1, description="Steps in a row, none skipped, after which s grows.")
 
     @property
     def loss_scaler(self) -> Mapping[str, float]:

@@ -26,9 +26,9 @@ class LowRankResidual(Technique):
 
     Y = X̂·Lᵀ + X̂·Q(W − L)ᵀ, where W is [N, K], L = A·B is its approximation of rank k with A [N, k] and B [k, K], and
     X̂ is the other operand of the GEMM, quantized. Subspace iteration brings L near the best approximation, the first k
-    terms of the singular value decomposition: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, with
-    q = ``iterations``, k = ``rank``, orth the Q of a QR decomposition, and Ω [K, k] Gaussian, drawn once per operand
-    from the run's seed. So L depends on W and the seed alone. L absorbs outliers that lie in few directions, so
+    terms of the singular value decomposition: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, where
+    q is ``iterations``, k is ``rank``, orth is the Q of a QR decomposition, and Ω [K, k] is Gaussian, drawn once per
+    operand from the run's seed. So L depends only on W and the seed. L absorbs outliers that lie in few directions, so
     magnitudes in W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
 
     ``quantize_components: false`` keeps L in the GEMM's precision. With ``true`` L = Q(A)·Q(B), so that all three
@@ -37,25 +37,25 @@ class LowRankResidual(Technique):
     power of two that brings its largest magnitude into [1, 2), and L is multiplied by that power, so that the scales of
     A and B do not depend on the size of W. The simulation multiplies by L as one matrix either way.
 
-    L is computed in fp32 from W with zeros in place of NaN and Inf, so that these poison only their own block. L is
+    L is computed in fp32 from W with zeros in place of NaN and Inf, so that these poison only their blocks. L is
     rounded to the dtype of W before it is subtracted, so that the quantizer's input plus L is W to half a unit in the
-    last place. Leading axes of W are a batch of matrices, each with its own L; the tokens of a linear layer are one
-    axis. If W is transformed first, as by hadamard, L approximates the transformed W (W·R has the singular values of
-    W, so only the remainder differs). Gradients pass straight through.
+    last place. Leading axes of W are a batch of matrices, and each matrix has an L; the tokens of a linear layer are
+    one axis. If W is transformed first, as by hadamard, L approximates the transformed W (W·R has the singular values
+    of W, so only the remainder differs). Gradients pass straight through.
 
-    Source: "Elucidating the design space of FP4 training", Table 2 and sec. 6, spectral decomposition, which quantizes
-    the components (``true``) but does not simulate the method; Li et al. 2025, "SVDQuant", which keeps them in 16 bits
-    (``false``) and has k 16 or 32. Both decompose by SVD. The subspace iteration (Halko et al. 2011, Algorithm 4.4) is
-    ours, because an SVD at every forward is too slow.
+    Source: "Elucidating the design space of FP4 training", Table 2 and sec. 6 (spectral decomposition), which quantizes
+    the factors A and B (``true``) but does not simulate the method; Li et al. 2025, "SVDQuant", which keeps the factors
+    in 16 bits (``false``), with k = 16 or 32. Both papers decompose by SVD. The subspace iteration (Halko et al. 2011,
+    Algorithm 4.4) is our choice, because an SVD at every forward is too slow.
 
     Stage: split.
 
     Cost: 2q + 2 products of W with k vectors and 2q + 1 QR decompositions at every forward, and on hardware two thin
-    GEMMs. Table 2's row has O(nk) compute and O(k²) memory, unfusable; here the factors of L take k·(N + K) elements,
-    and the remainder takes n, stored before its first block is quantized. The complexity weight is ours: 3.0,
-    the upper end of what Table 9 gives to unfusable techniques (2 to 3).
+    GEMMs. The paper's Table 2 gives O(nk) compute and O(k²) memory, unfusable. Here the factors of L take k·(N + K)
+    elements, and the remainder takes n elements, stored before its first block is quantized. The complexity weight is
+    ours: 3.0, the most that the paper's Table 9 gives to unfusable techniques (2 to 3).
 
-    Use it on weights, and on activations whose outliers sit in few channels, where the product may cost more.
+    Use it on weights, and on activations whose outliers sit in few channels; there the product with L may cost more.
     """
 
     name: ClassVar[str] = "low_rank_residual"
@@ -94,7 +94,7 @@ class SplitLowRank(Wrapper):
             return x, None
         w = x.to(torch.float32)
         finite = torch.where(w.abs() < math.inf, w, 0.0)
-        # Dividing by the largest power of two up to the largest magnitude is exact, and no product over- or underflows.
+        # Dividing by the power of two at or below the largest magnitude is exact, and no product over- or underflows.
         unit = power_of_two(finite.abs().amax((-2, -1), keepdim=True))
         unit = torch.where(unit == 0, 1.0, unit)
         a, b = self.factors(finite / unit, context)
@@ -121,7 +121,7 @@ def _orthonormal(y: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even. Inductor would drop a cast to it and back."""
+    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even. Inductor would drop a cast to ``dtype`` and back."""
     dropped = 24 - math.frexp(1 / torch.finfo(dtype).eps)[1]
     if dropped <= 0:
         return x
@@ -132,7 +132,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nearest(spec: QuantSpec) -> QuantSpec:
-    """Return ``spec`` with all rounding to nearest."""
+    """Return ``spec`` with elements and scales rounded to nearest instead of stochastically."""
     scale = replace(spec.scale, rounding="nearest_even") if spec.scale.rounding == "stochastic" else spec.scale
     return replace(spec, rounding="nearest", scale=scale)
 

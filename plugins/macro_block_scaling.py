@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 class MacroBlockScaling(Technique):
     """Gives the blocks of a macro block a group scale γ in [1, 2], the part of a scale that no power of two expresses.
 
-    h(X) = γ·f(X/γ) for the elements of a macro block of ``block`` elements along the contraction axis, f being the
-    quantizer in blocks of l. With g = max_p Z_p over its blocks p, γ is the mantissa γ' of g/Qmax = γ'·2^k, 1 <= γ' <
-    2, rounded up to m = ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of the largest block is then a power
-    of two or lies below it by at most 2^-m of it. Every rule that rounds scales to powers of two (to nearest, up, or
-    OCP's by the exponent of Z) then finds that power and clips nothing of that block. The scales of other blocks still
-    differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to 3 bits γ·S·q is
-    exact in bf16, as S·q is.
+    h(X) = γ·f(X/γ) for a macro block X of ``block`` elements along the contraction axis, where f is the quantizer in
+    blocks of l elements. With g = max_p Z_p over the blocks p of X, γ is the mantissa γ' of g/Qmax = γ'·2^k,
+    1 <= γ' < 2, rounded up to m = ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of the largest block is
+    then a power of two, or below a power of two by at most 2^-m of it. Every rule that rounds scales to powers of two
+    (to nearest, up, or OCP's by the exponent of Z) then takes this power and clips nothing of that block. The scales of
+    other blocks still differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to
+    3 bits γ·S·q is exact in bf16, as S·q is.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method, a finer factor per
-    macro block on top of E8M0 scales that reduces scale bias. No public text has its formula; this one is ours.
+    macro block on top of E8M0 scales that reduces scale bias. No public text has its formula; this formula is ours.
 
     Stage: scale (group scale).
 
-    Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25,
-    Table 2's fusable O(n/l), since γ can be multiplied into the scales.
+    Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25, by
+    Table 2 of the design-space paper for fusable O(n/l) work, since γ can be multiplied into the scales.
 
-    Use it with E8M0 scales, also beside ``tensor_scaling`` of a tensor or row, which extends the range of scales but
-    does not change their mantissas; declare ``tensor_scaling`` first.
+    Use it with E8M0 scales, also beside ``tensor_scaling`` with granularity ``tensor`` or ``row``, which extends the
+    range of scales but does not fit their mantissas to powers of two; declare ``tensor_scaling`` first.
     """
 
     name: ClassVar[str] = "macro_block_scaling"
@@ -43,7 +43,7 @@ class MacroBlockScaling(Technique):
     complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
-    mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
+    mantissa_bits: int = Field(3, ge=1, le=10, description="m, the stored mantissa bits of γ.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:

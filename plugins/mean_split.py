@@ -1,4 +1,4 @@
-"""Mean split: quantizes the mean over tokens of an operand, and the residual without it, under separate scales."""
+"""Mean split: quantizes an operand's mean over tokens and the residual without the mean under separate scales."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _OF_TOKENS = tuple(operand for operand in Operand if operand.value.split(".")[1]
 
 
 class MeanSplit(Technique):
-    """Splits each operand that has tokens into its mean over them and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
+    """Splits each operand that has tokens into the mean over tokens and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
 
-    μ_k is the mean of channel k over all tokens of a call, or over those of one expert. Where activations share a large
-    mean, it sets the scales of all blocks, and only few FP4 values are left for the differences between tokens; without
-    it blocks are small and even. The two parts are quantized one after the other, with separate tensor scales and block
-    scales, and added. In fprop and dgrad all rows of 1·μᵀ are equal, so that its quantizer is that of the vector μ in
-    blocks along the channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k
-    is constant: Q rounds one number by its scale. The parts are added in the operand's dtype; bf16 rounds that sum.
+    μ_k is the mean of channel k over all tokens of a call, or over the tokens of one expert. If activations share a
+    large mean, the mean sets the scales of all blocks, and few FP4 values are left for the differences between tokens;
+    without the mean blocks are small and even. Residual and mean are quantized one after the other, with separate
+    tensor scales and block scales, and added. In fprop and dgrad all rows of 1·μᵀ are equal: quantizing 1·μᵀ is
+    quantizing the vector μ in blocks along the channels, and the product with it costs one row. In wgrad blocks run
+    along the tokens, where μ_k is constant: Q rounds one number by one scale. The sum is in the dtype of X.
 
-    Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as its
-    reproduction in MindSpeed-LLM has it: X in the forward, dY in the backward, mean and residual quantized
-    independently. That code multiplies an unquantized X in wgrad and quantizes dW instead, which no GEMM in FP4 does;
-    splitting both operands of wgrad is ours.
+    Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as reproduced
+    in MindSpeed-LLM: X is split in the forward, dY in the backward, and mean and residual are quantized independently.
+    MindSpeed-LLM multiplies an unquantized X in wgrad and quantizes dW instead, which no GEMM in FP4 does; we split
+    both operands of wgrad.
 
     Stage: around the quantizer.
 
     Cost: a mean over tokens, which no block-wise kernel sees, and a subtraction. The simulation quantizes the operand
-    and one line of means; where it draws, or has experts, the means of all tokens. The complexity weight is ours: 0.5,
-    Table 2's unfusable O(n) with O(1) memory (K values).
+    and one line of means; if the quantizer draws or the operand has experts, it quantizes the means of all tokens. The
+    complexity weight is ours: 0.5, by Table 2 of the design-space paper for unfusable O(n) with O(1) memory (K values).
 
     Use it for language models, whose activations have a mean that grows in training. It replaces Hadamard rotations.
     Beside ``hadamard``, which rotates along the tokens in wgrad, it splits off the mean of the rotated tokens there.
@@ -50,7 +50,7 @@ class MeanSplit(Technique):
     complexity: ClassVar[float] = 0.5
 
     operands: Annotated[tuple[str, ...], OperandList(_OF_TOKENS)] = Field(
-        ("inputs", "gradients"), description="Operands, or groups of them, that are split: those that have tokens."
+        ("inputs", "gradients"), description="Operands, or groups of them, that are split; they must have tokens."
     )
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
@@ -62,7 +62,7 @@ class MeanSplit(Technique):
 
 
 class SplitMean(Wrapper):
-    """Quantizes residual and mean; ``axis`` is that of the tokens."""
+    """Quantizes residual and mean; ``axis`` is the axis of the tokens."""
 
     mixes = "expert"
     axis: int
@@ -70,15 +70,15 @@ class SplitMean(Wrapper):
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the quantized residual plus the quantized mean."""
-        if is_known(x.shape[self.axis] == 0):  # no tokens have no mean
+        if is_known(x.shape[self.axis] == 0):  # without tokens there is no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        # The mean's operator reads 16 bits as they are; float64 is rounded to fp32 first, as what is quantized is.
+        # The operator for means reads 16 bits as they are; float64 is first rounded to fp32, as in the quantizer.
         mean = self._mean(wide if x.dtype is torch.float64 else x, context)
         return (quantize(wide - mean) + quantize(mean)).to(x.dtype)
 
     def _mean(self, x: Tensor, context: Context) -> Tensor:
-        """Return μ, fp32, broadcastable to ``x``; of experts the μ of each token's expert, or 0 without one."""
+        """Return μ, fp32, broadcastable to ``x``; with experts, μ of each token's expert, 0 for a token without one."""
         if (segments := context.blocking.segments) is None:
             return context.mean(x, self.axis)
         x, place, experts = x.to(torch.float32), x.dim() + self.axis, segments.unpadded

@@ -28,25 +28,25 @@ class OutControl(Technique):
     """Multiplies a share of a linear layer's input channels, those with the largest activations, in MXFP8.
 
     The modes are phases of a policy. ``wait`` only gives checkpoints of all phases the same keys. In ``measure`` every
-    call with gradients adds √(Σ_t X_tk²) over its tokens t to the s_k of each input channel k, or nothing if it has NaN
-    or Inf; each step of the optimizer adds up the sums of all ranks. End the phase at a step: later sums are lost. In
-    ``split`` C are the channels with the largest s and R the others, gathered in falling order of s:
+    call with gradients adds √(Σ_t X_tk²), if finite, over its tokens t to the s_k of each input channel k; each step of
+    the optimizer adds up the sums of all ranks. End the phase at a step: later sums are lost. In ``split`` C are the
+    channels with the largest s and R the others, gathered in falling order of s:
 
         Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
 
-    with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
-    rounded up, to nearest, not rotated. dX is one product of all channels in the layer's order, under the site's
-    quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. C has ``channels``·K
-    channels, to nearest and at least one, rounded up to a multiple of ``multiple``. Frozen weights, which no step
-    changes, are refused if other weights train beside them.
+    where Q are the site's quantizers and techniques. M rounds to ``element``, to nearest and not rotated, in blocks of
+    ``block`` under E8M0 scales, which are amax/Qmax rounded up. dX is one product of all channels in the layer's order,
+    under the site's quantizers. An operand with ``source: fprop`` reads Q(·) or M(·), as fprop multiplied it. The size
+    of C is ``channels``·K, rounded to nearest, at least one, and then up to a multiple of ``multiple``. Frozen weights,
+    which no step changes, are refused if other weights train beside them.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
-    Suppression and Outlier Control" (a tenth of all), and their code (``multiple: 128``, measured in steps 501 to 550).
+    Suppression and Outlier Control" (10 % of channels), and their code (``multiple: 128``, measures steps 501 to 550).
 
     Stages: partition, state, observe, optimizer after the step.
 
-    Cost: a gather of X and W and a scatter of dW, to measure a pass over X; no more FLOPs, and a share of them in FP8.
-    The complexity weight is ours: 1.5, the middle of what Table 2's rules give for unfusable work with O(1) memory.
+    Cost: a gather of X and W, a scatter of dW, and a pass over X while measuring; FLOPs stay, but a share is in FP8.
+    The complexity weight is ours: 1.5, by Table 2 of the design-space paper for unfusable work with O(1) memory.
 
     Use it where a few channels of the activations hold outliers for the whole training, as in language models.
     """
@@ -55,15 +55,15 @@ class OutControl(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 1.5
 
-    mode: Literal["wait", "measure", "split"] = Field(description="Leave, measure or multiply channels separately.")
+    mode: Literal["wait", "measure", "split"] = Field(description="Do nothing, measure channels, or split them.")
     channels: float = Field(0.1, gt=0, lt=1, description="Share of the input channels that is multiplied separately.")
-    multiple: int = Field(1, ge=1, description="The number of channels is rounded up to whole multiples of this.")
+    multiple: int = Field(1, ge=1, description="The number of chosen channels is rounded up to a multiple of this.")
     element: checks.ElementName = Field("e4m3", description="Element format of the chosen channels.")
     block: int = Field(32, ge=1, description="Elements that share a scale in the chosen channels.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse rules in which the channels of fprop are not those of X."""
-        checks.refuse_transforms(techniques, "its channels are no longer those of X")
+        """Refuse rules in which the channels of the fprop operands are not the channels of X."""
+        checks.refuse_transforms(techniques, "its channels are no longer the channels of X")
         checks.refuse_splits(techniques, Operand.FPROP_INPUT, "takes outliers out of X before they are measured")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
@@ -78,7 +78,7 @@ class OutControl(Technique):
             self.count(site.in_features)
 
     def count(self, channels: int) -> int:
-        """Return k, the number of ``channels`` input channels that are chosen; raise ValueError if no other is left."""
+        """Return k, how many of ``channels`` input channels are chosen; raise ValueError if none is left."""
         if (k := -(-max(1, round(self.channels * channels)) // self.multiple) * self.multiple) >= channels:
             advice = f"lower channels or multiple ({self.multiple}), or keep the layer by a rule"
             raise ValueError(f"of {channels} input channels {k} would be chosen; {advice}")
@@ -86,8 +86,8 @@ class OutControl(Technique):
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         channels, measures = site.in_features or 0, self.mode == "measure"
-        zeros = initial.Constant((channels,))  # for s, equal on all ranks, and this rank's sums since the last step
-        norms = StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False)
+        zeros = initial.Constant((channels,))  # recent: the sums of this rank since the last step
+        norms = StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False)  # s, equal on all ranks
         recent = StateEntry("recent", Operand.FPROP_INPUT, zeros, "graph" if measures else "optimizer", False)
         split = SplitChannels(options=self, channels=channels, state=(norms, recent) if channels else ())
         acting = frozenset({Operand.FPROP_INPUT} if measures and site.multiplies_weight else ())
@@ -107,7 +107,7 @@ class SplitChannels(ChannelSplit):
         if options.mode != "split" or not self.channels or options.inert(specs, {}) is not None:
             return None
         plain = QuantSpec(element=options.element, block=options.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
-        operands = (*Gemm.FPROP.operands, *Gemm.WGRAD.operands)  # in dgrad all channels have the same quantizers
+        operands = (*Gemm.FPROP.operands, *Gemm.WGRAD.operands)  # dgrad multiplies all channels under Q
         apart = tuple((o, replace(plain, source=spec.source)) for o in operands if (spec := specs.get(o)) is not None)
         return Partition("norms", options.count(self.channels), apart)
 
@@ -118,7 +118,7 @@ class MeasureChannels(Part):
     mixes = "tensor"
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, torch.Tensor]:
-        """Return the sums since the last step plus the norms of this call, bit for bit alike under compilers."""
+        """Return the sums since the last step plus the norms of this call, with the same bits under every compiler."""
         norms = exact.column_norms(quantization.blocking.join(quantization.undivided).flatten(0, -2))
         return {"recent": context.state["recent"] + torch.where(norms.isfinite(), norms, 0.0)}
 
@@ -129,7 +129,7 @@ class SumOverRanks(OptimizerHook):
     options: OutControl
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Add the sums of all ranks; refuse to split channels that were never measured."""
+        """Add the sums of all ranks to s; raise an Error if channels are split that were never measured."""
         norms, recent = update.state.get("norms"), update.state.get("fprop_input_recent")
         if norms is None or recent is None:  # an operand of fprop is not quantized
             return
@@ -139,8 +139,8 @@ class SumOverRanks(OptimizerHook):
         elif self.options.mode == "split" and "measured" not in update.memory:
             if not bool((norms > 0).any()):  # checked once, because it waits for the device
                 raise Error(
-                    f"out_control splits the input channels of {update.name}, and none were measured. Put a phase with "
-                    "mode: measure before, for at least a step and its forwards, or load a checkpoint with the norms"
+                    f"out_control splits the input channels of {update.name}, which were never measured. Put a phase "
+                    "with mode: measure before, for at least a step and its forwards, or load a checkpoint with norms"
                 )
             update.memory["measured"] = torch.ones((), dtype=torch.bool)
 

@@ -78,7 +78,7 @@ INEXPRESSIBLE = {
     ),
     "rows": (
         partial(under, NVFP4, {"tensor_scaling": {"granularity": "row"} | OF_WEIGHTS}),
-        "one for the matrix.*granularity: tensor",
+        "one such scale.*granularity: tensor",
     ),
     "tensor scale": (
         partial(under, MXFP4, {"tensor_scaling": OF_WEIGHTS}),

@@ -233,7 +233,7 @@ def test_osci_reset_leaves_chosen_channels_alone() -> None:
 @pytest.mark.slow
 def test_splits_nothing_that_was_not_measured() -> None:
     model, optimizer = started(fp4graph.load_policy(in_phases()).phases[-1].policy)
-    with pytest.raises(fp4graph.Error, match=r"input channels of fc\.weight, and none were measured.*mode: measure"):
+    with pytest.raises(fp4graph.Error, match=r"input channels of fc\.weight, which were never measured.*mode: measure"):
         trained(model, optimizer, range(1))
 
 
