@@ -1,4 +1,4 @@
-"""Q-EMA: rounds weights to the neighbour that their moving average is nearer to, so that they stop oscillating."""
+"""Q-EMA: rounds weights to the neighbour nearer to their moving average, so that they stop oscillating."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class QEma(Technique):
     """Rounds a weight to the FP4 neighbour that is nearer to the weight's moving average.
 
-    S is the scale of a block of W [N, K], and q1 <= w/S <= q2 are the element values around w/S, both from W itself:
-    Q(w) = q1 where abs(e/S − q1) < abs(e/S − q2), else q2. After each optimizer step e ← β·e + (1 − β)·w. A weight
-    that wanders about a threshold between two values crosses it at nearly every step; its average does not. e has the
-    shape of W, starts at W, and is kept in fp32: in bf16 it would stall at 1 − β = 0.002.
+    S is the scale of a block of W [N, K], and q1 <= w/S <= q2 are the element values around w/S; S, q1 and q2 depend on
+    W, not on e: Q(w) = q1 where abs(e/S − q1) < abs(e/S − q2), else q2. After each optimizer step e ← β·e + (1 − β)·w.
+    A weight that wanders about a threshold between two values crosses it at nearly every step; the average does not. e
+    has the shape of W, starts at W, and is kept in fp32, because in bf16 e would stall at 1 − β = 0.002.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 5, Algorithm 1 and
     Eq. 10, with β = 0.998. Their code trains DeiT-T, -S and -B with 0.9983, 0.9972 and 0.999, rounds to nearest for
@@ -36,7 +36,7 @@ class QEma(Technique):
 
     Cost: e, read at every forward and updated at every step.
 
-    The complexity weight is ours: 2.0, which Table 2's rules give for O(n) memory.
+    The complexity weight is ours: 2.0, by Table 2 of the design-space paper for O(n) memory.
 
     Use it if validation loss falls behind late in training, when the learning rate is low, and rounding to nearest
     flips many weights back and forth. It cannot be combined with ``q_ramping``, the other remedy.
@@ -64,7 +64,7 @@ class QEma(Technique):
 
 
 class RoundToAverage(Rounding):
-    """Rounds a weight to the neighbour that its average is nearer to."""
+    """Rounds a weight to the neighbour nearer to the weight's average."""
 
     mixes = "none"
     options: QEma

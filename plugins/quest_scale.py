@@ -1,4 +1,4 @@
-"""QuEST's forward scale: from the standard deviation of a block, for data that a rotation has made Gaussian."""
+"""QuEST's forward scale: takes the scale from a block's standard deviation, for data that a rotation made Gaussian."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fp4graph.technique import BlockScale, ForwardOperands, OperandSpecs, Part, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LEAST = 1e-8  # a term of the authors' code, so that a constant block has a logarithm
+_LEAST = 1e-8  # from the authors' code: without it a constant block has no logarithm
 
 
 class QuestScale(Technique):
-    """Sets the block scale S = 2^⌊log2(c·σ/Qmax + 10⁻⁸)⌋, σ being the standard deviation of the block about its mean.
+    """Sets the block scale S = 2^⌊log2(c·σ/Qmax + 10⁻⁸)⌋ from the standard deviation σ of the block about its mean.
 
     The block statistic is Z = 2^Emax·(c·σ/Qmax + 10⁻⁸), from which the rule ``floor`` computes S. c·σ is the largest
     value that the unrounded scale can represent: c = 2.92247856 minimizes the squared error of Gaussian numbers in
@@ -27,12 +27,13 @@ class QuestScale(Technique):
     a last block counts as zeros.
 
     Source: Panferov et al. 2025, "QuEST"; the forward of Castro et al. 2025, "Quartet", and its released quantizer,
-    whose constants these are. Rounding the scale down gives up what c gains: over all σ the squared error of Gaussian
-    blocks is 2.24 % of their square sum, under OCP's ``floor`` of the maximum 1.34 %.
+    which has these constants. Rounding the scale down loses what c gains: averaged over σ, the squared error of
+    Gaussian blocks is 2.24 % of their square sum, but 1.34 % under OCP's ``floor`` of the maximum.
 
     Stage: block statistic.
 
-    Cost: two sums over each block. The complexity weight is ours: 0.5, Table 2's fusable O(n) with O(1) memory.
+    Cost: two sums over each block. The complexity weight is ours: 0.5, by Table 2 of the design-space paper for fusable
+    O(n) work with O(1) memory.
 
     Use it to reproduce Quartet's released forward: add it to the techniques of a policy that extends ``quartet``.
     """
@@ -42,11 +43,11 @@ class QuestScale(Technique):
     complexity: ClassVar[float] = 0.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
-    c: Positive = Field(2.92247856, description="The largest representable value in standard deviations.")
+    c: Positive = Field(2.92247856, description="The largest value in standard deviations.")
     operands: ForwardOperands = Field(("forward",), description="Operands whose scales follow the deviation.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse scales by another rule than floor, and blocks without a fixed length."""
+        """Refuse scales that are not rounded by the rule ``floor``, and blocks without a fixed length."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.rounding != "floor":
                 raise ValueError(
@@ -71,7 +72,7 @@ class DeviationScale(BlockScale):
         spec = context.spec
         assert spec is not None
         assert isinstance(spec.block, int)
-        # In units of the largest magnitude, sums are the same in compiled code, which adds in another order.
+        # In units of the largest magnitude the sums do not depend on the order, which differs in compiled code.
         unit = torch.where(z == 0, 1.0, z).double()
         centred = values.double() - unit * (total(values / unit, context.axes, spec.block) / spec.block)
         largest = centred.abs().amax(context.axes, keepdim=True)

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class ScaleGradient(Technique):
-    """Replaces the straight-through 1 by a surrogate q'(s) of rounding the block scale s to its format (EL Eq. 1).
+    """Replaces the straight-through 1 by a surrogate derivative q'(s) of rounding the block scale s to its format.
 
-    With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1), ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
+    s1 <= s < s2 are the neighbouring scales, and t = (s - s1)/(s2 - s1). ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
     at 3. ``spline`` is the slope of the line through (threshold, threshold to nearest even): 0 around scales of even
     code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's
-    maximum the surrogates are 0. The scale s is that of the spec's convention, S = Z/Qmax or s = Qmax/Z, and the
-    surrogate differs between them. With ``range: low`` it acts below the format's smallest normal number, where s/s_q
-    deviates most from 1, and is 1 above.
+    maximum the surrogates are 0. The spec's convention decides whether s is S = Z/Qmax or s = Qmax/Z, and the surrogate
+    depends on it. With ``range: low`` the surrogate acts below the format's smallest normal number, where the quotient
+    of s and the rounded s deviates most from 1, and is 1 above.
 
-    Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1; the clip from below, 0.2, is ours, as
-    for step_gradient.
+    Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1. The clip from below, 0.2, is our choice,
+    as for step_gradient.
 
-    Stage: gradient of fprop.input and fprop.weight. It acts only if the scale is differentiated (``smooth_max``);
-    otherwise its term is dropped, and loading the policy warns.
+    Stage: gradient of fprop.input and fprop.weight. The surrogate acts only if the scale is differentiated
+    (``smooth_max``); otherwise its term is dropped, and loading the policy warns.
 
     Cost: O(n) work and O(n/l) memory, unfusable.
 
@@ -42,8 +42,8 @@ class ScaleGradient(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n/l)", fusable=False)
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
-    range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or only subnormal ones.")
-    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
+    range: Literal["all", "low"] = Field("all", description="Scales with the surrogate: all, or only subnormal scales.")
+    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
 
@@ -62,7 +62,7 @@ class ScaleGradient(Technique):
 
     @property
     def complexity(self) -> float:
-        """1.5, for ``ste`` 0 (design-space paper, Table 9)."""
+        """1.5; 0 for ``ste`` (design-space paper, Table 9)."""
         return 0.0 if self.kind == "ste" else 1.5
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:

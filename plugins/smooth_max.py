@@ -1,4 +1,4 @@
-"""Max relaxation: lets the gradient flow through block scales, and smooths the maximum they come from."""
+"""Max relaxation: lets the gradient flow through block scales, and smooths the maximum from which they are computed."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 
 class SmoothMax(Technique):
-    """Differentiates the block scale, through its statistic Z: dX ← dX ⊙ f'(X) with f' of EL Eq. 1.
+    """Differentiates the block scale through its statistic Z: dX ← dX ⊙ f'(X), f' from Eq. 1 of the design-space paper.
 
-    ``kind`` chooses Z and its gradient dZ/dX (Table 1):
+    ``kind`` chooses Z and its gradient dZ/dX (the paper's Table 1):
     ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
     ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
     (Eq. 5); ``hybrid`` Z of ``absmax`` with the gradient of ``softmax``; ``ste`` drops the term, the straight-through
     default of every policy. (The paper sets the term "to be equal to 1", sec. 5.1, in order to omit its computation;
-    added to Q' = 1, that would double every gradient.) Sums run over the elements of a block without its padding.
+    a term of 1, added to Q' = 1, would double every gradient.) Sums run over the elements of a block without padding.
 
     β multiplies the tensor that is quantized. With ``tensor_scaling`` this is U = X/g (sec. 3, Eq. 2), where g is the
     largest abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β replaces
     the maximum in X, with dZ/dx = softmax(β·abs(x)/g)·sign(x) and g a constant (``tensor_scaling_gradient``
     differentiates g). Without a tensor scale, or with ``of: original``, β multiplies X itself. At amax 0.01 a β of 40
-    then makes Z nine times as large as the maximum, and small tensors become zero. ``relative`` divides β by each
-    block's own amax instead.
+    then makes Z nine times as large as the maximum, and small tensors become zero. With ``relative`` β is divided by
+    the amax of each block instead.
 
-    Source: "Elucidating the design space of FP4 training", sec. 5.1, Eq. 1, 4 and 5, Table 1; β = 40 in A.12. Its
-    search space probably calls softmax and hybrid softsoftmax and hardsoftmax. If the decode scale is rounded, the term
-    is that of the decode form (fp4graph.ops.gradient).
+    Source: "Elucidating the design space of FP4 training", sec. 5.1, Eq. 1, 4 and 5, Table 1; β = 40 in A.12. The
+    paper's search space probably means softmax by softsoftmax, and hybrid by hardsoftmax. If the decode scale is
+    rounded, the term has the decode form (fp4graph.ops.gradient).
 
     Stages: block statistic (softmax only), gradient of fprop.input and fprop.weight.
 
-    Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable; exp and log differ between compiled and eager
-    code in their last bit, so softmax's forward is not bit-identical between them.
+    Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable. The last bits of exp and log differ between compiled
+    and eager code, so the forward of softmax differs too.
 
-    Use it to study the scale's gradient. None of the paper's 118 result rows uses it; all have STE here. The paper says
-    that no max relaxation had an effect on image classification (A.2), and that differentiable absmax gradients helped
-    on smaller classification tasks (conclusion).
+    Use it to study the scale's gradient. All 118 result rows of the paper have STE instead. The paper says that no max
+    relaxation had an effect on image classification (A.2), and that differentiable absmax gradients helped on smaller
+    classification tasks (conclusion).
     """
 
     name: ClassVar[str] = "smooth_max"
@@ -61,16 +61,16 @@ class SmoothMax(Technique):
     def _options_fit_kind(self) -> SmoothMax:
         check_kind(self, dict.fromkeys(("beta", "relative", "of"), ("softmax", "hybrid")))
         if self.relative and self.of != "normalized":
-            raise ValueError("relative gives β in units of each block's amax; leave out relative or of")
+            raise ValueError("relative already divides β by the amax of each block; leave out relative or of")
         return self
 
     @property
     def complexity(self) -> float:
-        """3.0, for ``ste`` 0 (design-space paper, Table 9)."""
+        """3.0; 0 for ``ste`` (design-space paper, Table 9)."""
         return 0.0 if self.kind == "ste" else 3.0
 
     def beta_of(self, m: Tensor, context: Context) -> Tensor:
-        """Return β for X itself, shape of ``m``, the maximum of each block."""
+        """Return the β that multiplies X itself, in the shape of ``m``, the maximum of each block."""
         if self.relative:
             return relative_beta(self.beta, m)
         if self.of == "normalized" and context.normalized is not None:

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: Entries that are not moments and that a reset keeps: the slow weights of timm's Lookahead.
 KEPT = {"lookahead_slow_buff"}
-#: Optimizers that cannot be reset: timm's ADOPT recognises a parameter's first step by the absence of state.
+#: Optimizers that cannot be reset: timm's ADOPT takes a step for a parameter's first step if there is no state.
 WITHOUT_RESET = {"Adopt"}
-#: Entries of parameter groups: t, and the user's betas while a step lasts.
+#: Keys in parameter groups: of t, and of the user's betas while a step lasts.
 STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
 
 
 class StableSpam(Technique):
-    """Clips and normalizes gradients by their own history, and resets the moments of Adam now and then.
+    """Clips and normalizes gradients by their history, and periodically resets the moments of Adam.
 
     For each parameter with gradient G at step t = 1, 2, ... there are scalars m_max, m_norm and v_norm, all 0 at first.
-    n is the number of gradients that they average, and c_t the cosine from 1 to ``eta_min`` over ``total_steps`` (1 if
-    that is null):
+    n is the number of gradients that they average, and c_t is the cosine from 1 to ``eta_min`` over ``total_steps`` (1
+    if ``total_steps`` is null):
 
         AdaClip   m_max ← θ·m_max + (1 − θ)·max abs(G),     m̂_max = m_max/(1 − θ^n)
                   G_i ← G_i/max abs(G)·m̂_max  where abs(G_i) > m̂_max
@@ -39,21 +39,21 @@ class StableSpam(Technique):
 
         MoRet     the optimizer's moments and their step ← their initial values  where reset_interval divides t
 
-    Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW this is
+    Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW this equals
     ``fp4graph.optim.StableSPAM``, whose docstring says what happens to gradients that are zero or not finite. All
-    parameters of the optimizer are conditioned, whether their weights are quantized or not. ``p.grad`` holds the
-    conditioned gradient afterwards.
+    parameters of the optimizer are conditioned, whether they are quantized or not. ``p.grad`` holds the conditioned
+    gradient afterwards.
 
     Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors' code
-    with corrections, which the docstring of ``fp4graph.optim.StableSPAM`` lists. Their constructor has the same
-    defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps 20000, reset_interval 500.
+    with corrections, which the docstring of ``fp4graph.optim.StableSPAM`` lists. The authors' constructor has the same
+    defaults; their training script has γ1 0.85, γ2 0.999, total_steps 20000 and reset_interval 500.
 
     Stage: optimizer, before and after the step of all parameters together.
 
     Cost: three passes over each gradient; four scalars per parameter. The complexity weight is 0.5.
 
-    Use it with an optimizer of Adam's kind if training in FP4 diverges from spikes in the gradient. After
-    ``clip_grad_norm_`` it follows the clipped norms.
+    Use it with an optimizer of Adam's kind if spikes in the gradient make training in FP4 diverge. After
+    ``clip_grad_norm_`` the technique follows the clipped norms.
     """
 
     name: ClassVar[str] = "stable_spam"
@@ -64,9 +64,9 @@ class StableSpam(Technique):
     gamma1: float = Field(0.7, ge=0, lt=1, description="γ1, the momentum of m_norm.")
     gamma2: float = Field(0.9, ge=0, lt=1, description="γ2, the momentum of v_norm.")
     theta: float = Field(0.999, ge=0, lt=1, description="θ, the momentum of m_max.")
-    eps: float = Field(1e-8, ge=0, allow_inf_nan=False, description="eps of AdaGN; Adam's is the optimizer's own.")
+    eps: float = Field(1e-8, ge=0, allow_inf_nan=False, description="eps of AdaGN; the optimizer has Adam's eps.")
     total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
-    eta_min: float = Field(0.5, ge=0, le=1, description="The final value of c.")
+    eta_min: float = Field(0.5, ge=0, le=1, description="The final value of c_t.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
@@ -89,7 +89,7 @@ class ConditionGradients(OptimizerHook):
         if not all("betas" in group for group in groups):
             raise _unfit(optimizer, "has no betas")
         if options.reset_interval is not None and type(optimizer).__name__ in WITHOUT_RESET:
-            raise _unfit(optimizer, "cannot be reset (reset_interval: null leaves that out)")
+            raise _unfit(optimizer, "cannot be reset (reset_interval: null leaves resets out)")
         for parameter, _ in step.parameters():
             assert parameter.grad is not None
             if parameter.grad.is_sparse or parameter.grad.is_complex():
@@ -102,7 +102,7 @@ class ConditionGradients(OptimizerHook):
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
             if options.reset_interval is not None and t % options.reset_interval == 0:
-                conditioning.reset_moments(group)  # where timm's LAMB and Adan count
+                conditioning.reset_moments(group)  # timm's LAMB and Adan count steps here
                 for parameter in group["params"]:
                     conditioning.reset_moments(optimizer.state.get(parameter, {}))
 

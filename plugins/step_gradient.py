@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 class StepGradient(Technique):
     """Multiplies dX by a surrogate Q'(u), the slope of a smooth or linear stand-in for the rounding Q of u = X/S.
 
-    With v1 <= u < v2 the neighbouring element values and t = (u - v1)/(v2 - v1):
+    v1 <= u < v2 are the neighbouring element values, and t = (u - v1)/(v2 - v1):
     ``dge`` Q' = (1/k)·abs(2t - 1)^(1/k - 1), infinite in the middle and therefore capped (``upper``, 3);
     ``sigmoid`` Q' = (12/T)·σ(z)(1 - σ(z)), z = 12(t - 1/2)/T;
-    ``spline`` the slope of the line through ``knots`` on abs(u), by default (threshold, its value to nearest even),
-    whose slopes for E2M1 are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on [1.75, 2.5),
-    2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
+    ``spline`` Q' is the slope of the line through ``knots`` on abs(u), by default (threshold, threshold to nearest
+    even). For E2M1 these slopes are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on
+    [1.75, 2.5), 2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
     ``clip`` Q' = 1, so that only clipped elements get no gradient (QuEST's trust mask, in Quartet's forward);
-    ``ste`` is 1 everywhere, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to
-    [``lower``, ``upper``]: for spline to at least 0.2, so that no gradient is masked out, for dge to [0, 3].
+    ``ste`` Q' = 1 everywhere, the default of every policy. Beyond ±Qmax the other surrogates are 0. The result is
+    clipped to [``lower``, ``upper``]: for spline to at least 0.2, so that no gradient is masked out; for dge to [0, 3].
 
-    Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the knots are
-    not printed, and ours fit their description; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
-    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's); Castro et al.
-    2025, "Quartet" (clip).
+    Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the paper
+    describes the knots without printing them, and we chose the bound 0.2) and A.13 (sigmoid); Wang et al. 2025,
+    "Optimizing Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is from their code);
+    Castro et al. 2025, "Quartet" (clip).
 
     Stage: gradient of fprop.input and fprop.weight.
 
     Cost: O(n log k) to O(n·w log k) work, and X in high precision kept for the backward: O(n) memory, unfusable.
 
-    Use it on weights to reproduce Wang et al. The design-space paper found that quantization gradients help on smaller
-    classification tasks, and do not help, or harm, larger diffusion and language models (its conclusion).
+    Use it on weights to reproduce Wang et al. The conclusion of the design-space paper is that quantization gradients
+    help on smaller classification tasks, but do not help, or harm, larger diffusion and language models.
     """
 
     name: ClassVar[str] = "step_gradient"
@@ -52,7 +52,7 @@ class StepGradient(Technique):
         ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
     )
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
-    temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 the sigmoid becomes the step.")
+    temperature: Positive = Field(1.0, description="sigmoid: T; as T goes to 0, the sigmoid becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
         (), description="spline: (abs(u), value) pairs from (0, 0) up; by default the thresholds of nearest even."
     )
@@ -91,7 +91,7 @@ class StepGradient(Technique):
                 )
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return a reason if the technique is a clip mask and nothing is clipped."""
+        """Return a reason if ``kind`` is ``clip`` and no scale lets elements be clipped."""
         acting = self.specs_listed(specs).values()
         if self.kind == "clip" and acting and all(s.scale.rounds_up for s in acting):
             return "scales that are rounded up clip nothing"
@@ -101,7 +101,7 @@ class StepGradient(Technique):
 
     @property
     def complexity(self) -> float:
-        """2.0, for ``ste`` 0 (design-space paper, Table 9)."""
+        """2.0; 0 for ``ste`` (design-space paper, Table 9)."""
         return 0.0 if self.kind == "ste" else 2.0
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:

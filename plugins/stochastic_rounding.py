@@ -17,7 +17,7 @@ from fp4graph.technique import BlockScale, OperandList, OperandSpecs, Part, Site
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
+#: dY in dgrad and wgrad, and X in wgrad, as in Chmiel et al. 2025 ("IntelFP4" in the design-space paper's tables).
 _BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
 _SCOPES = OperandList(scopes=(("backward", _BACKWARD), ("all_activation", (Operand.FPROP_INPUT, *_BACKWARD))))
 
@@ -26,22 +26,23 @@ class StochasticRounding(Technique):
     """Rounds an element to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
 
     For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). If ``bits`` is b < 24, the fraction
-    is compared with (k + 1/2)·2^-b, k a random b-bit integer. Elements beyond ±Qmax are clipped, which adds a bias; a
-    ``range_guard`` f keeps elements inside. With f < 1 (3/4) x·f is rounded with the scale of x and the result divided
-    by f; this is for scales rounded down, under which ratios reach 8. With f > 1 (17/16) the scale is that of f·Z, so
-    that a scale rounded to E4M3, at most 1/16 too small, clips nothing.
+    is compared with (k + 1/2)·2^-b, where k is a random b-bit integer. Elements beyond ±Qmax are clipped, which adds a
+    bias; a ``range_guard`` f keeps elements inside. If f < 1 (3/4), x·f is rounded with the scale of x and the result
+    is divided by f; this is for scales rounded down, under which u reaches 8. If f > 1 (17/16), the scale is computed
+    from f·Z instead of Z, so that a scale rounded to E4M3, at most 1/16 too small, clips nothing.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9. ``backward`` (dY in dgrad and wgrad,
-    X in wgrad) is Chmiel et al. 2025, "FP4 All the Way", called IntelFP4 there; ``all_activation`` adds X in fprop.
+    X in wgrad) is from Chmiel et al. 2025, "FP4 All the Way"; the former paper calls it IntelFP4. ``all_activation``
+    adds X in fprop.
     Few bits: Fitzgibbon & Felix 2025, "On Stochastic Rounding with Few Random Bits". Range guards: Tseng et al. 2025,
     "Training LLMs with MXFP4" (3/4), and Castro et al. 2025, Quartet's NVFP4 variant (17/16).
 
     Stages: plan; with a guard also scale (group scale or block statistic).
 
-    Cost: one hash and one comparison per element, fused into the rounding. The complexity weight is that of the paper's
-    Table 9.
+    Cost: one hash and one comparison per element, fused into the rounding. The complexity weight is from Table 9 of the
+    design-space paper.
 
-    Use it on gradients: nearest rounding biases them, and the bias does not average out over steps.
+    Use it on gradients: rounding to nearest biases them, and the bias does not average out over steps.
     """
 
     name: ClassVar[str] = "stochastic_rounding"
@@ -49,7 +50,7 @@ class StochasticRounding(Technique):
     complexity: ClassVar[float] = 0.5
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
-        "backward", description="Operands that round stochastically: a scope of the paper, or operands and groups."
+        "backward", description="Operands that round stochastically: backward, all_activation, or operands and groups."
     )
     bits: int = Field(24, ge=1, le=24, description="Random bits per element.")
     range_guard: float | None = Field(
@@ -60,7 +61,7 @@ class StochasticRounding(Technique):
     @classmethod
     def _factor_not_one(cls, value: float | None) -> float | None:
         if value == 1:
-            raise ValueError("a factor of 1 guards nothing; leave range_guard out")
+            raise ValueError("a factor of 1 changes nothing; leave range_guard out")
         return value
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
@@ -69,7 +70,7 @@ class StochasticRounding(Technique):
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
         in_fprop = self.operands_listed & {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}
         if self.range_guard is not None and differentiated and in_fprop:
-            raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
+            raise ValueError("range_guard on an operand of fprop cannot be combined with smooth_max; drop one of them")
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticRounding | None:
@@ -77,7 +78,7 @@ class StochasticRounding(Technique):
         return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Let the listed operands that are quantized round stochastically."""
+        """Let all listed and quantized operands round stochastically."""
         return {**specs} | {
             operand: replace(spec, rounding="stochastic", random_bits=self.bits)
             for operand, spec in self.specs_listed(specs).items()
@@ -91,7 +92,7 @@ class RangeGuard(BlockScale):
     """Scales elements by the factor f that keeps them from being clipped.
 
     Attributes:
-        guard: f.
+        guard: the factor f.
     """
 
     mixes = "block"

@@ -19,15 +19,15 @@ class StochasticScaleRounding(Technique):
 
     For representable s1 <= s < s2 around the ideal scale s: P(s2) = (s - s1)/(s2 - s1), so that E[q(s)] = s. Each block
     draws once. The ideal scale is S = Z/Qmax, or s = Qmax/Z with the convention ``encode``, which the paper uses. A
-    decode scale that rounds down clips the block's largest elements.
+    decode scale that is rounded down clips the block's largest elements.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 (rounding of the scales), Table 9.
 
     Stage: plan.
 
-    Cost: O(n/l) hashed bits, no memory. The complexity weight is that of the paper's Table 9.
+    Cost: O(n/l) hashed bits, no memory. The complexity weight is from the paper's Table 9.
 
-    Use it to see whether the bias of E8M0 scales matters to a run: neighbouring ones are a factor of two apart.
+    Use it to see whether the bias of E8M0 scales matters to a run: neighbouring scales are a factor of two apart.
     """
 
     name: ClassVar[str] = "stochastic_scale_rounding"
@@ -49,7 +49,7 @@ class StochasticScaleRounding(Technique):
         return "a scale in fp32 is not rounded" if acting and all(s.scale.format == FP32 for s in acting) else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Let the listed operands that are quantized round their scales stochastically."""
+        """Let all listed and quantized operands round their scales stochastically."""
         return {**specs} | {
             operand: replace(spec, scale=replace(spec.scale, rounding="stochastic", ties=None))
             for operand, spec in self.specs_listed(specs).items()

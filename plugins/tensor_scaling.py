@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class TensorScaling(Technique):
-    """Divides X by the group scale γ = g/κ before its block scales are chosen, and multiplies the result by γ.
+    """Divides X by the group scale γ = g/κ before the block scales are chosen, and multiplies the result by γ.
 
     h(X) = γ·f(X/γ) (Eq. 2, where κ = 1). g = max_p Z_p over the blocks p of a group, from the block statistics and not
-    from X. κ = Qmax·T·headroom, with T ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and E4M3.
-    The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands for
-    q·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688), from
-    1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then represents blocks down
-    to 1/10^5 of the largest, whose scale is a coarse subnormal. Scales with fp32's exponents (E8M0, E8M3, FP32, BF16)
-    have range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, if forward operands
-    leave room for four_over_six. γ of a whole tensor is applied after the GEMM, as in hardware: the fp32 accumulator
-    times γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
+    from X. κ = Qmax·T·headroom, where T is ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and
+    E4M3. The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands
+    for q·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals s_b = q(6/amax_b · amax/2688), and the
+    largest block has the least, 1/(T·headroom) (sec. 3.1: 2/448 with headroom 0.5). E4M3 then represents blocks down to
+    1/10^5 of the largest, with a coarse subnormal as scale. Scales with fp32's exponents (E8M0, E8M3, FP32, BF16) have
+    range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, if forward operands leave
+    room for four_over_six. γ of a whole tensor is applied after the GEMM, as in hardware: the fp32 accumulator times
+    γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
 
-    With ``input_granularity: row`` each token of fprop.input has a γ. The tokens of a batch then do not change each
-    other's numbers, as a training and a server that batches otherwise need. With ``hold_steps`` h > 1 γ is refreshed at
-    every h-th training forward and kept in between. It is a sample, not a running maximum; values that outgrow it
-    saturate. γ is kept only for products with a weight. A backward must follow its own forward: it refreshes γ of dY.
+    With ``input_granularity: row`` each token of fprop.input has a γ. The numbers of a token then do not depend on the
+    other tokens of its batch, as a training needs whose server batches differently. With ``hold_steps`` h > 1 γ is
+    refreshed at every h-th training forward and kept in between. γ is then a sample, not a running maximum; larger
+    values saturate. γ is kept only for products with a weight. Each backward must follow its forward, to refresh γ.
 
-    With ``share: siblings`` g of fprop.weight is the largest of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up. Families of ``groups`` come first. Training then multiplies with the weights that are
-    served. Siblings read the same X, whose γ is equal already. Experts share expert by expert.
+    With ``share: siblings`` g of fprop.weight is the largest g of the weights that servers fuse under one tensor scale:
+    q, k and v; gate and up. Families of ``groups`` come first. Training then multiplies by the weights that are served.
+    Siblings read the same X, whose γ is equal already. Experts share γ expert by expert.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).
@@ -48,7 +48,7 @@ class TensorScaling(Technique):
 
     Cost: a maximum over n/l block statistics, and a product with the accumulator. The complexity weight is Table 9's.
 
-    Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
+    Use it whenever scales have few exponents: without γ, E4M3 scales underflow on gradients.
     """
 
     name: ClassVar[str] = "tensor_scaling"
@@ -56,19 +56,19 @@ class TensorScaling(Technique):
     complexity: ClassVar[float] = 0.5
 
     granularity: Literal["tensor", "all", "row"] | Annotated[int, Field(ge=1)] = Field(
-        "tensor", description="Elements that share γ: tensor (of an expert), all, row (a contracted line), or so many."
+        "tensor", description="Elements that share γ: tensor (of an expert), all, row (a line), or a number."
     )
-    input_granularity: Literal["row"] | None = Field(None, description="X's: a token in fprop, a channel in wgrad.")
+    input_granularity: Literal["row"] | None = Field(None, description="For X: a token in fprop, a channel in wgrad.")
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     share: Literal["siblings"] | None = Field(None, description="Weights with one γ: siblings (q, k, v; gate, up).")
     groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more families, such as [[wq, wk, wv]].")
-    hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
+    hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 refreshes γ every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse targets out of range, groups that are not whole blocks, and a held γ of other groups than tensors."""
+        """Refuse targets out of range, groups that are not whole blocks, and holding γ of parts of a tensor."""
         for operand, spec in self.specs_listed(specs).items():
             checks.check_target(self.settings(operand)[0], operand, spec.scale, self.headroom)
             checks.check_groups("granularity", self.granularity, operand, spec.block)
@@ -80,14 +80,14 @@ class TensorScaling(Technique):
         if (held and (rows or self.input_granularity)) or (self.share and rows):
             raise ValueError(f"with {'hold_steps' if held else 'share'} use granularity: tensor, no input_granularity")
         if self.groups and not self.share:
-            raise ValueError("groups names siblings; give share: siblings too")
+            raise ValueError("groups adds families of siblings; give share: siblings too")
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> None:
-        """Refuse to hold γ for a product without a weight, with which γ is kept, or if each expert has its own γ."""
+        """Refuse to hold γ if the product has no weight with which to keep γ, or if each expert has a γ."""
         if self.hold_steps > 1 and not site.multiplies_weight:
-            raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
+            raise ValueError("hold_steps keeps γ beside a weight, but this product has no weight; use hold_steps: 1")
         if self.hold_steps > 1 and site.op == "grouped" and self.granularity != "all":
-            raise ValueError("hold_steps keeps one γ, and each expert has one; use granularity: all or hold_steps: 1")
+            raise ValueError("hold_steps keeps one γ, but every expert has a γ; use granularity: all or hold_steps: 1")
 
     def settings(self, operand: Operand) -> tuple[float | None, Granularity]:
         """Return the target and the granularity of an operand."""
@@ -115,7 +115,7 @@ class TensorScale(BlockScale):
     mixes = "none"
     normalizes = True
     options: TensorScaling
-    target: float | None  # that of the operands, on which κ depends
+    target: float | None  # the target of the operands, on which κ depends
 
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
@@ -141,7 +141,7 @@ class HeldTensorScale(TensorScale):
         return torch.where(context.count % self.options.hold_steps == 0, gamma, context.state["gamma"])
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
-        """Return the current γ, to be held."""
+        """Return the current γ as state, to be kept."""
         return {"gamma": next(p.scale for p in quantization.group_scales if p.technique == self.name).reshape(())}
 
 

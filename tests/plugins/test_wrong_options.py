@@ -77,7 +77,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
     "q_ramping": [
-        ({}, "t_update"), ({"t_update": 30, "n_max": 3}, "0 steps from one detection to the next"),
+        ({}, "t_update"), ({"t_update": 30, "n_max": 3}, "0 steps between two detections"),
         ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"), ({**RAMPS, "k1": 0}, "k1"),
         ({**RAMPS, "n_max": 0}, "n_max"),
     ],
@@ -99,7 +99,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"kind": "dge", "k": 1}, "must be above 1"), ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
     ],
     "stochastic_rounding": [
-        ({"operands": "forward"}, "backward"), ({"range_guard": 1}, "guards nothing"),
+        ({"operands": "forward"}, "backward"), ({"range_guard": 1}, "changes nothing"),
         ({"range_guard": 0}, "above 0"), ({"bits": 25}, "at most 24"),
     ],
     "tensor_scaling": [
