@@ -43,7 +43,7 @@ class QuestScale(Technique):
     complexity: ClassVar[float] = 0.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
-    c: Positive = Field(2.92247856, description="The largest value in standard deviations.")
+    c: Positive = Field(2.92247856, description="Largest representable value over σ, before S is rounded.")
     operands: ForwardOperands = Field(("forward",), description="Operands whose scales follow the deviation.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:

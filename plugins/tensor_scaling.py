@@ -33,9 +33,9 @@ class TensorScaling(Technique):
     γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
 
     With ``input_granularity: row`` each token of fprop.input has a γ. The numbers of a token then do not depend on the
-    other tokens of its batch, as a training needs whose server batches differently. With ``hold_steps`` h > 1 γ is
-    refreshed at every h-th training forward and kept in between. γ is then a sample, not a running maximum; larger
-    values saturate. γ is kept only for products with a weight. Each backward must follow its forward, to refresh γ.
+    other tokens of its batch, as needed if servers batch otherwise. With ``hold_steps`` h > 1 γ is refreshed at every
+    h-th training forward and kept in between. γ is then a sample, not a running maximum; larger values saturate. γ is
+    kept only for products with a weight. Each backward must follow its forward, because it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest g of the weights that servers fuse under one tensor scale:
     q, k and v; gate and up. Families of ``groups`` come first. Training then multiplies by the weights that are served.

@@ -250,7 +250,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "tensor_scaling": [
         ({"target": 1e-3}, {"quantize": ENCODE}, "target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"),
         ({"granularity": 32}, {"quantize": {**NVFP4, "block": "row"}}, "blocks of a row have no fixed length"),
-        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "matmul"}, "this product has none; use hold_steps: 1"),
+        ({"hold_steps": 5}, {"quantize": NVFP4, "op": "matmul"}, "this product has no weight; use hold_steps: 1"),
         ({"hold_steps": 5}, {"quantize": NVFP4, "op": "grouped"}, "use granularity: all or hold_steps: 1"),
     ],
     "tensor_scaling_gradient": [
