@@ -54,7 +54,7 @@ if os.path.exists(_CACHE) and not os.path.isdir(_CACHE):
     )
 
 _MODULES = ("formats", "integrations", "lab", "optim", "training")
-#: The module of every other public name, imported at first use: ``import fp4graph`` is cheap.
+#: Maps every other public name to its module, which is imported when the name is first used, to keep the import quick.
 _HOME = {
     name: f"fp4graph.{module}"
     for module, names in {
@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fp4graph.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value  # the next look-up is a plain one
+        globals()[name] = value  # the next look-up does not come here
         return value
     raise AttributeError(f"module 'fp4graph' has no attribute {name!r}")
 

@@ -59,7 +59,7 @@ class PluginError(Error):
         super().__init__(message)
 
     def __str__(self) -> str:
-        # Not from self.args: torch.fx appends the whole graph to the args of an error that passes through it.
+        # Do not use self.args: torch.fx appends the whole graph to the args of an error that passes through it.
         where = [f"plugin {self.plugin!r}"] if self.plugin else []
         where += [f"at {self.site}"] if self.site else []
         return f"{', '.join(where)}: {self.message}" if where else self.message
@@ -101,8 +101,8 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
 
 @cache
 def install(extra: str) -> str:
-    """Return the command that installs an extra from where fp4graph itself was installed: an index, a folder or a file
-    (PEP 610)."""
+    """Return the command that installs an extra from the source that fp4graph was installed from: an index, a folder or
+    a file (PEP 610)."""
     import json
     from importlib import metadata  # takes longer to import than the rest of ``import fp4graph``
 
@@ -115,6 +115,6 @@ def install(extra: str) -> str:
 
 
 def needs(package: str, why: str, extra: str = "tasks") -> None:
-    """Raise an Error that names the ``extra`` to install if ``package`` is missing; ``why`` begins its text."""
+    """If ``package`` is missing, raise an Error that begins with ``why`` and names the ``extra`` to install."""
     if importlib.util.find_spec(package) is None:
         raise Error(f"{why}, which is not installed; {install(extra)}")

@@ -32,7 +32,7 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())  # otherwise a power failure could leave an empty file under the new name
-            os.replace(temporary, path)  # while locked, so that no other writer takes the file for a leftover
+            os.replace(temporary, path)  # before the lock is released: no other writer takes the file for a leftover
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -50,7 +50,7 @@ def _temporary(path: Path) -> tuple[Path, BinaryIO]:
         file = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             _lock(file)
-            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):  # else its writer has just renamed it
+            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):  # otherwise another writer just renamed it
                 file.truncate()
                 return name, file
         except (BlockingIOError, FileNotFoundError):

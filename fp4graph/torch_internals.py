@@ -1,8 +1,8 @@
 """Uses of torch beyond its public interface, one function for each.
 
 Besides this file only three files of kernels/ name private parts of torch. tests/test_torch_internals.py says why,
-checks all files, and has a test for each function. Docstrings say why there is no public way, and on which versions of
-torch the test has passed. Dynamo and Inductor are slow to import, so the functions that need them import them.
+checks all files, and has a test for each function. Each docstring says why the public interface does not suffice, and
+on which versions of torch the test has passed. Dynamo and Inductor are slow to import, so only functions import them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 pytree = _pytree
 #: The built-in functions behind torch.nn.functional, which graphs also call directly.
 BUILTIN_NN: Any = torch._C._nn
-#: Returns the function that compiles frames now. The result is not callable if Dynamo is disabled, or past a limit.
-#: A Python function around this one would be a frame that Dynamo compiles. Checked on torch 2.13 to 2.15.
+#: Returns the function with which Dynamo compiles frames now; not callable if Dynamo is disabled or past a limit. This
+#: is torch's C function, because Dynamo would compile a Python function around it. Checked on torch 2.13 to 2.15.
 frame_hook = eval_frame.get_eval_frame_callback
 
 
@@ -56,8 +56,8 @@ def dynamo_setting(name: str) -> Any:
 
 @contextmanager
 def dynamo_settings(**changes: Any) -> Iterator[None]:
-    """Change those settings of Dynamo that this torch has, in this context. torch.compile has no argument for Dynamo's
-    limits and for the splits of DDP. Checked on torch 2.13 to 2.15."""
+    """Change settings of Dynamo in this context; skip settings that this torch does not have. torch.compile has no
+    arguments for Dynamo's limits and for the splits of DDP. Checked on torch 2.13 to 2.15."""
     config: Any = torch._dynamo.config
     with config.patch(**{name: value for name, value in changes.items() if hasattr(config, name)}):
         yield
@@ -78,15 +78,15 @@ def compiled_frame() -> int | None:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces now. In Dynamo of torch 2.11, which images for GPUs have, the public function
-    always returns True. Checked on torch 2.13 to 2.15."""
+    """Return whether torch.export traces now. The public torch.compiler.is_exporting always returns True under Dynamo
+    of torch 2.11, the version in images for GPUs. Checked on torch 2.13 to 2.15."""
     return torch.compiler._is_exporting_flag
 
 
 def constant_result(function: _Function) -> _Function:
     """Have Dynamo call ``function`` while it traces, and write the result into the graph as a constant. The public
-    torch.compiler.assume_constant_result does the same, but imports Dynamo, which takes a second, where it decorates.
-    Checked on torch 2.13 to 2.15."""
+    torch.compiler.assume_constant_result does the same, but as a decorator it imports Dynamo at once, which takes a
+    second. Checked on torch 2.13 to 2.15."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -94,8 +94,8 @@ def constant_result(function: _Function) -> _Function:
 def retry_skipped_code() -> None:
     """Have Dynamo compile again the code that it skips.
 
-    Dynamo skips a code object for good once its capture has failed: another model of the class would run that code, and
-    the functions it calls, outside its graph. torch.compiler.reset would drop all graphs of the process.
+    After a failed capture Dynamo skips the code object for good. Another model of the class would then run that code,
+    and the functions it calls, outside its graph. torch.compiler.reset would drop all graphs of the process.
     Checked on torch 2.13 to 2.15.
     """
     from torch._dynamo import convert_frame
@@ -115,8 +115,8 @@ def forget_code(code: CodeType) -> None:
 
 
 def captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process; 0 where it was not imported. Only its private
-    statistics say so. Checked on torch 2.13 to 2.15."""
+    """Return how many graphs Dynamo has captured in this process; 0 if Dynamo was not imported. Only Dynamo's private
+    statistics have the number. Checked on torch 2.13 to 2.15."""
     if "torch._dynamo" not in sys.modules:
         return 0
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -136,14 +136,14 @@ def guard_failures() -> Mapping[CodeType, list[str]]:
 
 
 def is_internal_error(error: BaseException) -> bool:
-    """Return whether ``error`` is an internal error of Dynamo, whose context is the error of the traced code. Dynamo's
-    errors have no public names. Checked on torch 2.13 to 2.15."""
+    """Return whether ``error`` is an internal error of Dynamo; its ``__context__`` is the error of the traced code.
+    Dynamo's errors have no public names. Checked on torch 2.13 to 2.15."""
     return isinstance(error, torch._dynamo.exc.InternalTorchDynamoError)
 
 
 def is_runtime_error(error: BaseException) -> bool:
-    """Return whether an operation failed on the fake tensors that Dynamo traces with. Dynamo's errors have no public
-    names. Checked on torch 2.13 to 2.15."""
+    """Return whether ``error`` says that an operation failed on the fake tensors that Dynamo traces with. Dynamo's
+    errors have no public names. Checked on torch 2.13 to 2.15."""
     return isinstance(error, torch._dynamo.exc.TorchRuntimeError)
 
 
@@ -165,8 +165,8 @@ def source_of(placeholder: Node) -> str | None:
 def unmark_static(placeholder: Node) -> None:
     """Tell AOTAutograd that a placeholder may hold a different tensor at each call.
 
-    Dynamo marks the tensors of modules as static: their addresses stay the same. torch has a public function to set the
-    mark, and none to remove it. Checked on torch 2.13 to 2.15.
+    Dynamo marks the tensors of modules as static: their addresses stay the same. torch has a public function that sets
+    the mark, but none that removes it. Checked on torch 2.13 to 2.15.
     """
     placeholder.meta.get("tensor_dict", {}).pop("_dynamo_static_input_type", None)
 
@@ -178,8 +178,8 @@ def backend_named(name: str) -> Callable[[GraphModule, list[Any]], Callable[...,
 
 
 def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile a graph with Inductor under ``options``, settings of Inductor by name. The backend ``"inductor"`` takes
-    no options. Checked on torch 2.13 to 2.15."""
+    """Compile a graph with Inductor; ``options`` maps names of Inductor's settings to values. The backend
+    ``"inductor"`` takes no options. Checked on torch 2.13 to 2.15."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(options) or None)
@@ -188,7 +188,7 @@ def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: M
 
 def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable[..., Any]:
     """Return a backend that splits the graph along DDP's buckets, as torch does, so that gradients are reduced in the
-    backward. torch splits before it calls a backend; we split after a rewrite. Checked on torch 2.13 to 2.15."""
+    backward. torch splits before it calls a backend; fp4graph must rewrite first. Checked on torch 2.13 to 2.15."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
     """Let torch cache graphs that call the functions named in ``versions``, in this context.
 
     ``versions`` maps the qualified name of a function to a text that changes whenever the function does. torch caches
-    no graphs that call Python functions, except those named in this setting. Checked on torch 2.13 to 2.15.
+    a graph that calls a Python function only if a private setting names the function. Checked on torch 2.13 to 2.15.
     """
     config: Any = torch._inductor.config
     marked = config.unsafe_marked_cacheable_functions
@@ -221,7 +221,7 @@ def next_sequence_number() -> int:
 
 
 def compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
-    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on. A
+    """Return the nodes of compiled backwards in the autograd graph of ``tensors`` whose number is at least ``first``. A
     node has no public number, and a compiled backward no public class. Checked on torch 2.13 to 2.15."""
     nodes = [x.grad_fn for x in (*tensors, *(x._base for x in tensors if x._base is not None))]
     seen: set[Any] = set()
@@ -261,8 +261,8 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def checkpointed_region() -> Any:
-    """Return torch's object for the region of activation checkpointing around this call, in the region's forward and
-    recomputation; None outside such a region.
+    """Return torch's object for the region of activation checkpointing that runs now, or None. The forward of a region
+    and its recomputation have the same object.
 
     Only a closure of the region's hooks for saved tensors holds the object. Checked on torch 2.13 to 2.15.
     """

@@ -17,10 +17,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def opaque(function: _F) -> _F:
-    """Have Dynamo leave ``function`` alone; where torch.export traces it, Dynamo's error says what to do."""
+    """Disable Dynamo for ``function``; under fullgraph=True or torch.export, Dynamo's error says what to do."""
     reason = (
         "a model with a policy applied compiles its own graph, which an outer torch.compile cannot include; leave out "
-        f"fullgraph=True of the outer one; to export the model, {_REMEDY}"
+        f"fullgraph=True of the outer torch.compile; to export the model, {_REMEDY}"
     )
     return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
@@ -33,8 +33,8 @@ def refuse(converter: str) -> None:
 
 
 def refuse_other_models(model: object, caller: str) -> None:
-    """Raise an error where ``model`` is not a module, has weights without a shape, or is compiled by TorchScript, which
-    hides its operations."""
+    """Raise an error if ``model`` is not a module, has weights without a shape, or contains a TorchScript module, whose
+    operations are hidden."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}() takes an nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -49,8 +49,8 @@ def refuse_other_models(model: object, caller: str) -> None:
 
 
 def refuse_conversion(*, quantizes: bool) -> None:
-    """Raise an Error where the call that is running is traced or transformed; ``quantizes`` says whether any module of
-    the model has quantized sites."""
+    """Raise an Error if the running call is traced or transformed; ``quantizes`` says whether any module of the model
+    has quantized sites."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         refuse("torch.jit.trace")
     if torch.compiler.is_exporting():
@@ -64,11 +64,11 @@ def refuse_conversion(*, quantizes: bool) -> None:
 
 
 def refuse_nested(inputs: Iterable[torch.Tensor]) -> None:
-    """Raise an Error for a nested tensor without sizes: on one, the guards of torch.compile crash the process."""
+    """Raise an Error for a nested tensor of strided layout, on which the guards of torch.compile crash the process."""
     if any(x.is_nested and x.layout is torch.strided for x in inputs):
         raise Error(
             "an input of the model is a nested tensor, whose products cannot be quantized; pad it "
-            "(x.to_padded_tensor(0.0)), or pass one with layout=torch.jagged by its values (x.values())"
+            "(x.to_padded_tensor(0.0)), or make it with layout=torch.jagged and pass its values (x.values())"
         )
 
 

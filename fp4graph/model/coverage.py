@@ -1,4 +1,4 @@
-"""Checks that the captured graphs of a model contain what its policy is about, over all graphs of the first forward."""
+"""Checks that the graphs captured in a model's first forward contain the sites that the policy is written for."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fp4graph.policy.techniques import acts
 from fp4graph.technique import Technique, plans
 from fp4graph.technique.operands import Gemm
 
-#: A captured site, with the modules that it serves, its own first.
+#: A captured site, and the names of the modules that its graph serves, the site's own module first.
 ServedSite = tuple[Site, list[str | None]]
 _RECURRENT = f"{RECURRENT}, and Dynamo does not capture them"
 
 
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
-    """Raise PolicyError or CaptureError where the captured graphs lack sites that the policy is about.
+    """Raise PolicyError or CaptureError if the captured graphs lack sites that the policy is written for.
 
     Add the recurrent layers, which Dynamo does not capture, to the sites of ``capture``. Return the weight uses of
     modules that share another module's graph.
@@ -64,19 +64,19 @@ def check_captured(plan: PhasePlan, capture: Capture) -> None:
     for module in sorted(name for name in capture.marked - captured if name is not None):
         if _ran_uncaptured(module, plan, capture):
             raise CaptureError(
-                "the module was called, but the product with its weight was not captured and ran in high precision "
-                "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
-                "product?); remove the break (that of a loop over experts with experts_implementation='grouped_mm' in "
-                f"transformers), {'leave out strict=True of fp4graph.apply, ' * capture.strict}or keep the module by a "
-                "rule",
+                "the module was called, but the product with its weight was not captured and ran in high precision. "
+                "There may be a graph break between the module's hooks and its forward, or a loop or a disabled "
+                "function around the product. Remove it (a loop over experts in transformers with "
+                "experts_implementation='grouped_mm'), "
+                f"{'leave out strict=True of fp4graph.apply, ' * capture.strict}or keep the module by a rule",
                 site=module or "(root)",
             )
 
 
 def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
-    """Return each captured site with the modules that it serves.
+    """Return each captured site with the names of the modules that its graph serves.
 
-    Blocks that FSDP or a graph break compiles one by one share a graph where their tags are equal.
+    Where FSDP or a graph break has blocks compiled one by one, blocks with equal tags share a graph.
     """
     if capture.graphs < 2:
         return [(site, [site.module]) for site in capture.sites]
@@ -93,10 +93,10 @@ def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
 
 
 def each_served(served: Iterable[ServedSite], plan: PhasePlan) -> list[Site]:
-    """Return a site for every module that is served.
+    """Return one site for every module that the captured sites serve.
 
     Modules that share the graph of a quantized site have one rule, because their tags are equal. Kept sites have no
-    tags, so the rule of each further module is looked up, without the producer of its input.
+    tags, so this function looks up the rule of each further module, and does not know the producer of its input.
     """
     sites: list[Site] = []
     for site, names in served:
@@ -113,7 +113,7 @@ def each_served(served: Iterable[ServedSite], plan: PhasePlan) -> list[Site]:
 
 
 def _sizes(site: Site) -> tuple[int | None, int | None, int | None]:
-    """Return K, N and the elements of the second factor of a product, as far as they are known."""
+    """Return K, N and the number of elements of the second factor of a product; three None if a size is unknown."""
     if len(site.shapes) != 2 or not all(isinstance(size, int) for shape in site.shapes for size in shape):
         return None, None, None
     a, b = site.shapes
@@ -130,7 +130,7 @@ def _decided_before(policy: Policy, index: int, sites: Sequence[Site]) -> list[S
 
 
 def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
-    """Raise PolicyError for a required rule without a site, for nothing quantized, or for a failed ``expect``."""
+    """Raise PolicyError if a required rule has no site, if nothing is quantized, or if ``expect`` fails."""
     matched = {site.rule_index for site in sites}
     products = sorted({f"{s.module or '(root)'} ({s.op})" for s in sites if s.rule_index is not None})
     for index, rule in enumerate(policy.rules):
@@ -145,13 +145,13 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
                 remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
             ahead = _decided_before(policy, index, sites)
             if rule.match.first_blocks and rule.match.last_blocks:
-                hint, remedy = "", "its blocks must be both first_blocks and last_blocks; for either, write two rules"
+                hint, remedy = "", "a block must be in both first_blocks and last_blocks; for either, write two rules"
             if rule.quantizes and ahead and not any(site.quantized for site in sites):
                 names = ", ".join(dict.fromkeys(repr(policy.rules[s.rule_index or 0].name) for s in ahead))
                 hint = ""
                 remedy = (
-                    f"rules before it ({names}) keep all that it could match; change those, use another policy, or "
-                    "give the model more blocks"
+                    f"rules before it ({names}) keep every site that it could match; change those rules, use another "
+                    "policy, or give the model more blocks"
                 )
             if named is not None:
                 role = roles[named.rule_index or 0]
@@ -173,9 +173,9 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
 def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
     """Warn about techniques that act on none of the captured sites whose rules declare them.
 
-    Loading a policy warns about techniques that are idle in every model. This check finds those for an input that this
-    model lacks, such as ``smooth_swiglu``. It skips techniques that plan specs, and rules that quantize
-    products of activations, which are not uses of a weight.
+    Loading a policy warns about techniques that are idle in every model. This check finds techniques for an input that
+    this model lacks, such as ``smooth_swiglu``. It skips techniques that plan specs, and rules that also quantize
+    products of activations, because those products use no weight.
     """
     not_judged = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
     declared: dict[Technique, list[WeightUse]] = {}
@@ -194,19 +194,19 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
             continue  # idle in every model
         producers = ", ".join(sorted({use.site.producer or "other modules" for use in its_uses}))
         warning = Place(rule.file, rule.line).error(
-            f"technique {technique.name!r} has no effect in this model, as far as the first forward ran it: it acts on "
-            f"none of the {len(its_uses)} weights that are quantized with it, such as that of {first}, because their "
+            f"technique {technique.name!r} has no effect in this model, judged by the first forward: it acts on none "
+            f"of the {len(its_uses)} weights whose rule declares it, such as the weight of {first}, because their "
             f"inputs come from {producers}. Remove it, unless later forwards run more of the model"
         )
         warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
 
 def warn_of_padding(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
-    """Warn about a rule with a block that divides no axis of the layers that it quantizes.
+    """Warn about a rule whose block length divides no axis of the layers that the rule quantizes.
 
     Only axes that fprop and dgrad contract count, because wgrad contracts tokens, whose number differs from batch to
-    batch. One axis that fits is enough, since a classifier has any number of outputs. Rules that quantize products of
-    activations and rules with an axis of unknown size are skipped.
+    batch. One axis that fits prevents the warning, since a classifier may have any number of outputs. The check skips
+    rules that quantize products of activations, and block lengths along an axis of unknown size.
     """
     not_judged = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
     by_rule: dict[int, list[WeightUse]] = {}
@@ -227,14 +227,14 @@ def warn_of_padding(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
             if len(known) == len(axis_sizes) and all(size % length for size in known):
                 shown = ", ".join(map(str, known[:8])) + (" ..." if known[8:] else "")
                 warning = rule.error(
-                    f"a block of {length} divides none of the axes that it quantizes, of {shown} elements: each is "
-                    "filled up with zeros to whole blocks, as no hardware does; choose a block that divides them"
+                    f"a block of {length} divides none of the axes that it quantizes, of {shown} elements: each axis "
+                    "is filled up with zeros to whole blocks, which no hardware does; choose a block that divides them"
                 )
                 warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
 
 def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse]) -> None:
-    """Raise PolicyError for a policy written for blocks that leaves most of a model without blocks unquantized."""
+    """Raise PolicyError if a policy is written for blocks, and a model without blocks stays mostly unquantized."""
     policy = plan.policy
     if not any(rule.quantizes and rule.match.needs_blocks for rule in policy.rules):
         return
@@ -259,7 +259,7 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
 
 
 def quantized_share(sites: Iterable[Site], uses: Iterable[WeightUse], recurrent: int) -> float:
-    """Return the part of the matrix work of layers that is quantized.
+    """Return the share of the matrix work of layers that is quantized.
 
     Work is counted in captured FLOPs, without attention and without sites that a rule keeps by name. Recurrent layers,
     which no graph shows, are counted by ``recurrent``, the number of elements of their matrices.
@@ -275,8 +275,8 @@ def quantized_share(sites: Iterable[Site], uses: Iterable[WeightUse], recurrent:
 
 
 def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
-    """Return whether module ``name``, called without a site, has matrices that no graph read, although a linear layer
-    there would be quantized."""
+    """Return whether the product of module ``name``, which was called but has no site, ran outside of all graphs
+    although the policy may quantize it."""
     module = plan.root.get_submodule(name)
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return any(weight.fqn == name for weight in plan.weights)

@@ -21,13 +21,13 @@ from fp4graph.graph.direct import Direct
 from fp4graph.model.forward import Kind
 from fp4graph.torch_internals import frame_hook
 
-#: Key of a deepcopy's memo: the copy stays unapplied.
+#: A key that a caller puts into the memo of a deepcopy, so that the copy stays unapplied.
 PLAIN: Any = "fp4graph_plain"
 
 
 @dataclass
 class Calls:
-    """The calls of a model in one checkpointed region: their steps, and the number that each backward has repeated."""
+    """The calls of a model in one checkpointed region: their step tensors, and how many each backward has repeated."""
 
     steps: list[Tensor] = field(default_factory=list)
     repeats: Counter[int] = field(default_factory=Counter)
@@ -40,17 +40,19 @@ class CurrentForward:
     Attributes:
         step: the tensor (seed, rank, count) that every mark hook of the model hands to the graph. Each forward sets a
             new tensor when it begins.
-        compiled: whether the compiled call is running. threads: the threads that run it, one if gradients are enabled.
-        direct: the uncompiled pass in progress, or None. thread: the last to begin a pass or the compiled call.
+        compiled: whether the compiled call is running. threads: the ids of the threads that run it, at most one with
+            gradients.
+        direct: the uncompiled pass in progress, or None. thread: the id of the thread that last began such a pass or
+            the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         last: the kind of the last forward with gradients that has begun, or None.
-        regions: by checkpointed region, the step of its forward and the number of sites of each module before it.
-        calls: by checkpointed region, the calls of the model in it.
-        part: runs a module that was called by itself; with None the module runs unchanged, and its hook refuses.
+        regions: maps a checkpointed region to its forward's step tensor and the sites each module had run before it.
+        calls: maps a checkpointed region to the calls of the model in it.
+        part: runs a module that was called by itself. None runs the module unchanged, and its mark hook raises.
         uncaptured: runs a module that the compiled call calls outside of its graphs; ``disabled`` says whether Dynamo
             is disabled there. None leaves the module to Dynamo.
         method: runs a method that is compiled like the model's call; None runs the method unchanged.
-        copied: called with the memo of a deepcopy that reaches this object.
+        copied: is called with the memo of a deepcopy that reaches this object.
     """
 
     step: Tensor
@@ -94,7 +96,7 @@ class CurrentForward:
             raise Error("two threads run one applied model at the same time; give each its own copy.deepcopy of it")
 
     def enter(self, module: nn.Module) -> None:
-        """Note that ``module`` begins to run in the pass."""
+        """Record that ``module`` begins to run in the uncompiled pass."""
         assert self.direct is not None
         region = torch_internals.checkpointed_region()
         recomputes = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
@@ -106,12 +108,12 @@ class CurrentForward:
             self.regions[region] = self.step, self.direct.planner.occurrences
 
     def begin_call(self) -> None:
-        """Record the step of a call of the model that a checkpoint will repeat."""
+        """Record the step tensor of a call of the model that a checkpoint will repeat."""
         if torch_internals.backward_id() == -1 and (region := torch_internals.checkpointed_region()) is not None:
             self.calls.setdefault(region, Calls()).steps.append(self.step)
 
     def repeated(self) -> Tensor | None:
-        """Return the step of the call that a checkpoint repeats in this backward; None for any other call."""
+        """Return the step tensor of the call that a checkpoint repeats in this backward; None for any other call."""
         backward, region = torch_internals.backward_id(), torch_internals.checkpointed_region()
         calls = None if backward == -1 or region is None else self.calls.get(region)
         if calls is None or calls.repeats[backward] == len(calls.steps):
@@ -121,14 +123,15 @@ class CurrentForward:
 
 
 class Parts:
-    """The parts of an applied model; ``nn.Module.__call__`` of each part runs :meth:`_run` instead of the module.
+    """Routes the calls of an applied model's parts, which are the modules below the root.
 
-    Dynamo traces that call where a module has hooks. A forward writes no attribute of a module, because Dynamo checks
-    its guards faster while they are unchanged.
+    ``nn.Module.__call__`` of each part calls a function of this object instead of the module. Dynamo traces that call
+    if the module has hooks. A forward sets no attribute of a module, because Dynamo checks guards faster while
+    attributes are unchanged.
 
-    While the compiled call is running, a part is usually inlined in a graph or starts one. A part that does neither is
-    run by ``current.uncaptured`` if its products would be in no graph: where Dynamo is disabled, and where it owns
-    quantized weights and its call does not fit into one graph.
+    While the compiled call is running, a part is usually inlined in a graph or starts one. ``current.uncaptured`` runs
+    a part that does neither if its products would be in no graph: Dynamo is disabled, or the part owns quantized
+    weights and its call does not fit into one graph.
     """
 
     def __init__(
@@ -139,8 +142,8 @@ class Parts:
         self._current = current
         kinds = {False: self._call(holds=False), True: self._call(holds=True), None: self._call_in_one_graph()}
         kind_of = {module: None if module in owners else holds for module, holds in modules.items()}
-        # Dynamo caches, limits and skips by code object. Modules of a class share one: guards check it, and similar
-        # blocks should share their graphs.
+        # Dynamo caches, limits and skips by code object. Modules of one class share a code object, because guards check
+        # it, and similar blocks should share their graphs.
         pairs = {(kind, type(m)) for m, kind in kind_of.items()}
         calls = {(kind, cls): with_own_code(kinds[kind], cls) for kind, cls in pairs}
         self._parts = [
@@ -149,12 +152,12 @@ class Parts:
         ]
 
     def show(self) -> None:
-        """Put the parts in place."""
+        """Route the calls of all parts through this object."""
         for attributes, part, _ in self._parts:
             attributes["_compiled_call_impl"] = part
 
     def hide(self) -> None:
-        """Give the modules the calls that they had before."""
+        """Give the parts back the calls that they had before."""
         for attributes, part, original in self._parts:
             if attributes.get("_compiled_call_impl") is not part:
                 continue  # another applied model has taken the module over

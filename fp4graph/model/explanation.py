@@ -1,4 +1,4 @@
-"""The report of what a policy would quantize in a model: tables, a page, plain data."""
+"""The report of what a policy would quantize in a model, as tables, an HTML page or plain data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Explanation:
 
     Attributes:
         policy: the resolved policy.
-        sites: every place of matrix work, in graph order.
+        sites: every matrix product of the model, in graph order.
         blocks: the position of each module in a repeated stack.
-        problem: the error that training under this policy would raise, or the report that torch counts FLOPs which no
-            site has; None without either.
+        problem: the error that training under this policy would raise, or a message that torch counts FLOPs of no
+            listed site; None without a problem.
         graphs: the number of graphs that the forward was captured in.
         siblings: the names of the weights of each group that shares a tensor scale.
     """
@@ -48,12 +48,12 @@ class Explanation:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of one forward, summed over all sites where they are known."""
+        """The FLOPs of one forward, summed over the sites whose FLOPs are known."""
         return sum(site.flops or 0 for site in self.sites)
 
     @property
     def totals(self) -> dict[str, dict[str, int]]:
-        """The FLOPs of one forward that are quantized, kept and not supported, each by rule or kind of operation."""
+        """The quantized, kept and unsupported FLOPs of one forward, each summed by rule or kind of operation."""
         return census.totals(self.sites)
 
     def share(self, site: Site) -> float | None:
@@ -67,8 +67,9 @@ class Explanation:
         return html(self._table(every=False), *self._summary)
 
     def to_html(self, *, target: str | None = None) -> str:
-        """Return a page: the summary and the table of sites, and behind a click each site by itself and the code that
-        quantizes; with ``target`` also what runs natively there. The page needs no other file and no network."""
+        """Return an HTML page with the summary and the table of sites. Sections that open by a click list each site by
+        itself, the code that quantizes, and with ``target`` the GEMMs that run natively on that target. The page needs
+        no other file and no network."""
         folded = {
             "Every site": html(self._table(every=True)),
             "The code that quantizes each operand on this machine": html(self._schedule(every=False)),
@@ -82,7 +83,7 @@ class Explanation:
     def schedule(self, *, every: bool = False) -> str:
         """Return a table of the code that quantizes each operand of the quantized sites, with reasons. Equal sites of
         repeated blocks share a line, unless ``every`` is set."""
-        nothing = [] if self.quantized else ["nothing is quantized; without the schedule the table says why"]
+        nothing = [] if self.quantized else ["nothing is quantized; the table of sites says why"]
         return _printed(self._schedule(every=every), *nothing, *self._problem)
 
     def _schedule(self, *, every: bool) -> Table:
@@ -99,8 +100,8 @@ class Explanation:
         return table
 
     def on(self, target: str, *, every: bool = False) -> str:
-        """Return a table of the GEMMs that run natively on a target, such as "b200" or "te", and why others would not.
-        Equal sites of repeated blocks share a line, unless ``every`` is set.
+        """Return a table that says which GEMMs run natively on a target, such as "b200" or "te", and why the others
+        would not. Equal sites of repeated blocks share a line, unless ``every`` is set.
 
         Raises:
             Error: there is no such target; docs/targets.md lists them.
@@ -126,7 +127,7 @@ class Explanation:
     def _lines(
         self, sites: Sequence[Site], *, every: bool, schedules: bool = False
     ) -> list[tuple[str, tuple[Site, ...]]]:
-        """Return the names of lines with their sites."""
+        """Return each line's name and sites."""
         if every:
             return [("(root)" if site.module == "" else site.module or "-", (site,)) for site in sites]
         return census.folded(sites, schedules=schedules)
@@ -163,8 +164,8 @@ class Explanation:
         return table
 
     def to_json(self, *, schedule: bool = False, target: str | None = None) -> dict[str, Any]:
-        """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand, with
-        ``target`` the verdict of each GEMM there."""
+        """Return the explanation as plain data. ``schedule`` adds the code that quantizes each operand; ``target`` adds
+        whether each GEMM runs natively on that target."""
         return {
             "policy": self.policy.name,
             "quantized": self.quantized,
@@ -191,7 +192,7 @@ class Explanation:
 def _fill(
     table: Table, lines: Iterable[tuple[str, tuple[Site, ...]]], rows: Callable[[Site], list[tuple[str, ...]]]
 ) -> None:
-    """Add the rows of each line's first site under the line's name; rows equal to those before become "as above"."""
+    """Add the rows of each line's first site under the line's name, or "as above" if the line before has equal rows."""
     previous = None
     for name, sites in lines:
         shown = rows(sites[0])

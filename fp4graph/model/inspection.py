@@ -14,7 +14,7 @@ from fp4graph.model.prepare import PhasePlan
 class Inspection:
     """The observation of one phase's forwards: a search for NaN and Inf, or a recording of the sites.
 
-    ``recording`` sees the sites of forwards with gradients (``training``) or of those without.
+    ``recording`` sees the sites of forwards with gradients if ``training`` is set, else of forwards without gradients.
     """
 
     def __init__(self, plan: PhasePlan, dynamic: bool | None) -> None:
@@ -26,12 +26,12 @@ class Inspection:
 
     @property
     def watching(self) -> bool:
-        """Return whether a search is on."""
+        """Return whether a search for NaN and Inf is on."""
         return self._watched is not None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
+        """Run forwards in this context, and their backwards, node by node; raise NonFiniteError at NaN or Inf."""
         watch = Watch(self._plan.names)
         outer, self._watched = self._watched, Capture(self._plan, watch.backend, self._dynamic)
         try:
@@ -41,7 +41,7 @@ class Inspection:
             watch.close()
 
     def capture(self, *, training: bool, checked: bool) -> Capture | None:
-        """Return the capture that runs an observed forward; None for others, and until coverage is ``checked``."""
+        """Return the capture that runs an observed forward, or None. Recording begins once coverage is ``checked``."""
         if self._watched is not None:
             return self._watched
         recording = self.shown(training=training, checked=checked)

@@ -1,4 +1,4 @@
-"""A policy applied to a model: runs the model's calls, forward by forward and phase by phase."""
+"""Runs the calls of a model with a policy applied, forward by forward and phase by phase."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fp4graph.policy import Policy
 
 _ON_META = (
     "the applied model is on the meta device, where nothing is computed; call model.to_empty(device=...) and load its "
-    "weights first, or fp4graph.explain(model, policy, args) if shapes are all you want"
+    "weights first, or call fp4graph.explain(model, policy, args), for which shapes suffice"
 )
 _COUNT_UNKNOWN = (
     "a state dict was loaded after fp4graph.apply(), and it does not say for how many forwards its weights were "
@@ -48,7 +48,7 @@ class Runtime:
 
     Args:
         policy: the policy, with all its phases.
-        settings: how the policy is applied.
+        settings: the options of :func:`fp4graph.apply`.
         phase: the number of the policy's phases that have begun.
         explains: collect refusals in ``capture.problems`` instead of raising them.
 
@@ -78,7 +78,7 @@ class Runtime:
         self.sites: list[Site] = self.capture.sites
         self.optimizers = PreparedOptimizers()
         self._any_hook: hooks.MarkHook | None = None
-        self._original: weakref.ref[nn.Module] | None = None  # the model that this one was copied from
+        self._original: weakref.ref[nn.Module] | None = None  # the model that the root is a copy of
         self._previous: Any = None
         self._tree = Tree(root, self.plan.weights, quantizes=policy.quantizes)
         self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -106,7 +106,7 @@ class Runtime:
         return self._steps.count
 
     def plan_of(self, phase: int) -> PhasePlan:
-        """Plan a phase; the model is left as it is."""
+        """Plan a phase without changing the model."""
         return PhasePlan(self.root, self.policy.in_phase(phase))
 
     def attach(self) -> None:
@@ -148,7 +148,7 @@ class Runtime:
         if self._previous is not None:
             root._compiled_call_impl = self._previous
 
-    # An outer torch.compile must not trace through into our graphs with its own backend.
+    # An outer torch.compile must not trace into the model's compiled graphs with its own backend.
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
@@ -161,10 +161,10 @@ class Runtime:
 
     @opaque
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of the model that was called by itself: by another method than the model's call, or alone.
+        """Run a module of the model that was called alone, or by a method of the model that is not compiled.
 
-        Activation checkpointing calls modules again in the backward. Such a call is not a new forward, and repeats the
-        noise of the first.
+        Activation checkpointing calls modules again in the backward. Such a call is not a new forward: it repeats the
+        noise of the first call.
         """
         call: Any = module.forward if module is self.root else module._call_impl
         kind = Kind.PART if torch_internals.backward_id() == -1 else Kind.RECOMPUTED
@@ -203,7 +203,7 @@ class Runtime:
         self._runner.begin(forward, training=first)
 
     def up_to_date(self) -> Runtime:
-        """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
+        """Return the runtime of the model as it is now, a new one if adapters or parametrizations joined or left."""
         return _replaced(self, self.phase) if self._tree.adapted() else self
 
     def _current_phase(self) -> int:
@@ -213,14 +213,14 @@ class Runtime:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
+        """Run forwards in this context, and their backwards, node by node; raise NonFiniteError at NaN or Inf."""
         phase = self._current_phase()
         with (self if phase == self.phase else _replaced(self, phase)).inspection.watched():
             yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
-        """Show ``recording`` the sites of all following forwards with gradients (``training``), or of all without,
-        until it is set to None.
+        """Show ``recording`` the sites of the following forwards, with gradients if ``training`` else without, until
+        :meth:`observe` is called with None.
 
         An observed forward and its backward run without a compiler, with the noise and effects of any other. The first
         forward, whose coverage is checked, is not observed.
@@ -229,7 +229,7 @@ class Runtime:
 
 
 def _bypass(runtime: Runtime, forward: Forward) -> AbstractContextManager[None] | None:
-    """Return the context in which the forward runs as if no policy were applied; None where the policy applies."""
+    """Return the context in which the forward runs as if no policy were applied; None if the policy applies."""
     bypassed = runtime._any_hook is not None and runtime._any_hook.bypassed > 0
     if forward.duties.compiled:
         if any(x.is_meta for x in forward.tensors):  # for shapes alone, as Keras does before its first step
@@ -271,8 +271,8 @@ def _replaced(runtime: Runtime, phase: int) -> Runtime:
 
 
 def _parts(runtime: Runtime) -> tuple[dict[nn.Module, bool], set[nn.Module]]:
-    """Return the modules below the root, each with whether a mark hook is on it or below, and those that own weights:
-    planned ones, or matrices that only a graph shows to be weights."""
+    """Return the modules below the root, mapped to whether the module or one below it has a mark hook, and the modules
+    that own weights: planned weights, or matrices that only a graph shows to be weights."""
     root, plan = runtime.root, runtime.plan
     holding = {name for _, _, hook in hooks.mark_hooks(root) for name in upwards(hook.name)}
     named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if n]
@@ -320,7 +320,7 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
     if (runtime := runtime_of(model)) is not None:
         return runtime
     pickled = any(hook.current is None for _, _, hook in hooks.mark_hooks(model))
-    why = f"this one was, but {hooks.PICKLED}" if pickled else "call fp4graph.apply(model, policy) first"
+    why = f"this model was prepared, but {hooks.PICKLED}" if pickled else "call fp4graph.apply(model, policy) first"
     raise Error(f"{caller}() takes a model that fp4graph.apply has prepared; {why}")
 
 

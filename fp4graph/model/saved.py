@@ -1,7 +1,7 @@
 """Restores technique state from the folder that a Hugging Face model was loaded from.
 
-``save_pretrained`` writes the whole state dict of an applied model. ``from_pretrained`` gives a plain model, for which
-our entries are unexpected keys. They are restored when a policy is applied to that model.
+``save_pretrained`` writes the whole state dict of an applied model. ``from_pretrained`` returns a plain model, to which
+the entries of technique state are unexpected keys. fp4graph restores them when a policy is applied to that model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fp4graph.numerics.sharding import is_sharded
 
 
 def restore(root: nn.Module) -> None:
-    """Load our entries from the folder of ``root`` (its ``name_or_path``) into ``root``, which was applied.
+    """Load technique state from the folder of ``root`` (its ``name_or_path``) into ``root``, an applied model.
 
-    Nothing is loaded unless all weights equal those of the folder: the state of other weights belongs to another
-    training, and a model made from a configuration alone names a folder too.
+    Load nothing unless all weights equal the stored weights: state beside other weights belongs to another training,
+    and a model made from a configuration alone names a folder too.
 
     Warns:
         PolicyWarning: some of the entries are left out; the text says why.
@@ -32,26 +32,26 @@ def restore(root: nn.Module) -> None:
     name = getattr(root, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
     files = _files(folder) if folder is not None and folder.is_dir() else []
-    ours: dict[str, Tensor] = {}
+    entries: dict[str, Tensor] = {}
     plain: list[tuple[Path, str]] = []
     for file in files:
         with _opened(file) as (keys, tensor):
-            ours |= {key: tensor(key) for key in keys if state.is_ours(key)}
+            entries |= {key: tensor(key) for key in keys if state.is_ours(key)}
             plain += [(file, key) for key in keys if not state.is_ours(key)]
-    ours, _ = state.from_former(ours)
-    if not ours:
+    entries, _ = state.from_former(entries)
+    if not entries:
         return
     current = root.state_dict()
-    taken = {k: v for k, v in ours.items() if k in current and v.shape == current[k].shape}
+    taken = {k: v for k, v in entries.items() if k in current and v.shape == current[k].shape}
     why = "the policy that is applied now keeps nothing under these names"
     if (changed := _changed(plain, current)) is not None:
         taken, why = {}, f"{changed} is not what the folder holds, so state begins anew"
     if taken:
         root.load_state_dict(taken, strict=False)
-    if left := sorted(ours.keys() - taken.keys()):
+    if left_out := sorted(entries.keys() - taken.keys()):
         warnings.warn(
-            f"{folder} holds state of an applied policy; {len(left)} of its entries are left out "
-            f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): {why}",
+            f"{folder} holds state of an applied policy; {len(left_out)} of its entries are left out "
+            f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}): {why}",
             PolicyWarning,
             stacklevel=4,
         )
@@ -81,9 +81,9 @@ def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
 
 
 def _changed(plain: list[tuple[Path, str]], state_dict: Mapping[str, Tensor]) -> str | None:
-    """Return the first entry of ``plain`` that differs from the model's in the model's dtype, or None.
+    """Return the first key of ``plain`` whose stored tensor, in the model's dtype, differs from the model's, or None.
 
-    Entries that the model does not have, or that are sharded or without data, cannot be compared and count as
+    Tensors that the model does not have, or has sharded or on the meta device, cannot be compared and count as
     different.
     """
     for file, key in plain:

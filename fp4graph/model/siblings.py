@@ -1,7 +1,7 @@
 """Weights that share a number, such as the tensor scale of the matrix into which servers fuse q, k and v.
 
 A technique declares the number as a :class:`~fp4graph.technique.StateEntry` whose writer is ``siblings``. Its value is
-the maximum, over the weights of a group and over their shards, of the entry's ``init`` of a weight.
+the maximum of the entry's ``init(weight)`` over the weights of a group and their shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         owner: the fully qualified name of the module that holds the siblings.
-        weights: by the siblings' names in it, in the order of the family.
+        weights: maps the name of each sibling inside the owner to its weight, in the order of the family.
     """
 
     owner: str
@@ -34,7 +34,7 @@ class Group:
 
     @torch.no_grad()
     def value(self, slot: StateSlot) -> Tensor:
-        """Return the present number of the group, in the shape that the entry's ``init`` returns."""
+        """Return the number that the group shares now, in the shape that the entry's ``init`` returns."""
         values = [_maximum(slot.entry.init, weight.stored.detach()) for weight in self.weights.values()]
         return torch.stack(values).amax(0)
 
@@ -43,7 +43,7 @@ class Group:
         for slot in _shared(next(iter(self.weights.values()))):
             value = in_each_dtype(self.value(slot))
             for weight in self.weights.values():
-                # Autograd counts no write to ``data``: if weights have not changed, a pending backward reads the same.
+                # Autograd ignores writes to ``data``. If no weight changes, a pending backward reads equal values.
                 weight.module.get_buffer(weight.buffer(slot)).data.copy_(value)
 
 
@@ -51,7 +51,7 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
     """Return the groups of the weights that share numbers.
 
     Raises:
-        PolicyError: a sibling of such a weight is kept, or is quantized otherwise.
+        PolicyError: a sibling of such a weight is kept, is quantized in another way, or belongs to two groups.
     """
     sharing = {layer_of(weight.name): weight for weight in weights if _shared(weight)}
     if not sharing:
@@ -70,20 +70,20 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         for sibling in filter(None, members.values()):
             holder = claimed.setdefault((id(sibling.module), sibling.parameter_name), (owner, family))
             if holder != (owner, family):
-                both = " and ".join(
+                two_groups = " and ".join(
                     f"{', '.join(names)} of {where or '(root)'}" for where, names in (holder, (owner, family))
                 )
                 raise weight.rule.error(
-                    f"{sibling.name} belongs to two groups of siblings, {both}; let groups name a whole "
-                    "family, or leave share out"
+                    f"{sibling.name} belongs to two groups of siblings, {two_groups}; let the option groups name a "
+                    "whole family, or leave share out"
                 )
         group = Group(owner, {each: sibling for each, sibling in members.items() if sibling is not None})
         weight.shared = found.setdefault((owner, family), group).value
     for names in dict.fromkeys(names for weight in sharing.values() for names in _shared(weight)[0].entry.families):
         if not any(family == names and len(group.weights) > 1 for (_, family), group in found.items()):
             warnings.warn(
-                f"groups has {list(names)}, but no module holds two quantized layers of these names, so none share a "
-                "scale; give the last names of siblings, such as wq, without dots and globs",
+                f"the option groups has {list(names)}, but no module holds two quantized layers of these names, so no "
+                "layers share a scale; give the last names of siblings, such as wq, without dots and globs",
                 PolicyWarning,
                 stacklevel=2,
             )
@@ -96,11 +96,11 @@ def _shared(weight: Weight) -> list[StateSlot]:
 
 def _require_equal(weight: Weight, sibling: Weight | None, path: str) -> None:
     """Raise PolicyError where ``sibling``, at ``path``, has another quantizer in fprop, or does not share its scale."""
-    own, other = (
+    quantizers, of_sibling = (
         None if each is None else {p and p.fprop.right for p in (choice.plan.program for choice in each.choices)}
         for each in (weight, sibling)
     )
-    if sibling is None or own != other:
+    if sibling is None or quantizers != of_sibling:
         raise weight.rule.error(
             f"{weight.name} shares its tensor scale with {path}, because servers fuse the two, and {path} is not "
             "quantized in the same way; let one rule with one tensor_scaling decide both, or leave share out"

@@ -1,4 +1,4 @@
-"""Weights that are not parameters: a hook of the module makes each weight for a call, from data kept in its place."""
+"""Weights that are not parameters: a hook computes the weight for each call, from data that its module keeps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Source(ABC):
     """Forward pre-hook that gives its module a weight.
 
     Attributes:
-        name: the name of the parameter that the weight was. path: its fully qualified name.
-        stand_in: that parameter without data (device meta).
-        programs: the programs under which the weight gives the same operands as the parameter.
-        before_training: warns about weights that training would leave frozen; weights packed together share it.
+        name: the name that the weight had as a parameter. path: the fully qualified name.
+        stand_in: the former parameter without data, on the meta device.
+        programs: the programs under which the weight gives the same operands as the former parameter.
+        before_training: warns about weights that training would leave frozen; the same function for all weights that
+            were packed together.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Source(ABC):
 
     @abstractmethod
     def require_dtype(self, dtype: torch.dtype) -> None:
-        """Raise Error where the weight cannot follow its module's conversion to ``dtype``."""
+        """Raise Error if the weight cannot follow its module's conversion to ``dtype``."""
 
     @abstractmethod
     def release(self, module: nn.Module) -> Callable[[], None]:
@@ -57,13 +58,13 @@ def sources_below(root: nn.Module) -> list[tuple[nn.Module, Source]]:
 
 
 def release_all(root: nn.Module) -> list[Callable[[], None]]:
-    """Give the weights of a model back as parameters; return functions that undo this."""
+    """Turn the weights of all sources back into parameters; return functions that undo this."""
     return [source.release(module) for module, source in sources_below(root)]
 
 
 @contextmanager
 def released(root: nn.Module) -> Iterator[None]:
-    """Give the weights of a model back as parameters for another policy, unless the context ends in an error."""
+    """Turn the weights of all sources back into parameters; undo this if the context ends in an error."""
     undos = release_all(root)
     try:
         yield

@@ -22,14 +22,14 @@ from fp4graph.numerics.sharding import is_sharded, like, whole
 NAME = "_fp4graph"
 #: The methods of a module that its :class:`State` overrides.
 _METHODS = {"_apply": "convert", "_load_from_state_dict": "load", "__prepare_scriptable__": "refuse_script"}
-#: Entries of state dicts in former layouts that models no longer have.
+#: Names of entries that state dicts of former layouts have and models no longer have.
 _FORMER = ("forwards", "_extra_state")
 
 _V = TypeVar("_V")
 
 
 def buffer_name(name: str) -> str:
-    """Return the name of the buffer in which a module keeps ``name`` for us."""
+    """Return the name of the buffer in which a module keeps ``name`` for fp4graph."""
     return f"{NAME}_{name}"
 
 
@@ -50,21 +50,21 @@ def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
 
 
 def require_free(root: nn.Module) -> None:
-    """Raise an Error where the model itself uses names of fp4graph's state."""
+    """Raise an Error if the model itself uses names of fp4graph's state."""
     for fqn, module in root.named_modules():
         taken = [NAME] if NAME in module.__dict__ and State.of(module) is None else []
         buffers = () if State.of(module) is not None or sources_of(module) else module._buffers
         taken += [name for name in (*module._modules, *module._parameters, *buffers) if name == NAME or is_ours(name)]
         if taken:
             raise Error(
-                f"{type(module).__name__} {fqn or '(root)'!r} has an attribute {taken[0]!r} of its own, and names that "
-                f"begin with {NAME!r} are those of fp4graph's state; rename it"
+                f"{type(module).__name__} {fqn or '(root)'!r} has an attribute {taken[0]!r}, but names that begin with "
+                f"{NAME!r} belong to fp4graph's state; rename the attribute"
             )
 
 
 def from_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None]:
-    """Return ``state_dict`` with the entries of former layouts under their present names, and the count among them or
-    None."""
+    """Return ``state_dict`` with the entries of former layouts under their present names, and the count of forwards in
+    a former layout, or None."""
     present: dict[str, _V] = {}
     count = None
     for key, value in state_dict.items():
@@ -80,13 +80,13 @@ class State:
     """The state of one module: buffers of the module, and facts about them in this object.
 
     A cast moves the buffers between devices and never changes their dtype: an EMA with β = 0.998 would freeze in bf16,
-    whose neighbours are 0.4 % apart. A checkpoint without the buffers loads. While a module has state, attributes
-    override three of its methods and call those of the class, because torch has no hook for a cast, and its hooks for
-    a load do not see the module after its values were loaded and before missing keys are reported.
+    whose neighbours are 0.4 % apart. A checkpoint without the buffers can be loaded. While a module has state,
+    attributes override three methods of the module and call the methods of its class, because torch has no hook for a
+    cast, and no hook between loading a module's values and reporting missing keys.
 
     Attributes:
         module, fqn: the owner of the buffers, and its fully qualified name.
-        loaded: whether a state dict gave any of the technique entries their values.
+        loaded: whether a state dict gave values to any of the technique entries.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
@@ -95,7 +95,7 @@ class State:
         self._version_of_key = 0
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
         module.__dict__[NAME] = self
-        module.__dict__.update({method: getattr(self, ours) for method, ours in _METHODS.items()})
+        module.__dict__.update({method: getattr(self, override) for method, override in _METHODS.items()})
 
     @staticmethod
     def of(module: nn.Module) -> State | None:
@@ -107,8 +107,8 @@ class State:
         """Remove the state from the module, except the buffers of packed weights."""
         for name in (NAME, *_METHODS):
             del self.module.__dict__[name]
-        ours = [name for name in self.module._buffers if is_ours(name)]  # a value may be None
-        for name in [name for name in ours if not name.startswith(PACKED)]:
+        names = [name for name in self.module._buffers if is_ours(name)]  # a value may be None
+        for name in [name for name in names if not name.startswith(PACKED)]:
             delattr(self.module, name)
 
     @property
@@ -123,7 +123,7 @@ class State:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers of the module that are ours, by name."""
+        """The buffers that fp4graph keeps in the module, by name."""
         named = self.module._buffers.items()
         return {name: buffer for name, buffer in named if buffer is not None and is_ours(name)}
 
@@ -162,8 +162,8 @@ class State:
             buffer.copy_(like(self._initial(name), buffer))
 
     def settle(self, device: torch.device) -> None:
-        """Make buffers that are on the meta device on ``device``, shard entries of the weight's shape like the weight,
-        and restore a key that was written to, as ``AveragedModel(use_buffers=True)`` does when it averages buffers."""
+        """Replace buffers on the meta device by buffers on ``device``, shard entries of the weight's shape like the
+        weight, and restore a key that other code wrote to, such as ``AveragedModel(use_buffers=True)``."""
         self._leave_meta(device)
         if self.has_sites and self.key._version != self._version_of_key:
             self.key.copy_(noise.make_key("site", self.fqn))
@@ -174,28 +174,28 @@ class State:
                 self.module._buffers[name] = like(buffer, parameter)
 
     def convert(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        """Override the module's ``_apply``, through which ``.to``, ``.half`` and ``.to_empty`` go."""
+        """Override the module's ``_apply``, which ``.to``, ``.half`` and ``.to_empty`` call."""
         for source in sources_of(self.module):
             source.require_dtype(fn(torch.empty(0, dtype=source.stand_in.dtype, device=self.key.device)).dtype)
-        buffers, ours = self.module._buffers, self.buffers
-        buffers.update(dict.fromkeys(ours))  # torch leaves None alone
+        buffers, entries = self.module._buffers, self.buffers
+        buffers.update(dict.fromkeys(entries))  # torch leaves None alone
         try:
             type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            buffers.update(ours)
-        for name, buffer in ours.items():
+            buffers.update(entries)
+        for name, buffer in entries.items():
             moved = _moved(fn, buffer)
             buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
         self._restore()
         return self.module
 
     def _restore(self) -> None:
-        """Write what ``to_empty()`` left undefined."""
+        """Write the values that ``to_empty()`` left undefined."""
         if self.has_sites:
             self._make_key(self.key.device)
 
     def _leave_meta(self, device: torch.device) -> None:
-        """Make on ``device`` the buffers left on meta by ``load_state_dict(assign=True)``."""
+        """Make buffers on ``device`` for those that ``load_state_dict(assign=True)`` left on the meta device."""
         for name, (_, weight) in self._weights.items():
             buffer = self.module._buffers[name]
             if buffer is not None and buffer.is_meta and not weight().is_meta:
@@ -207,7 +207,7 @@ class State:
             self._restore()
 
     def _make_key(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # tensors made in it have no version
+        with torch.inference_mode(False):  # tensors made in inference mode have no version
             self.module._buffers[KEY] = key = noise.make_key("site", self.fqn, device=device)
         self._version_of_key = key._version
 
@@ -216,14 +216,14 @@ class State:
         lacks their initial values for the loaded weights."""
         local_metadata, strict, missing, *errors = args
         present, count = from_former(state_dict)
-        ours = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
+        entries = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
         type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *errors)
-        missing.extend(key for key in absent if key not in ours)
+        missing.extend(key for key in absent if key not in entries)
         for name in self._weights:
             if f"{prefix}{name}" in absent:
                 self._reset(name)
-        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in ours.items())
+        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in entries.items())
         self._loaded_count(count)
 
     def _loaded_count(self, count: int | None) -> None:
@@ -249,22 +249,22 @@ def _moved(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
 
 
 def _share(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors share memory. For keys without values, torch's distributed checkpoint loads the
-    model's own tensors."""
+    """Return whether two tensors share memory. For keys that a checkpoint lacks, torch's distributed checkpoint loads
+    the tensors that the model has already."""
     first, second = (t.to_local() if is_sharded(t) else t for t in (x, y))
     return first.device == second.device and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def states(root: nn.Module) -> list[State]:
-    """Return the state of every module below ``root`` that has any."""
+    """Return the state of every module of ``root`` that has a state."""
     return [state for module in root.modules() if (state := State.of(module)) is not None]
 
 
 def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of an application that the next one takes over, by name.
+    """Return, by name, the buffers of an applied policy that the next policy takes over.
 
-    Before the first training forward these are only the buffers of states that were loaded. Others start from the
-    weights at that forward.
+    Before the first training forward these are only the buffers of states that were loaded. All other buffers are
+    computed from the weights at that forward.
     """
     trained = any(isinstance(state, RootState) and state.count for state in states(root))
     return {
@@ -278,12 +278,13 @@ def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
 class RootState(State):
     """The state of the root, with the count of root forwards with gradients enabled.
 
-    The count is not in the model's state dict; the optimizer's state and our checkpoints hold it.
+    The count is not in the model's state dict; the optimizer's state and fp4graph's checkpoints hold it.
 
     Attributes:
-        followed: the count of the model that this copy was made from, until the copy trains. Then the copy goes on from
-            the count at which it was made.
-        count_unknown: whether a state dict was loaded without the number of forwards that its weights have had.
+        followed: in a copy, the count of the original, until the copy trains and goes on from the count at which it was
+            made; then, and in other models, None.
+        count_unknown: whether a state dict was loaded without the number of forwards that its weights were trained for;
+            None until a count is set or a state dict is loaded.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Remembers the modules of a model when a policy was applied, to notice adapters that come and go."""
+"""Remembers the modules that a model had when a policy was applied, to notice adapters that come and go."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp4graph.model.prepare import computes_weight
 from fp4graph.model.weight import Weight
 from fp4graph.policy.adapters import is_of_adapters
 
-#: The children of every module that has some.
+#: Every module that has children, with its children.
 _Children = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
 
 
 class Tree:
-    """The modules of a model at one moment; where nothing is quantized, any module may come and go."""
+    """The modules of a model at one moment; if nothing is quantized, any module may come and go."""
 
     def __init__(self, root: nn.Module, weights: Sequence[Weight], *, quantizes: bool) -> None:
         self._root, self._weights, self._quantizes = root, weights, quantizes
@@ -27,9 +27,9 @@ class Tree:
     def adapted(self) -> bool:
         """Return whether the policy must be applied again.
 
-        It must if modules joined or left and all of them are adapters or their wrappers, if a weight became computed
-        (weight_norm, pruning) or ceased to be, and if another applied model that shared modules was removed. Every
-        forward asks. Any other new module is an error of the first graph that shows it.
+        The policy must be applied again if modules joined or left and all of them are adapters or their wrappers, if a
+        weight became computed (weight_norm, pruning) or ceased to be computed, or if another applied model that shared
+        modules was removed. Every forward calls this. The first graph that shows any other new module raises an error.
 
         Raises:
             CaptureError: other modules have joined or left together with adapters.

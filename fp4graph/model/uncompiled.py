@@ -1,7 +1,7 @@
 """Forwards that no compiler captured: parts of an applied model called by themselves, and calls that Dynamo refused.
 
-They run operation by operation (:mod:`fp4graph.graph.direct`), slower than the compiled graph, with its quantizers,
-noise and state.
+They run operation by operation (:mod:`fp4graph.graph.direct`), slower than the compiled graph but with the same
+quantizers, noise and state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Uncompiled:
     """Runs forwards of one model, or of a part of it, operation by operation.
 
     Attributes:
-        parts: the calls of the model's parts; the runtime shows and hides them.
+        parts: routes the calls of the modules below the root; :meth:`show` puts it in place, the runtime hides it.
     """
 
     def __init__(self, plan: PhasePlan, current: CurrentForward, inspection: Inspection) -> None:
@@ -44,13 +44,13 @@ class Uncompiled:
         self._modules: Mapping[nn.Module, bool] = {}
 
     def show(self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module]) -> None:
-        """Put the parts of the model in place; the arguments are those of :class:`Parts`."""
+        """Route the calls of the modules below the root through :class:`Parts`, which takes the arguments."""
         self._modules = modules
         self.parts = Parts(modules, owners, self._current)
         self.parts.show()
 
     def show_without_owners(self) -> None:
-        """Let Dynamo compile parts that own weights like other parts, in pieces around graph breaks."""
+        """Let Dynamo compile modules that own weights as it compiles others: in pieces around graph breaks."""
         self.parts.hide()
         self.show(self._modules, ())
 
@@ -58,20 +58,20 @@ class Uncompiled:
         """Run ``forward``, and report its weights and sites to ``capture``.
 
         ``checked`` says whether the model's coverage was checked; only then is the forward recorded. ``running`` is the
-        capture whose forward calls an uncaptured module, or None.
+        capture whose compiled call called this forward's module outside of its graphs, or None.
         """
         if self._inspection.watching:
             name = self._plan.names.name(forward.module)
             raise Error(
                 "detect_nonfinite() watches compiled forwards only, and "
-                + (f"module {name!r}" if name else "this one")
+                + (f"module {name!r}" if name else "this forward")
                 + " is not compiled; a warning says why. Remove what breaks the graph there, such as a print or a loop "
-                "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
+                "over the values of a tensor (for experts in transformers, set experts_implementation='grouped_mm')"
             )
         current, outer = self._current, self._current.step
-        # A call of the model has a step of its own; a part has that of its checkpointed region.
+        # A call of the model has its own step tensor; a part uses the step tensor of its checkpointed region.
         region = None if forward.duties.compiled else torch_internals.checkpointed_region()
-        # A reentrant checkpoint's forward has no gradients, and its backward could not tell what ran before.
+        # A reentrant checkpoint's forward has no gradients, and its recomputation could not tell what ran before it.
         follows = running is not None and (region is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
         current.step, occurrences = current.regions.get(region, (outer, before)) if region else (outer, before)
@@ -94,7 +94,7 @@ class Uncompiled:
             with direct, direct.inside(forward.module):
                 result = forward.run()
         except BaseException:
-            current.ran = ran  # a failed forward does not count: the next try has its count and noise
+            current.ran = ran  # a failed forward does not count: the next try takes the same count and noise
             raise
         finally:
             current.direct, current.compiled, current.step = None, compiled, outer
@@ -105,8 +105,8 @@ class Uncompiled:
         return result
 
     def check(self, capture: Capture) -> None:
-        """Warn about rules that matched nothing in the first training step by parts or methods alone; a call of the
-        model may still match them."""
+        """Warn about rules that matched nothing in the first training step, if that step called only parts or methods
+        of the model. A later call of the model may still match these rules."""
         parts, capture.of_parts = capture.of_parts, []
         if "coverage" in self._warned:
             return
@@ -117,9 +117,9 @@ class Uncompiled:
         self._warned.add("coverage")
 
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
-        """Warn that the compiled call runs ``module`` outside of its graphs, once for modules at similar places."""
+        """Warn, once for modules at similar places, that the compiled call runs ``module`` outside of its graphs."""
         if has_backward_hooks(module):
-            why = "it has a hook on its backward, which torch.compile does not compile; compiled again without the hook"
+            why = "it has a hook on its backward, which torch.compile does not compile; remove the hook to compile it"
         elif any(torch_internals.is_full(owner.forward) for owner in (self._plan.root, module)):
             why = (
                 "there is a graph break, and Dynamo has made as many graphs of the code around it, for this model and "
@@ -129,7 +129,7 @@ class Uncompiled:
         elif disabled:
             why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
         else:
-            why = "its call does not fit into one graph, as with a graph break or a loop over the values of a tensor"
+            why = "its call does not fit into one graph (because of a graph break, or a loop over values of a tensor)"
         inside = set(module.modules())
         if any(weight.module in inside and weight.stored.dim() == 3 for weight in self._plan.weights):
             why += ". The fast form of a mixture of experts is experts_implementation='grouped_mm' in transformers"
@@ -160,8 +160,8 @@ class Uncompiled:
 
 
 def cause(*, full: bool) -> str:
-    """Return why Dynamo has not compiled the call that is running; ``full`` says whether it has made as many graphs of
-    the call as it may."""
+    """Return why Dynamo has not compiled the running call; ``full`` says whether the call has as many graphs as the
+    recompile limit allows."""
     if (stance := torch_internals.stance()) != "default":
         return f"torch.compiler.set_stance({stance!r}) is in force"
     if torch_internals.dynamo_setting("disable"):

@@ -26,16 +26,16 @@ def untested(version: str) -> str | None:
 
 @functools.cache
 def warn_once() -> None:
-    """Warn, once in a process, where torch is newer than all tested versions."""
+    """Warn, once in a process, if torch is newer than all tested versions."""
     if (text := untested(torch.__version__)) is not None:
         warnings.warn(text, stacklevel=3)
 
 
 def refused_grouped_product(error: Exception) -> str | None:
-    """Return why torch.compile refuses a grouped product, where ``error`` is that refusal; None for other errors.
+    """Return why torch.compile refuses a grouped product, if ``error`` is that refusal; None for other errors.
 
-    Before torch 2.15 the meta kernel of ``aten::_grouped_mm``, which torch.compile runs on fake tensors, takes bf16
-    alone; the kernels of devices take fp32 too.
+    Before torch 2.15 the meta kernel of ``aten::_grouped_mm``, which torch.compile runs on fake tensors, takes only
+    bf16; the kernels of devices take fp32 too.
     """
     named = all(word in str(error) for word in ("_grouped_mm", "float32"))
     if not named or not torch_internals.is_runtime_error(error):

@@ -19,7 +19,7 @@ from fp4graph.technique.operands import Operand
 
 
 def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
-    """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
+    """Quantize ``w`` (in stored layout) as fprop does in the graph; return dequantized values of its shape and dtype.
 
     The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
     blocks and tensor scales reach across shards.
@@ -41,23 +41,23 @@ def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
 
 
 def quantization(weight: Weight, step: Tensor) -> Quantization:
-    """Return the parts of the quantization of the weight of a linear layer or of experts, ``[..., N, K]``."""
+    """Return the elements, scales and statistics of a linear or grouped weight ``[..., N, K]`` in fprop."""
     assert weight.plan.program is not None
     draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
     segments = Segments(0, weight.parameter.shape[0]) if weight.view.op == "grouped" else None
     entries = fprop_state(weight, lambda entry: entry)
-    program, w = weight.plan.program.fprop.right, weight.canonical(weight.parameter)
-    return program.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
+    quantizer, w = weight.plan.program.fprop.right, weight.canonical(weight.parameter)
+    return quantizer.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
 
 
 def _score(weight: Weight) -> Tensor | None:
-    """Return the scores of the input channels ``[K]``; None where no channel is multiplied apart."""
+    """Return the scores of the input channels ``[K]``; None if no channel is multiplied apart."""
     program = weight.plan.program
     return None if program is None or program.apart is None else weight.entry(program.state[program.apart.score])
 
 
 def apart(weight: Weight) -> Tensor | None:
-    """Return which elements, as stored, are in input channels multiplied apart; None without such channels."""
+    """Return a mask of the weight's elements in input channels multiplied apart; None without such channels."""
     if (score := _score(weight)) is None:
         return None
     assert weight.plan.program is not None
@@ -69,10 +69,10 @@ def apart(weight: Weight) -> Tensor | None:
 def fprop_state(
     weight: Weight, lay_out: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the technique state that fprop's quantizer receives for a weight of ``dtype``, autocast's if enabled.
+    """Return the technique state that fprop's quantizer receives for a weight in ``dtype`` (autocast's if enabled).
 
-    Entries of the weight's shape are passed as ``lay_out(entry)``, with the entry as ``[N, K]``; others unchanged,
-    but for maxima that siblings share, which are those of weights of ``dtype``.
+    An entry of the weight's shape is turned to ``[N, K]`` and passed as ``lay_out(entry)``. A maximum that siblings
+    share is rounded to ``dtype``, as if the weights were of that dtype. Other entries are passed unchanged.
     """
     states: dict[str, dict[str, Tensor]] = {}
     for slot in weight.plan.program.state if weight.plan.program is not None else ():
