@@ -61,17 +61,18 @@ def apply(
         total_forwards: number of calls of the model with gradients in the whole training, needed by phases that begin
             at a share of it. With gradient accumulation there are several calls for each step of the optimizer.
         example_inputs: arguments of one call: a tuple or list, a mapping of keywords, or a single argument. If given,
-            apply() raises every error of the first forward and backward, in any phase of the policy. They become fake
-            tensors: only shapes and dtypes matter.
-        strict: raise :class:`UncompiledError` or :class:`CaptureError` where a module with quantized sites would run
+            apply() raises every error of the first forward and backward, in any phase of the policy. The arguments
+            become fake tensors: only shapes and dtypes matter.
+        strict: raise :class:`UncompiledError` or :class:`CaptureError` if a module with quantized sites would run
             uncompiled. Otherwise the module runs operation by operation, with the same quantizers and noise but slower,
             and a PolicyWarning says why.
         recompile_limit: number of graphs that may be compiled for the model's forward; after that the forward runs
-            uncompiled. None means 64, or torch's own limit where that is higher.
+            uncompiled. None means 64, or torch's limit if it is higher.
         methods: names of methods to compile and count as forwards, like the model's call. In any other method, modules
             run quantized but uncompiled, and operations of the method itself run in high precision.
-        mode, options: torch.compile's, at most one of them, for ``inductor``: ``max-autotune``, ``reduce-overhead``
-            (CUDA graphs), ``{"triton.cudagraphs": True}``. fp4graph adds the options that exactness needs.
+        mode, options: the argument of torch.compile for backend ``inductor``, at most one of the two, such as
+            ``max-autotune``, ``reduce-overhead`` (CUDA graphs) or ``{"triton.cudagraphs": True}``. fp4graph adds the
+            options that exactness needs.
 
     Returns:
         ``model`` itself.
@@ -160,10 +161,12 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
             )
         if "." in name:
             raise Error(
-                f"methods= takes methods of the model itself; {name!r} is one of a submodule, which runs uncompiled"
+                f"methods= takes methods of the model itself; {name!r} is a submodule's method, which runs uncompiled"
             )
         if name in root.__dict__ and not isinstance(root.__dict__[name], Method):
-            raise Error(f"{name!r} was replaced on this model itself; delete it to compile the method of the class")
+            raise Error(
+                f"method {name!r} was replaced on this model object; delete the attribute to compile the class's method"
+            )
         if not inspect.isfunction(inspect.getattr_static(kind, name, None)):
             public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
             functions = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]

@@ -23,20 +23,20 @@ from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.ran import Drawing, Frame, Ran
 from fp4graph.model.recompilations import Recompilations
 
-#: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
+#: How many graphs Dynamo may make of a model's forward, for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
-#: Consecutive failing calls that Dynamo traces anew, unless its own limit is lower.
+#: How many consecutive failing calls Dynamo traces anew, unless Dynamo's limit is lower.
 _FAILURES = 8
 
 
 class Capture:
-    """The root's calls, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
+    """Compiles the root's call and methods: rewrites each captured graph for ``plan`` and hands it to ``inner``.
 
     Args:
         plan: the plan of the phase in force.
         inner: the torch.compile backend that runs the rewritten graphs.
-        recompile_limit: graphs of one frame, after which Dynamo gives up; None means :data:`RECOMPILE_LIMIT`, or
-            torch's own where that is higher.
+        recompile_limit: the number of graphs of one frame after which Dynamo gives up; None means
+            :data:`RECOMPILE_LIMIT`, or torch's limit if it is higher.
         explains: collect refusals in ``problems`` instead of raising them.
         uncompiled: runs a named call that Dynamo does not compile; with None the hooks refuse it.
 
@@ -46,7 +46,7 @@ class Capture:
             the model's call and its methods share is listed once.
         of_parts: sites of parts that ran by themselves before any graph was captured.
         uses: how the graphs use parameters, by the parameter's owner and name.
-        read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
+        read: parameters that the graphs take, as (module, name). marked: names of modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
         has_run: whether the failed call had run other graphs before.
         ran: the record of the forward in progress.
@@ -117,7 +117,7 @@ class Capture:
         return result
 
     def is_full(self, name: str) -> bool:
-        """Return whether Dynamo has made as many graphs of the call ``name`` as it may."""
+        """Return whether Dynamo has made as many graphs of the call ``name`` as the recompile limit allows."""
         return torch_internals.is_full(self._entries[name][0])
 
     @contextmanager
@@ -165,7 +165,7 @@ class Capture:
         sites = rewritten.sites
         self._compiled.append(compiled)
 
-        def run(*inputs: Any) -> Any:  # Dynamo keeps this function in globals
+        def run(*inputs: Any) -> Any:  # Dynamo keeps this function in globals, so it must not keep the capture alive
             alive = _alive(capture)
             alive.ran.sites[frame] = sites
             return alive._compiled[place](*alive.ran.drawing(drawing, inputs))
@@ -198,8 +198,8 @@ class Capture:
         """Set Dynamo's options for this model in this context.
 
         DDP's buckets split the rewritten graph; a split of the captured one would separate markers from their products.
-        Guards check hooks. Otherwise a graph of an unmarked module, captured behind a graph break, would serve a
-        similar module that has a mark hook, in high precision.
+        Guards must check hooks. Otherwise a graph of an unmarked module, captured behind a graph break, would also run
+        a similar module that has a mark hook, in high precision.
         """
         setting, wrapper = torch_internals.dynamo_setting, torch_internals.active_ddp()
         limit = self._limit or max(RECOMPILE_LIMIT, setting("recompile_limit"))
@@ -209,7 +209,7 @@ class Capture:
         if wrapper is not None and setting("optimize_ddp") in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
-        if self._plan.sources:  # their hooks set a weight and remove it again: no lasting side effect
+        if self._plan.sources:  # hooks of sources set a weight and remove it again: no lasting side effect
             changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
         try:
             with torch_internals.dynamo_settings(**changes):

@@ -1,4 +1,4 @@
-"""Sums the forward FLOPs of sites, and joins the sites of repeated blocks to lines that people read."""
+"""Sums the forward FLOPs of sites, and joins the sites of repeated blocks into the lines of a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUPS = {
 
 
 def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
-    """Return the known forward FLOPs by :attr:`Site.standing`, in each by :func:`group`, the largest group first."""
+    """Sum the known forward FLOPs by :attr:`Site.standing` and then by :func:`group`, the largest group first."""
     sums: dict[str, Counter[str]] = {standing: Counter() for standing in ("quantized", "kept", "not supported")}
     for site in sites:
         sums[site.standing][group(site)] += site.flops or 0
@@ -31,8 +31,8 @@ def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
 def group(site: Site) -> str:
     """Return the words under which the FLOPs of ``site`` are summed.
 
-    These are the name of the rule that decided, else the kind of operation, else, for a layer that no rule names, the
-    name of its module without the path.
+    This is the name of the rule that decided the site. Without such a rule it is the kind of operation, or for a linear
+    layer the name of its module without the path.
     """
     if site.rule is not None and (site.quantized or (site.rule_index or 0) != DEFAULT_INDEX):
         return site.rule
@@ -52,7 +52,7 @@ def summary(sites: Sequence[Site]) -> str:
         if groups := {name: work for name, work in sums[standing].items() if work}:
             shown = ", ".join([*list(groups)[:4], *(["..."] if len(groups) > 4 else [])])
             text += f"; {standing}: {percent(sum(groups.values()), known)} ({shown})"
-    return text + (f"; {unknown} more of unknown FLOPs" if unknown else "")
+    return text + (f"; sites of unknown FLOPs: {unknown}" if unknown else "")
 
 
 def on_gpu(sites: Sequence[Site]) -> list[str]:
@@ -63,8 +63,8 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
     ]:
         exact = sum(gemm in site.exact for site, gemm in gemms)
         lines.append(
-            f"on a GPU: {exact} of {len(gemms)} quantized GEMMs have operands that are exact in bf16; those of an fp32 "
-            "model run as bf16 products with fp32 output"
+            f"on a GPU: {exact} of {len(gemms)} quantized GEMMs have operands that are exact in bf16; in an fp32 model "
+            "these GEMMs run as bf16 products with fp32 output"
         )
     without: dict[str, Counter[Operand]] = {}
     for site in sites:
@@ -74,8 +74,8 @@ def on_gpu(sites: Sequence[Site]) -> list[str]:
     for what, operands in without.items():
         names = " ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in operands)
         lines.append(
-            f"on a GPU: no kernel knows {what}, so tensor code quantizes {names} ({operands.total()} operands), which "
-            "reads and writes more"
+            f"on a GPU: no kernel knows {what}, so tensor code quantizes {names} ({operands.total()} operands), and "
+            "reads and writes more than a kernel"
         )
     return lines
 
@@ -87,14 +87,14 @@ def techniques(sites: Iterable[Site]) -> list[str]:
 
 
 def shared(groups: Iterable[Sequence[str]]) -> list[str]:
-    """Return a sentence about the weights that share a tensor scale; none without such weights."""
+    """Return a list with a sentence about the weights that share a tensor scale, empty without such weights."""
     names = (", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in group) for group in groups)
     kinds = [f"{kind} (in {count} modules)" for kind, count in Counter(names).items()]
     return [f"siblings with one tensor scale: {'; '.join(kinds)}"] if kinds else []
 
 
 def percent(part: int, whole: int) -> str:
-    """Return ``part`` of ``whole`` in per cent; only exact values read 0 % or 100 %."""
+    """Return ``part`` of ``whole`` in per cent; "0 %" and "100 %" stand only for exact values."""
     share = 100 * part / whole if whole else 0.0
     if 0 < share < 1:
         return "<1 %"

@@ -1,4 +1,4 @@
-"""An applied model on several processes: DistributedDataParallel's buckets and state, FSDP's sharded modules."""
+"""Runs an applied model on several processes: sends state over the ranks of DDP, compiles the modules of FSDP."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def rank() -> int:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that a policy is applied to: the one inside a DistributedDataParallel or a ``torch.compile``,
-    so that names and noise are the same with the wrapper and without."""
+    """Return the module inside DistributedDataParallel and ``torch.compile``, to which policies are applied, so that
+    names and noise are the same with and without such a wrapper."""
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)
     inside = torch_internals.compiled_module(model)
@@ -40,7 +40,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def over_ranks(x: Tensor, parameter: Tensor, wrapper: DistributedDataParallel | None) -> Tensor:
-    """Return the sum of ``x`` over the ranks of the mesh that ``parameter`` is sharded over, or else of ``wrapper``."""
+    """Return the sum of ``x`` over the ranks that ``parameter`` is sharded over, or over the ranks of ``wrapper`` if it
+    is not sharded."""
     if is_sharded(parameter):
         mesh = parameter.device_mesh
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -79,7 +80,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
 
     Raises:
         Error: the model is under FSDP1, or FSDP casts the parameters beside packed weights.
-        CaptureError: a weight is sharded by something that does not gather it.
+        CaptureError: a weight is sharded, but FSDP does not gather it.
     """
     if not is_distributed():
         return
@@ -113,7 +114,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
 
 
 def _require_dtype_of_sources(module: Any) -> None:
-    """Raise Error where FSDP casts parameters of a module to another dtype than that of a packed weight."""
+    """Raise Error if FSDP casts parameters of a module to another dtype than the dtype of a packed weight."""
     dtype = torch_internals.fsdp_dtype(module)
     for _, source in sources_below(module):
         if dtype is not None and dtype is not source.stand_in.dtype:

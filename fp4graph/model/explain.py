@@ -35,7 +35,7 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
     Args:
-        model: applied or not; its train or eval mode is used as it is.
+        model: any module, applied or not; its train or eval mode is used as it is.
         policy: as for :func:`fp4graph.apply`. The first phase of a policy with phases is shown; to see a later one,
             pass ``policy.phases[i].policy``.
         args: arguments of the forward call: a tuple or list, a mapping of keywords, or a single argument. Only shapes
@@ -68,8 +68,8 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
 def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
     """Return an error if ``sites`` lack FLOPs that torch has counted in the forward, else None.
 
-    Sites may have more FLOPs: torch does not count products with vectors, for one. Recurrent layers are left out,
-    because torch's count of them depends on the device.
+    Sites may have more FLOPs than torch counts, which ignores products with vectors, for example. Recurrent layers are
+    left out, because torch's count of their FLOPs depends on the device.
     """
     recurrent = {site.module: site.flops or 0 for site in sites if site.op == "recurrent"}
     listed = sum(site.flops or 0 for site in sites) - sum(recurrent.values())
@@ -81,9 +81,9 @@ def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
     names = [name for name, flops in counts.items() if flops and name not in modules | inner]
     return CaptureError(
         f"torch counts {counted} FLOPs of matrix products in this forward, and the listed sites have {listed}; the "
-        f"others ({', '.join(names[:3]) or 'in the same modules'}) run outside of the captured graphs in "
-        "high precision, as after a graph break in a loop or a try. Remove what breaks the graph there; "
-        "TORCH_LOGS=graph_breaks shows it",
+        f"other products ({', '.join(names[:3]) or 'in the same modules'}) run outside of the captured graphs in high "
+        "precision, as after a graph break in a loop or a try. Remove the graph break; TORCH_LOGS=graph_breaks shows "
+        "its cause",
     )
 
 
@@ -121,8 +121,8 @@ def _captured(
 ) -> tuple[Runtime, Error | None]:
     """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise.
 
-    ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names, and
-    ``counts`` with the FLOPs that torch counts in the forward where nothing is captured (:func:`flops.of_call`).
+    Fill ``recurrent`` with the forward FLOPs of the recurrent layers, which no graph shows, by the layers' names. Fill
+    ``counts`` with the FLOPs that torch counts in an uncompiled forward, by module (:func:`flops.of_call`).
     """
     python_state = random.getstate()
     twin, fake_mode, (fake_args, fake_kwargs) = _fake(model, (args, dict(kwargs)))
@@ -137,8 +137,8 @@ def _captured(
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     except TypeError as error:
-        given = f"{len(args)} positional inputs and the keywords {list(kwargs)}"
-        error.add_note(f"forward() was called with {given}; args of explain(), or example_inputs, are its inputs")
+        inputs = f"{len(args)} positional inputs and the keywords {list(kwargs)}"
+        error.add_note(f"forward() was called with {inputs}; they come from args of explain() or example_inputs")
         raise
     except (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException) as error:
         raise CaptureError(
@@ -166,7 +166,7 @@ def _captured(
 
 
 def _fake(model: nn.Module, inputs: Any) -> tuple[nn.Module, torch_internals.FakeTensorMode, Any]:
-    """Return a plain copy of ``model``, the fake mode, and ``inputs``; copy and inputs are on fake tensors."""
+    """Return a plain copy of ``model``, the fake mode, and ``inputs``; the copy and the inputs have fake tensors."""
     fake_mode = torch_internals.FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(), torch_internals.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
@@ -206,7 +206,7 @@ def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[Removable
 
 
 def _placed(x: torch.Tensor, fake_mode: torch_internals.FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return ``x`` as a fake tensor, or one like it on ``device`` where ``x`` is on the meta device."""
+    """Return ``x`` as a fake tensor; if ``x`` is on the meta device, return a fake tensor like it on ``device``."""
     x = x if isinstance(x, torch_internals.FakeTensor) else fake_mode.from_tensor(x)
     if x.device.type != "meta":
         return x

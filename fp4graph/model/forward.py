@@ -18,9 +18,9 @@ class Kind(Enum):
     """The kinds of forward of an applied model.
 
     ``CALL``: the caller calls the model. ``METHOD``: the caller calls one of ``apply(methods=...)``. ``REPEATED``:
-    activation checkpointing runs one of these again, in the backward. ``PART``: the caller calls a module of the model
-    by itself. ``RECOMPUTED``: activation checkpointing calls such a module again. ``UNCAPTURED``: the compiled call
-    calls a module outside of its graphs.
+    activation checkpointing runs such a call or method again, in the backward. ``PART``: the caller calls a module of
+    the model by itself. ``RECOMPUTED``: activation checkpointing calls such a module again. ``UNCAPTURED``: the
+    compiled call calls a module outside of its graphs.
     """
 
     CALL = "call"
@@ -35,17 +35,17 @@ class Duties(NamedTuple):
     """The duties around the forwards of one kind.
 
     Attributes:
-        compiled: the forward runs in graphs, unless Dynamo gives up; others run operation by operation. A search for
+        compiled: whether the forward runs in graphs, unless Dynamo gives up, or operation by operation. A search for
             NaN watches only graphs; a recording sees both.
-        begins: the forward enters the phase in force, checks optimizers, packed weights and the loaded count, and makes
-            the step. Others belong to a forward that has begun.
-        counts: the training forwards that advance the count: ``each``, those ``with gradients`` in their result (an
-            iterator may have some), or those that call a module ``again`` which has run since the count last changed.
+        begins: whether the forward enters the phase in force, checks optimizers, packed weights and the loaded count,
+            and makes the step tensor; if not, it belongs to a forward that has begun.
+        counts: which training forwards advance the count: ``each``, those ``with gradients`` in their result (an
+            iterator may have some), those that call ``again`` a module called since the last change, or ``never``.
         covers: what the first forward must cover: ``all`` rules, the ``captured`` modules only, or nothing. If other
             calls may match the remaining rules, the second forward warns about them.
         listed: number of training forwards after which sites are no longer listed, even if the model's call was never
             checked.
-        warns: the forward warns, once for similar modules, that it runs uncompiled.
+        warns: whether the forward warns, once for similar modules, that it runs uncompiled.
     """
 
     compiled: bool
@@ -75,7 +75,7 @@ class Forward:
     Attributes:
         module: the module that runs: the model or a part.
         call: runs the module without a compiler, on ``args`` and ``kwargs``.
-        name: the name of the method that is called; :data:`CALL` for others.
+        name: the name of the method that is called; :data:`CALL` for any other forward.
         training: whether gradients are recorded.
         step: the step tensor of the forward that is repeated, else None.
     """
@@ -100,7 +100,7 @@ class Forward:
 
     @property
     def duties(self) -> Duties:
-        """The row of the table."""
+        """The duties of the forward's kind."""
         return DUTIES[self.kind]
 
     @property

@@ -33,7 +33,7 @@ class MarkHook:
     """Forward pre-hook that marks one module for the graph pass while Dynamo traces, and refuses to run uncompiled.
 
     Attributes:
-        current: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
+        current: the current forward of the applied model; None in a copy or a reloaded model, which has no policy.
         name: the module's fully qualified name. tag: the static part of the mark, as text.
         bypassed: depth of :func:`fp4graph.bypass` contexts.
     """
@@ -100,7 +100,7 @@ class CarryHook:
 
     @staticmethod
     def add(module: nn.Module, owner: nn.Module) -> CarryHook | None:
-        """Let ``module`` mark the weights of ``owner``, before its own; return None where that is not possible."""
+        """Let ``module`` mark the weights of ``owner`` before its own weights; return None if that is not possible."""
         hook = next((h for h in owner._forward_pre_hooks.values() if isinstance(h, MarkHook)), None)
         hooks = module._forward_pre_hooks
         if hook is None or any(isinstance(h, CarryHook) and h.hook is hook for h in hooks.values()):
@@ -154,7 +154,7 @@ class Method(_Instead):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current, held = self._current, self.module.__dict__.get(self.name)
         if isinstance(held, Method) and held is not self:
-            return held(*args, **kwargs)  # of a later phase or policy
+            return held(*args, **kwargs)  # the method of a later phase or policy
         runs = current.compiled or current.direct is not None  # this call is part of a forward
         if held is None or current.method is None or runs:
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
@@ -163,7 +163,7 @@ class Method(_Instead):
 
 def compiled_already(*args: Any, **kwargs: Any) -> None:
     """Replace ``nn.Module.compile``, whose compiled call would bypass the graph pass, by a warning."""
-    text = "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect"
+    text = "model.compile() has no effect after fp4graph.apply(), which compiles the model already"
     warnings.warn(text, PolicyWarning, stacklevel=2)
 
 
@@ -182,24 +182,24 @@ def marked_method(root: nn.Module, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def uncalled(root: nn.Module) -> Iterator[None]:
-    """Take our call off ``root`` in this context, so that a method and the forward that it calls share one graph."""
-    ours, root._compiled_call_impl = root._compiled_call_impl, None
+    """Take the applied call off ``root`` in this context: a method and the forward that it calls share one graph."""
+    call, root._compiled_call_impl = root._compiled_call_impl, None
     try:
         yield
     finally:
-        root._compiled_call_impl = ours
+        root._compiled_call_impl = call
 
 
 class ShardedForward:
-    """``forward`` of a module that ``fully_shard`` was called on: a graph of its own.
+    """``forward`` of a module that ``fully_shard`` was called on; it runs as a graph of its own.
 
-    FSDP's hooks around the module run uncompiled, so a graph begins there in any case. This forward begins one in every
-    module (Dynamo starts none in the forward of torch's own modules) and for every caller (activation checkpointing
-    runs the module again in the backward, outside the root's call).
+    FSDP's hooks around the module run uncompiled, so a graph begins there in any case. This forward begins a graph in
+    every module (Dynamo begins none in the forward of torch's own modules) and for every caller (activation
+    checkpointing runs the module again in the backward, outside the root's call).
 
     Args:
-        module: sharded, with a :class:`MarkHook` on it or below.
-        compiled: :func:`run_sharded`, compiled.
+        module: a sharded module with a :class:`MarkHook` on it or below.
+        compiled: the compiled :func:`run_sharded`.
 
     Attributes:
         hook: the module's own mark hook, or None. It marks a graph, so it runs inside the compiled function.
@@ -228,7 +228,7 @@ def run_sharded(module: nn.Module, hook: MarkHook | None, *args: Any, **kwargs: 
 
 
 def has_sharded_forward(root: nn.Module) -> bool:
-    """Return whether ``root`` or a module below has a :class:`ShardedForward`; its graph may serve several modules."""
+    """Return whether ``root`` or a module in it has a :class:`ShardedForward`; several modules may share its graph."""
     return any(isinstance(module.__dict__.get("forward"), ShardedForward) for module in root.modules())
 
 

@@ -1,4 +1,4 @@
-"""Results as HTML: in notebooks, for the last line of a cell, and as pages that need nothing else."""
+"""Writes results as HTML, for the last line of a notebook's cell and as pages that need no other file."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ summary {{ cursor: pointer; color: #0072b2; }}
 
 
 def page(title: str, body: str, folded: Mapping[str, str]) -> str:
-    """Return a page of HTML with ``body``, and below it parts that open by a click, by their titles."""
-    parts = (f"<details><summary>{escape(name)}</summary>{part}</details>" for name, part in folded.items())
-    return _PAGE.format(title=escape(title), body="\n".join([body, *parts]))
+    """Return an HTML page with ``body``, and below it a section that opens by a click for each title in ``folded``."""
+    sections = (f"<details><summary>{escape(name)}</summary>{text}</details>" for name, text in folded.items())
+    return _PAGE.format(title=escape(title), body="\n".join([body, *sections]))
 
 
 def html(*parts: Table | str) -> str:

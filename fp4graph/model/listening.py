@@ -1,7 +1,7 @@
-"""Tells a caller which models a function applies and which optimizers it prepares.
+"""Tells the caller of a function to which models the function applies a policy and which optimizers it prepares.
 
 :func:`fp4graph.compare` runs a user's training function and learns in this way which model to observe. A listener hears
-only its own thread, only while the context lasts. This module keeps no model alive.
+only of calls in its own thread while the context lasts. This module keeps no model alive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Listener(Protocol):
-    """Hears of the calls that ``fp4graph.apply`` and ``fp4graph.prepare_optimizer`` have completed."""
+    """Hears of completed calls of ``fp4graph.apply`` and ``fp4graph.prepare_optimizer``."""
 
     def applied(self, model: nn.Module) -> None:
         """``model`` has just been applied."""
@@ -43,7 +43,7 @@ def listener() -> Listener:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let ``listener`` hear what is applied and prepared in this context, in place of any outer one."""
+    """Let ``listener`` hear what is applied and prepared in this context, in place of any outer listener."""
     token = _LISTENER.set(listener)
     try:
         yield

@@ -55,10 +55,10 @@ class PreparedOptimizers:
             )
         for weight in plan.weights:
             if not weight.parameter.requires_grad and (chooser := _chooser(weight)) is not None:
-                place = weight.rule
+                rule = weight.rule
                 raise CaptureError(
-                    f"{place.file or 'rule'}:{place.line}: technique {chooser} chooses channels by measurements at the "
-                    f"optimizer's step, and {weight.name} is frozen, so that none would be measured: train it, or give "
+                    f"{rule.file or 'rule'}:{rule.line}: technique {chooser} chooses channels by measurements at the "
+                    f"optimizer's step, and {weight.name} is frozen, so that no step measures it: train it, or give "
                     "frozen layers a rule of their own, which keeps them or quantizes them without the technique"
                 )
             needs = sorted(t.name for t in weight.rule.techniques if acts_at(t, *stages))
@@ -71,7 +71,7 @@ class PreparedOptimizers:
 
 
 def _chooser(weight: Weight) -> str | None:
-    """Return the technique that chooses input channels of ``weight`` by its state; None where none does."""
+    """Return the technique that chooses input channels of ``weight`` by the technique's state, or None."""
     program = weight.plan.program
     kept = {slot.technique for slot in program.state} if program is not None else set()
     names = (t.name for t in weight.rule.techniques if acts_at(t, "partition") and acts_at(t, "after_step"))

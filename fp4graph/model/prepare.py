@@ -26,7 +26,7 @@ from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
 
-#: DDP's list of buffers that it leaves alone, an attribute of the wrapped module.
+#: The attribute of a module under DDP that lists the buffers which DDP leaves alone.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _RELOAD = "load the original weights and apply the policy again"
 
@@ -67,7 +67,7 @@ class PhasePlan:
             warn()
 
     def require_sources(self) -> None:
-        """Raise PolicyError where the plan needs other values of a weight than its source gives."""
+        """Raise PolicyError if the plan needs other values of a weight than the weight's source gives."""
         weights = {(id(weight.module), weight.parameter_name): weight for weight in self.weights}
         for module, source in sources_below(self.root):
             if (weight := weights.get((id(module), source.name))) is None:
@@ -78,8 +78,8 @@ class PhasePlan:
             for choice in weight.choices:
                 if choice.plan.program not in source.programs:
                     raise choice.rule.error(
-                        f"{weight.name} was packed under another rule or phase, and this one needs its high-precision "
-                        f"values, which are gone; {_RELOAD}"
+                        f"{weight.name} was packed under another rule or phase, and the rule and phase in force need "
+                        f"its high-precision values, which are gone; {_RELOAD}"
                     )
             source.path = weight.name
 
@@ -119,7 +119,7 @@ class PhasePlan:
         views = [self.names.view(fqn, "grouped", each, parameter=name) for each in sizes]
         try:
             return self._planned_weight(fqn, module, name, views, transposed=False)
-        except CaptureError:  # raised again where a graph has such a product
+        except CaptureError:  # raised again if a graph has such a product
             return None
 
     def _planned_weight(
@@ -169,8 +169,8 @@ def computes_weight(module: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
-    """Return the device of the first parameter of ``module``; without parameters, ``default``, else that of the first
-    buffer, else the CPU."""
+    """Return the device of the first parameter of ``module``. Without parameters, return ``default``; if that is None,
+    the device of the first buffer, or the CPU."""
     tensors = module.parameters() if default is not None else chain(module.parameters(), module.buffers())
     return next((tensor.device for tensor in tensors), default or torch.device("cpu"))
 
@@ -178,7 +178,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 def prepare(
     plan: PhasePlan, policy: Policy, current: CurrentForward, earlier: Mapping[str, Tensor]
 ) -> state.RootState | None:
-    """Add state and hooks to the model of ``plan``; return the root's state, None where no phase quantizes anything.
+    """Add state and hooks to the model of ``plan``; return the root's state, or None if no phase quantizes anything.
 
     Args:
         plan: the plan of the phase in force.
@@ -208,20 +208,20 @@ def prepare(
     for fqn, module in modules:
         if (module_state := state.State.of(module)) is not None and module_state.has_sites:
             tag, entries = _tag(plan, fqn, module, planned, numbers)
-            # It runs after hooks that set up weights: FSDP gathers them, weight normalization computes them.
+            # This hook runs after hooks that set up weights: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
         root.forward = hooks.GuardedForward(root, "forward", current)
     _take_over(root, root_state, earlier)
-    ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]
+    names = [name for name, _ in root.named_buffers() if state.is_ours(name)]
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
-    setattr(root, _IGNORED, [*getattr(root, _IGNORED, []), *ours])
+    setattr(root, _IGNORED, [*getattr(root, _IGNORED, []), *names])
     return root_state
 
 
 def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
     """Give a key and a mark hook to a module that a graph has shown to multiply with a tensor it computes, such as the
-    weight of a hypernetwork; return the hook, or None where the module has one."""
+    weight of a hypernetwork; return the hook, or None if the module has a mark hook already."""
     if hooks.is_marked(module):
         return None
     module_state = state.State.of(module) or state.State(module, fqn)
@@ -276,7 +276,7 @@ def _tag(
 
 
 def _take_over(root: nn.Module, root_state: state.RootState, earlier: Mapping[str, Tensor]) -> None:
-    """Copy the values of an earlier application where name and shape fit (a deepcopy applied again)."""
+    """Copy the values of an earlier applied policy where name and shape fit, as when a deepcopy is applied again."""
     buffers = dict(root.named_buffers(remove_duplicate=False))
     for key, value in earlier.items():
         if key in buffers and buffers[key].shape == value.shape:

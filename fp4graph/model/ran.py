@@ -24,12 +24,12 @@ _Place = tuple[str, str, int]
 
 
 class Drawing(NamedTuple):
-    """The inputs of a graph that its sites draw noise with.
+    """The inputs of a graph from which its sites draw noise: step tensors and keys.
 
     Attributes:
-        steps: positions of the inputs that are the step.
-        sites: by the position of a key, the sites in the key's module and below. Their names are relative to that
-            module, because similar modules may share the graph, each with its own key.
+        steps: the positions of the inputs that are step tensors.
+        sites: maps the position of a key to the sites in the key's module and below. Names of sites are relative to
+            that module, because similar modules may share the graph, each with its own key.
     """
 
     steps: Collection[int]
@@ -37,7 +37,7 @@ class Drawing(NamedTuple):
 
     @staticmethod
     def of(rewritten: Rewritten) -> Drawing:
-        """Return the drawing inputs of a graph; without noise there are no sites."""
+        """Return the inputs from which the sites of a graph draw noise; if none draws, ``sites`` is empty."""
         quantized = [(site.module or "", site.op, site.occurrence) for site in rewritten.sites if site.quantized]
         sites = {
             place: frozenset(
@@ -56,20 +56,20 @@ class Ran:
 
     Attributes:
         apart: whether no two runs may draw the same noise.
-        sites: of the graphs that have run, by frame.
+        sites: maps the frame of each graph that has run to the graph's sites.
     """
 
     apart: bool = False
     sites: dict[Frame, list[Site]] = field(default_factory=dict)
-    _uncaptured: dict[str, int] = field(default_factory=dict)  # sites of each module outside of graphs
+    _uncaptured: dict[str, int] = field(default_factory=dict)  # number of sites each module ran outside of graphs
     _drawn: set[tuple[int, _Place]] = field(default_factory=set)  # sites that have drawn, each under the id of its key
-    _repeats: int = 0  # runs of graphs that would have drawn the same again
+    _repeats: int = 0  # number of graph runs that would have drawn the same noise again
 
     def occurrences(self) -> dict[str, int]:
         """Return the number of sites of each module that this forward has run.
 
-        Graphs of other calls do not count, so graph breaks do not change the noise of a forward, such as that of a
-        training step after a generation.
+        Graphs that ran only in other forwards do not count, so the noise of a training step does not depend on graphs
+        that an earlier generation captured.
         """
         counts = dict(self._uncaptured)
         for site in chain.from_iterable(self.sites.values()):
@@ -77,11 +77,11 @@ class Ran:
         return counts
 
     def drawing(self, drawing: Drawing, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
+        """Return the ``inputs`` of a graph, with another step tensor if its sites have already drawn in this forward.
 
-        A graph holds the occurrences of its sites as counted at its capture. That count is too low where the capturing
-        forward skipped an earlier graph of this one, and where one graph runs several times in a forward. A
-        checkpointed forward keeps the step, because its recomputation cannot tell which of the runs it repeats.
+        A graph holds the occurrences of its sites as counted at its capture. That count is too low if the capturing
+        forward skipped an earlier graph of this forward, or if one graph runs several times in a forward. A
+        checkpointed forward keeps the step tensor, because its recomputation cannot tell which of the runs it repeats.
         """
         if not drawing.sites or not self.apart or _recomputable():
             return inputs
@@ -108,7 +108,7 @@ class Ran:
 
 
 def _recomputable() -> bool:
-    """Return whether a checkpoint may recompute the running operations, now or later: in a backward, without gradients
-    (a reentrant checkpoint's forward) or under hooks for saved tensors (that of any other)."""
+    """Return whether a checkpoint recomputes the running operations now or may do so later: in a backward, without
+    gradients (a reentrant checkpoint's forward) or under hooks for saved tensors (any other checkpoint's forward)."""
     in_backward = torch_internals.backward_id() != -1
     return in_backward or not torch.is_grad_enabled() or torch_internals.has_saved_tensor_hooks()

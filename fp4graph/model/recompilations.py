@@ -13,7 +13,7 @@ from fp4graph.errors import PolicyWarning
 _REPEATS = 3
 #: The value in a guard that failed: ``== 3``, ``expected 4, actual 5``, or the address of an object.
 _VALUE = re.compile(r" == .*|\. expected .*|\b\d{7,}\b")
-#: Dynamo's source text from a compiled call to the model, and from a module to its children, parameters and buffers.
+#: How Dynamo writes the way from a compiled call to the model, and from a module to children, parameters and buffers.
 _ROOT = re.compile(r"call\.__closure__\[\d+\]\.cell_contents")
 _HELD = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
@@ -30,14 +30,14 @@ class Recompilations:
         self._untold: list[str] = []
 
     def look(self, frame: int | None) -> None:
-        """Record repeated causes of the compilation of ``frame``, while Dynamo compiles it."""
+        """Record the repeated causes for which Dynamo compiles ``frame``; call this during the compilation."""
         for cause, guards in self._repeated(frame).items():
             if cause not in self._told:
                 self._untold.append(_warning(cause, guards))
             self._told.add(cause)
 
     def warn(self) -> None:
-        """Warn about the causes that the call in progress has met."""
+        """Warn about the causes that :meth:`look` recorded since the last warning."""
         untold, self._untold = self._untold, []
         for text in untold:
             warnings.warn(text, PolicyWarning, stacklevel=4)
@@ -64,7 +64,7 @@ def _warning(cause: str, guards: Sequence[str]) -> str:
     if cause.startswith("tensor"):
         remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
     elif cause.startswith(("args", "kwargs", "len(")):
-        remedy = "Pass a tensor instead; torch.compile takes most other arguments for constants"
+        remedy = "Pass a tensor instead; torch.compile treats most other arguments as constants"
     else:
         remedy = (
             "Hold the value in a tensor, such as a buffer that is changed in place, or change it rarely; for an int, "

@@ -62,7 +62,7 @@ class Runner:
         self.uncompiled = Uncompiled(plan, current, self.inspection)
         self.checked, self._explains = explains, explains
         self.failure: Error | None = None
-        self._running = self.capture  # of the compiled call in progress
+        self._running = self.capture  # the capture of the compiled call in progress
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
 
     @property
@@ -71,13 +71,13 @@ class Runner:
         return self.checked and not self._explains
 
     def open(self, forward: Forward) -> None:
-        """Raise an Error where the forward cannot run or an earlier one has failed; count a preceding forward of parts
-        if this one ends it."""
+        """Raise an Error if the forward cannot run or an earlier forward has failed. If calls of parts precede the
+        forward, and it does not continue them, count them as one forward."""
         if forward.duties.compiled:
             refuse_nested(forward.tensors)
         if forward.kind is Kind.METHOD and fsdp_modules(self._plan.root):
             raise Error(
-                "methods= compiles whole methods, but under fully_shard modules are compiled one by one; leave it out"
+                "methods= compiles whole methods, but fully_shard has modules compiled one by one; leave out methods="
             )
         if self.failure is not None:
             raise self.failure.with_traceback(None)
@@ -94,7 +94,8 @@ class Runner:
             self.uncompiled.check(self.capture)  # warns about rules that matched nothing in a whole step
 
     def begin(self, forward: Forward, *, training: bool) -> None:
-        """Make modules, state and the step tensor ready; ``training``: for the first training forward of this count."""
+        """Make modules, state and the step tensor ready; ``training`` says whether the count's first training forward
+        begins."""
         if self._steps.root_state is not None and not self._steps.trained:
             self._compile_sharded()
         self._steps.begin(training=training)
@@ -107,7 +108,7 @@ class Runner:
             self._current.last = forward.kind
 
     def run(self, forward: Forward) -> Any:
-        """Run a forward, check the coverage of the first, and count it if it trains."""
+        """Run a forward, check coverage if the forward is the first, and count the forward if it trains."""
         # Another applied model may call this one in an uncompiled pass, which must not see this model's operations.
         with nullcontext() if self._current.direct else torch_internals.without_function_modes(Direct):
             result = self._run(forward)
@@ -128,7 +129,7 @@ class Runner:
         return result
 
     def check_coverage(self) -> None:
-        """Raise PolicyError or CaptureError where the captured graphs lack sites that the policy is about."""
+        """Raise PolicyError or CaptureError if the captured graphs lack sites that the policy is written for."""
         self.capture.learn(coverage.check(self._plan, self.capture))
 
     def _run(self, forward: Forward) -> Any:
@@ -145,7 +146,7 @@ class Runner:
         return self.uncompiled.run(forward, self.capture, checked=listed)
 
     def _compile_sharded(self) -> None:
-        """Give modules of ``fully_shard`` graphs of their own, between its hooks."""
+        """Compile each module of ``fully_shard`` as a graph of its own, between the hooks of FSDP."""
         root, current = self._plan.root, self._current
         distributed.compile_sharded(root, self._plan.weights, self.capture.backend, self._dynamic)
         if current.uncaptured is not None and hooks.has_sharded_forward(root):
@@ -153,7 +154,7 @@ class Runner:
             self.uncompiled.show_without_owners()
 
     def _run_compiled(self, forward: Forward, listed: bool) -> Any:
-        """Run the compiled call, or the observed one."""
+        """Run the compiled call, or the observed call in its place."""
         current, root = self._current, self._plan.root
         sharded = isinstance(root.__dict__.get("forward"), hooks.ShardedForward)
         if sharded and (self.inspection.watching or self.inspection.recording is not None):
@@ -177,12 +178,12 @@ class Runner:
                     return self._run_refused(forward.name, forward.call, forward.args, forward.kwargs)
                 return capture.run(forward.name, forward.args, forward.kwargs)
         except Exception as error:
-            ours, capture.error = capture.error, None
-            if self._refuses_product(error, strict=capture.strict or sharded) or self._carried(ours, capture):
-                return self._run_compiled(forward, listed)  # once: graphs before a graph break run again
-            if ours is not None:
-                self.failure = None if self.checked or self._steps.trained else ours
-                raise ours from ours.__cause__  # without the compiler's own errors around it
+            refusal, capture.error = capture.error, None
+            if self._refuses_product(error, strict=capture.strict or sharded) or self._carried(refusal, capture):
+                return self._run_compiled(forward, listed)  # from the beginning: graphs before a break run again
+            if refusal is not None:
+                self.failure = None if self.checked or self._steps.trained else refusal
+                raise refusal from refusal.__cause__  # without the compiler's errors around it
             if torch_internals.is_internal_error(error) and isinstance(error.__context__, Error):
                 raise error.__context__ from None
             raise error
@@ -191,7 +192,7 @@ class Runner:
             current.compiled, current.step = bool(current.threads), step
 
     def _refuses_product(self, error: Exception, *, strict: bool) -> bool:
-        """Return whether ``error`` is torch's refusal of a grouped product, which runs uncompiled from now on."""
+        """Return whether ``error`` is torch's refusal of a grouped product; if so, calls run uncompiled from now on."""
         why = refused_grouped_product(error)
         if why is not None and strict:
             raise CaptureError(why) from error
@@ -199,7 +200,7 @@ class Runner:
         return why is not None
 
     def _carried(self, error: Error | None, capture: Capture) -> bool:
-        """Mark the weights whose missing marks refused the call's first graph; return whether any has a mark now."""
+        """Mark the weights for whose missing marks the call's first graph was refused; return whether any got one."""
         unmarked = error.all if isinstance(error, UnmarkedWeight) and not capture.has_run else []
         carried = [self.uncompiled.carry(each) for each in unmarked]
         return any(carried)
@@ -209,7 +210,7 @@ class Runner:
         """Run a call of the model that Dynamo does not compile."""
         forward = replace(Forward.of(self._plan.root, name, args, kwargs), call=call)
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
-        # Dynamo also leaves a forward that raises an error to Python; its error says more than this warning.
+        # Warn last: Dynamo also leaves to Python a forward that raises an error, which says more than a warning.
         why = self._refused or cause(full=self.capture.is_full(name))
         call_name = "this forward" if name == CALL else f"{name}()"
         self.uncompiled.warn(why, f"{call_name} runs uncompiled, with the same quantizers but slower: {why}")

@@ -54,8 +54,8 @@ def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...
             first, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
             if dataclasses.replace(first.entry, init=slot.entry.init) != slot.entry:
                 raise CaptureError(
-                    f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state under "
-                    f"the name {slot.technique}.{slot.label}; tell them apart by module",
+                    f"rules {rule.name!r} and {planned.rule.name!r} may both decide this weight, and keep different "
+                    f"state under the name {slot.technique}.{slot.label}; tell the rules apart by module",
                     site=name,
                 )
     return tuple(slot for slot, _ in slots.values())
@@ -116,23 +116,23 @@ class Weight:
         earlier = self._settled if self._captured else None
         if earlier is not None and earlier.on_weight != planned.on_weight:
             raise CaptureError(
-                f"two products use it; rule {earlier.rule.name!r} decides one and {planned.rule.name!r} the other, but "
-                "techniques act on the weight itself, which exists once; let one rule decide both",
+                f"two products use this weight; rule {earlier.rule.name!r} decides one product and rule "
+                f"{planned.rule.name!r} the other, but techniques act on the weight itself; let one rule decide both",
                 site=self.name,
             )
         turned = self.stored_transposed != use.transposed
         self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
         for slot in self.slots if turned else ():
-            if slot.entry.canonical and (own := state.State.of(self.module)) is not None:
-                own.renew(self.buffer(slot))
+            if slot.entry.canonical and (module_state := state.State.of(self.module)) is not None:
+                module_state.renew(self.buffer(slot))
 
     def require_settled(self) -> None:
-        """Raise CaptureError where several rules may decide the weight and no graph has shown its product."""
+        """Raise CaptureError if several rules may decide the weight and no graph has shown its product."""
         if self._settled is None:
             names = " or ".join(repr(planned.rule.name) for planned in self.possible)
             raise CaptureError(
-                f"whether rule {names} decides it depends on what computes the input of its product, and no such "
-                "product was captured; tell the rules apart by module instead of producer",
+                f"whether rule {names} decides this weight depends on what computes the input of its product, and no "
+                "product with the weight was captured; tell the rules apart by module instead of producer",
                 site=self.name,
             )
 
@@ -153,7 +153,7 @@ class Weight:
 
     @property
     def view(self) -> SiteView:
-        """The weight's site: the captured one, once there is one."""
+        """The weight's site, as a graph shows it if one has captured its product."""
         return self.choices[0].view
 
     @property
@@ -173,8 +173,8 @@ class Weight:
 
     @property
     def stored(self) -> Tensor:
-        """The parameter that the module holds now: under FSDP sharded or gathered; without data where a source gives
-        the weight."""
+        """The parameter that the module holds now: under FSDP it is sharded or gathered; if a source gives the weight,
+        it has no data."""
         parameter = self.module._parameters.get(self.parameter_name)
         if parameter is None:
             parameter = None if self.source is None else self.source.stand_in
@@ -205,7 +205,7 @@ class Weight:
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter that the optimizer holds: under FSDP the shards, also while the module holds a gathered one."""
+        """The parameter that the optimizer holds: under FSDP it is sharded, even while the module's is gathered."""
         current = self.stored
         if is_sharded(current):
             self._sharded = current
@@ -223,7 +223,7 @@ class Weight:
 
     def entry(self, slot: StateSlot) -> Tensor:
         """Return a technique's entry for this weight."""
-        if slot.shared and self.shared is not None:  # the buffer is as of the last forward
+        if slot.shared and self.shared is not None:  # the buffer holds the value of the last forward
             return self.shared(slot)
         return self.module.get_buffer(self.buffer(slot))
 
@@ -232,9 +232,9 @@ class Weight:
         return {slot.label: self.entry(slot) for slot in self.slots if slot.technique == technique.name}
 
     def canonical(self, x: Tensor) -> Tensor:
-        """Return ``x``, which is laid out and sharded as the weight, as ``[..., N, K]``, gathered."""
+        """Gather ``x``, which is laid out and sharded like the weight, and return it as ``[..., N, K]``."""
         return whole(x).mT if self.stored_transposed else whole(x)
 
     def as_stored(self, x: Tensor) -> Tensor:
-        """Return ``x [..., N, K]``, which is equal on all processes, laid out and sharded as the weight."""
+        """Lay out and shard ``x [..., N, K]``, which is equal on all processes, like the weight."""
         return like(x.mT if self.stored_transposed else x, self.parameter)

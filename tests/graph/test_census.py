@@ -467,7 +467,7 @@ def test_the_last_line_sums_up():
     ]
     assert census.summary(sites) == (
         "quantized: 87 % of forward matmul FLOPs; kept: 11 % (head, router, attention); "
-        "not supported: 2 % (convolutions); 1 more of unknown FLOPs"
+        "not supported: 2 % (convolutions); sites of unknown FLOPs: 1"
     )
     assert [census.percent(*pair) for pair in ((0, 5), (1, 1000), (999, 1000), (5, 5))] == [
         "0 %", "<1 %", ">99 %", "100 %"

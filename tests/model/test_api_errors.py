@@ -143,7 +143,7 @@ def test_explain_takes_what_example_inputs_takes(inputs):
 def test_explain_without_inputs_says_which_it_takes():
     with pytest.raises(TypeError, match="missing 1 required") as caught:
         fp4graph.explain(Model(), POLICY)
-    assert "0 positional inputs and the keywords []; args of explain()" in caught.value.__notes__[0]
+    assert "0 positional inputs and the keywords []; they come from args of explain()" in caught.value.__notes__[0]
 
 
 AFTERWARDS = {

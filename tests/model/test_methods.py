@@ -120,7 +120,7 @@ def test_beyond_the_limit_a_method_runs_uncompiled():
     [
         ("encode_imag", "Clip has no method 'encode_imag'; did you mean 'encode_image'?"),
         ("visual", "Clip has no method 'visual'"),
-        ("visual.forward", "is one of a submodule"),
+        ("visual.forward", "is a submodule's method"),
         ("forward", "the model's call is compiled anyway"),
         ("eval", "that Clip adds to nn.Module"),
         ("encode_text", "'encode_text' was replaced on this model itself"),
