@@ -123,7 +123,7 @@ def test_beyond_the_limit_a_method_runs_uncompiled():
         ("visual.forward", "is a submodule's method"),
         ("forward", "the model's call is compiled anyway"),
         ("eval", "that Clip adds to nn.Module"),
-        ("encode_text", "'encode_text' was replaced on this model itself"),
+        ("encode_text", "'encode_text' was replaced on this model object"),
     ],
 )
 def test_names_that_are_no_methods_are_refused_at_apply(name, message):
