@@ -82,7 +82,7 @@ class Capture:
         #: By call and Dynamo frame: the number of sites of each module in earlier frames, and the frame's sites.
         self._frames: dict[Frame, tuple[dict[str, int], list[Site]]] = {}
         self.ran = Ran()
-        self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
+        self._bucket_bytes: int | None = None  # the size of buckets of the DDP that a forward runs in
 
     @property
     def graphs(self) -> int:

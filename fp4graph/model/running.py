@@ -1,4 +1,4 @@
-"""Runs the forwards of an applied model: in its compiled graphs, or operation by operation where there is no graph."""
+"""Runs the forwards of an applied model in its compiled graphs or, without a graph, operation by operation."""
 
 from __future__ import annotations
 

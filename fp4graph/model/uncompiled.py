@@ -113,7 +113,7 @@ class Uncompiled:
         try:
             check_sites(self._plan.policy, each_served(served_sites(self._plan.root, capture), self._plan) or parts)
         except PolicyError as error:
-            self.warn("coverage", f"parts or methods of the model have trained for a step by themselves, but {error}")
+            self.warn("coverage", f"a training step has called only parts or methods of the model, but {error}")
         self._warned.add("coverage")
 
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:

@@ -130,7 +130,7 @@ def test_training_without_the_call_warns_of_a_rule_that_it_does_not_meet(kind, m
     other = {**policy["rules"][0], "name": "other", "match": {"module": unmet}}
     model, _ = applied(policy={**policy, "rules": [other, *policy["rules"]]})
     RUNS[kind](model)
-    with pytest.warns(PolicyWarning, match="have trained for a step by themselves, but .*rule 'other' matches no site"):
+    with pytest.warns(PolicyWarning, match="called only parts or methods of the model, but .*rule 'other' matches no"):
         RUNS[kind](model)
     RUNS[kind](model)
 
