@@ -31,8 +31,8 @@ def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
 def group(site: Site) -> str:
     """Return the words under which the FLOPs of ``site`` are summed.
 
-    This is the name of the rule that decided the site. Without such a rule it is the kind of operation, or for a linear
-    layer the name of its module without the path.
+    This is the name of the rule that decided the site. Without a rule, or if only the default keeps the site, it is the
+    kind of operation, or for a linear layer the name of its module without the path.
     """
     if site.rule is not None and (site.quantized or (site.rule_index or 0) != DEFAULT_INDEX):
         return site.rule

@@ -66,7 +66,7 @@ def check_captured(plan: PhasePlan, capture: Capture) -> None:
             raise CaptureError(
                 "the module was called, but the product with its weight was not captured and ran in high precision. "
                 "There may be a graph break between the module's hooks and its forward, or a loop or a disabled "
-                "function around the product. Remove it (a loop over experts in transformers with "
+                "function around the product. Remove the cause (for a loop over experts in transformers, set "
                 "experts_implementation='grouped_mm'), "
                 f"{'leave out strict=True of fp4graph.apply, ' * capture.strict}or keep the module by a rule",
                 site=module or "(root)",

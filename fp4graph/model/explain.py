@@ -68,7 +68,7 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
 def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
     """Return an error if ``sites`` lack FLOPs that torch has counted in the forward, else None.
 
-    Sites may have more FLOPs than torch counts, which ignores products with vectors, for example. Recurrent layers are
+    Sites may have more FLOPs than torch counts: torch ignores products with vectors, for example. Recurrent layers are
     left out, because torch's count of their FLOPs depends on the device.
     """
     recurrent = {site.module: site.flops or 0 for site in sites if site.op == "recurrent"}

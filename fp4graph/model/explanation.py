@@ -26,7 +26,7 @@ class Explanation:
 
     Attributes:
         policy: the resolved policy.
-        sites: every matrix product of the model, in graph order.
+        sites: every matrix product, attention and recurrent layer of the model, in graph order.
         blocks: the position of each module in a repeated stack.
         problem: the error that training under this policy would raise, or a message that torch counts FLOPs of no
             listed site; None without a problem.

@@ -40,7 +40,7 @@ class Duties(NamedTuple):
         begins: whether the forward enters the phase in force, checks optimizers, packed weights and the loaded count,
             and makes the step tensor; if not, it belongs to a forward that has begun.
         counts: which training forwards advance the count: ``each``, those ``with gradients`` in their result (an
-            iterator may have some), those that call ``again`` a module called since the last change, or ``never``.
+            iterator may have some), those that call a module ``again`` that ran since the last change, or ``never``.
         covers: what the first forward must cover: ``all`` rules, the ``captured`` modules only, or nothing. If other
             calls may match the remaining rules, the second forward warns about them.
         listed: number of training forwards after which sites are no longer listed, even if the model's call was never
