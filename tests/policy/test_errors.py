@@ -204,6 +204,11 @@ ODD = {
         RULE + "    quantize: {}\n" + repeated("  - {{name: r{}, match: {{}}, quantize: {{}}}}\n", 50) + "phases: #!\n"
         + repeated("  - {{at: {}, techniques: [echo]}}\n", 10), "561 rules", "at most 500",
     ),
+    "rules ahead times phases": (
+        RULE + "    quantize: {}\n" + "phases: #!\n"
+        + repeated("  - {{at: {}, rules: {{before: [" + "{{match: {{}}, keep: a}}, " * 9 + "]}}}}\n", 50),
+        "501 rules", "at most 500",  # 1 + 50 · (1 + 9)
+    ),
 }  # fmt: skip
 
 
