@@ -21,8 +21,10 @@ from fp4graph.numerics.hadamard import hadamard_matrix
 from fp4graph.numerics.surrogates import spline, ties_even_knots
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.techniques import Offers, technique
 from tests.plugins.layer import DRAW, Layer, gaussian
 from tests.recipes import arithmetic
 
@@ -118,10 +120,10 @@ def slopes_of(x, **kwargs):
     return by_blocks(lambda block: diagonal(lambda t: block_quantizer(t, **kwargs), block), x)
 
 
-def policy(techniques, scale="e4m3", convention="decode", block=8, operands=None):
+def policy(techniques, scale="e4m3", convention="decode", block=8, operands=None, registry=None):
     quantize = quantizer(block, scale, "nearest_even")
     quantize["scale"]["convention"] = convention
-    return fp4graph.load_policy(one_rule(*techniques, quantize=quantize, operands=operands))
+    return fp4graph.load_policy(one_rule(*techniques, quantize=quantize, operands=operands), registry)
 
 
 layer = Layer(policy, 16, 4)
@@ -346,18 +348,34 @@ def test_surrogates_leave_the_forward_and_other_operands_alone(x):
     assert factor(of_weights, x, Operand.FPROP_WEIGHT) is not None
 
 
+#: What fprop's operands are multiplied with, X with R and W with R⁻ᵀ: a rotation, and a shear of each pair of channels.
+TURN = torch.block_diag(*[hadamard_matrix(8)] * 2)
+SHEAR = {"left": torch.block_diag(*[torch.tensor([[1.0, 1.0], [0.0, 1.0]])] * 8)}
+SHEAR["right"] = SHEAR["left"].inverse().mT
+SHEARING = technique(
+    "shear",
+    mixes="expert",
+    transform=lambda self, x, side, shared: x @ SHEAR[side],
+    inverse=lambda self, x, side, shared: x @ SHEAR[side].inverse(),
+)
+TURNING = {"hadamard": {"kind": "deterministic", "block": 8, "scope": ["fprop"]}}
+
+
 @pytest.mark.parametrize("convention", ["decode", "encode"])
-def test_the_factor_multiplies_the_gradient_of_the_product(convention):
-    """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a rotation around it: in the rotated basis."""
-    techniques = [DGE, {"hadamard": {"kind": "deterministic", "block": 8, "scope": ["fprop"]}}]
+@pytest.mark.parametrize(
+    ("around", "sides"), [(TURNING, (TURN, TURN)), ("shear", SHEAR.values())], ids=["rotation", "shear"]
+)
+def test_the_factor_multiplies_the_gradient_of_the_product(around, sides, convention):
+    """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a transform around it: in the transformed basis."""
     x, w, dy = torch.randn(5, 16), torch.randn(4, 16), torch.randn(5, 4)
     exact = {"backward": "keep", "dgrad.weight": "fprop", "wgrad.input": "fprop"}
-    _, dx, dw = layer.products(x, w, dy, techniques, convention=convention, operands=exact)
-    h = torch.block_diag(*[hadamard_matrix(8).double()] * 2)
-    rotated = [t.double() @ h for t in (x, w)]
-    f, slope = ([of(t, convention=convention, step="dge") for t in rotated] for of in (values_of, slopes_of))
-    close(dx, ((dy.double() @ f[1]) * slope[0]) @ h.T)
-    close(dw, ((dy.double().T @ f[0]) * slope[1]) @ h.T)
+    registry = Registry([("toys", Offers(SHEARING))])
+    _, dx, dw = layer.products(x, w, dy, [DGE, around], convention=convention, operands=exact, registry=registry)
+    left, right = (side.double() for side in sides)
+    turned = [x.double() @ left, w.double() @ right]
+    f, slope = ([of(t, convention=convention, step="dge") for t in turned] for of in (values_of, slopes_of))
+    close(dx, ((dy.double() @ f[1]) * slope[0]) @ left.T)
+    close(dw, ((dy.double().T @ f[0]) * slope[1]) @ right.T)
 
 
 @pytest.mark.inductor
