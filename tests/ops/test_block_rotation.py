@@ -43,6 +43,17 @@ class FlippedRotation(BlockHadamard):
         return super().inverse(x.flip(-1), side, shared)
 
 
+class Segmented(BlockHadamard):
+    """A rotation whose signs depend on the places of the experts in the left operand."""
+
+    mixes = "none"
+
+    def pair_context(self, left: Tensor, right: Tensor, context: Any) -> tuple[Tensor, ...]:
+        segments = context.blocking.segments
+        flipped = 0 if segments.ids is None else (segments.ids == 0).sum() + 3 * segments.axis
+        return (torch.where(torch.arange(16) < flipped % 16, -1.0, 1.0),)
+
+
 def made(name: str, part: type[BlockHadamard], **fields: Any) -> type[Technique]:
     """Return a technique with this part and the options of a rotation."""
 
@@ -70,7 +81,10 @@ def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
     return y.detach(), x.grad, w.grad
 
 
-@pytest.mark.parametrize("cls", [Hadamard, made("flipped", FlippedRotation)], ids=lambda cls: cls.name)
+OTHERS = made("flipped", FlippedRotation), made("segmented", Segmented, block_rotation=16)
+
+
+@pytest.mark.parametrize("cls", [Hadamard, *OTHERS], ids=lambda cls: cls.name)
 def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) -> None:
     """Beside tensor code, which calls the transform itself."""
     assert cpu.available()
