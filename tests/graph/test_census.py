@@ -297,7 +297,8 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
     kept = policy("linear")
     kept["rules"].insert(0, {"name": "kept", "match": {"module": "1"}, "keep": "not yet"})
     assert output(model, kept, x, stance).shape == (4, 4)
-    assert fp4graph.explain(model, kept, (x,)).sites[1].reason == "not yet"
+    found = fp4graph.explain(model, kept, (x,)).sites[1]
+    assert (found.reason, found.rule_index, found.standing) == ("not yet", 0, "kept")
     assert output(model, "bf16", x, stance).shape == (4, 4)
 
 
