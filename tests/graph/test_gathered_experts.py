@@ -97,7 +97,7 @@ FORMS = {
     "W[ids].mT @ x": (lambda x, w, ids: (w[ids].permute(0, 2, 1) @ x.mT).mT, False),
     "x @ W.mT[ids]": (lambda x, w, ids: x @ w.mT[ids], True),
     "index_select": (lambda x, w, ids: x @ w.index_select(0, ids), False),
-    "index_select by name": (lambda x, w, ids: x @ torch.index_select(w, dim=0, index=ids), False),
+    "index_select by name": (lambda x, w, ids: x @ torch.index_select(w, dim=-3, index=ids), False),
     "negative": (lambda x, w, ids: x @ w[ids - EXPERTS, :], False),
     "int32": (lambda x, w, ids: x @ w[ids.int()].contiguous(), False),
     "two axes": (lambda x, w, ids: (x.unflatten(0, (4, -1)) @ w[ids.view(4, -1)]).flatten(0, 1), False),
