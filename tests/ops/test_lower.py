@@ -147,6 +147,20 @@ def test_reasons_name_what_stands_in_the_way() -> None:
     assert seen.keeps == {Keeps.ORIGINAL}
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("rereads", [True, False])
+def test_kernels_take_the_weights_of_experts_within_the_product(rereads: bool) -> None:
+    operands = {"dgrad.weight": {"source": "fprop"}} if rereads else None
+    program = program_of(one_rule(op="grouped", operands=operands), "grouped", WIDTH, HIDDEN)
+    experts = replace(TRAINING, experts=True)
+    steps = {operand.value: step for operand, step in lower(program, experts).steps().items()}
+    assert [name for name, step in steps.items() if step.in_product] == ["fprop.weight", "dgrad.weight"]
+    asked = [steps[name].asked for name in ("fprop.weight", "dgrad.weight")]
+    assert asked == ([Asked.BYTES, Asked.FROM_BYTES] if rereads else [Asked.VALUES] * 2)
+    off = lower(program, replace(experts, machine=Machine("cpu", "they are off"))).steps()
+    assert {step.kernel for step in off.values()} == {TENSOR_CODE}
+
+
 @pytest.mark.captured
 @pytest.mark.compiler
 def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
