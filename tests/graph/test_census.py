@@ -299,6 +299,7 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
     assert output(model, kept, x, stance).shape == (4, 4)
     found = fp4graph.explain(model, kept, (x,)).sites[1]
     assert (found.reason, found.rule_index, found.standing) == ("not yet", 0, "kept")
+    assert found.shapes == ((4, 16), (16, 4))
     assert output(model, "bf16", x, stance).shape == (4, 4)
 
 

@@ -185,6 +185,10 @@ def test_explain_lists_an_unknown_product():
     ]  # fmt: skip
     assert kept.problem is None
     assert (kept.sites[1].rule, kept.sites[1].reason) == ("kept", "not yet")
+    turned = nn.Sequential(nn.Linear(32, 32), UNKNOWN["turned"]())
+    by_size = KEPT | {"match": {"op": "matmul", "in_features": 32}}
+    kept = fp4graph.explain(turned, policy(by_size, *one_rule()["rules"]), (X,))
+    assert (kept.problem, kept.sites[1].rule) == (None, "kept")
 
 
 @pytest.mark.slow
