@@ -312,13 +312,14 @@ def taught(monkeypatch, read):
 
 @uncompiled
 @stances
-def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, stance):
-    x = torch.randn(4, 16)
-    expected = output(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
-    taught(monkeypatch, lambda a, b: Factors(a, b, "matmul"))
+@pytest.mark.parametrize("form", ["matmul", "linear"])
+def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, form, stance):
+    x, same = torch.randn(16, 16), {"matmul": torch.matmul, "linear": nn.functional.linear}[form]
+    expected = output(Called(lambda x, _: same(x, x.mT)), EVERYTHING, x)
+    taught(monkeypatch, lambda a, b: Factors(a, b, form))
     model = Called(lambda x, _: product_of_a_library(x, x.mT))
     (found,) = fp4graph.explain(model, EVERYTHING, (x,)).sites
-    assert (found.op, found.quantized, found.flops) == ("matmul", True, 2 * 4 * 4 * 16)
+    assert (found.op, found.quantized, found.flops) == (form, True, 2 * 16**3)
     assert torch.equal(output(model, EVERYTHING, x, stance), expected)
 
 

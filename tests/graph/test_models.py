@@ -179,11 +179,12 @@ def test_explain_touches_nothing(vit, images):
 
 
 @pytest.mark.parametrize(
-    ("mask", "causal", "gqa"),
-    [(None, False, False), ("bool", False, False), ("float", False, True), (None, True, False)],
+    ("mask", "causal", "gqa", "batch"),
+    [(None, False, False, (2,)), ("bool", False, False, ()), ("float", False, True, (2,)), (None, True, False, ())],
 )
-def test_the_opened_attention_is_torchs(mask, causal, gqa):
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2 if gqa else 4, 6, 8), torch.randn(2, 2 if gqa else 4, 6, 8)
+def test_the_opened_attention_is_torchs(mask, causal, gqa, batch):
+    heads = 2 if gqa else 4
+    q, k, v = torch.randn(*batch, 4, 5, 8), torch.randn(*batch, heads, 6, 8), torch.randn(*batch, heads, 6, 8)
     given = {None: None, "bool": torch.rand(5, 6) > 0.3, "float": torch.randn(5, 6)}[mask]
     arguments = {"attn_mask": given, "is_causal": causal, "enable_gqa": gqa}
     # Another order of summation than the fused kernel's: float error, no more.

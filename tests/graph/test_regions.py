@@ -44,7 +44,8 @@ POLICIES = {
 class Net(nn.Module):
     def __init__(self, regions):
         super().__init__()
-        self.regions, self.layers = regions, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        # Without a bias after them, the state of a layer are the last inputs of the region that ends with it.
+        self.regions, self.layers = regions, nn.ModuleList(nn.Linear(32, 32, bias=i != 1) for i in range(3))
 
     def inner(self, x):
         return self.layers[1](torch.relu(self.layers[0](x)))
