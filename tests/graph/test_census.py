@@ -215,7 +215,7 @@ WRITTEN_OUT = {
     "addbmm method": (lambda x, w: (x[0] @ x[1].T).addbmm(x, x.mT), (), ["matmul", "matmul"]),
     "bilinear": (lambda x, w: nn.functional.bilinear(x, x + 1, w, w[:, 0, 0]), (6, 16, 16), ["linear"]),
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
-    "einsum with factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
+    "einsum, factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
     "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
 }  # fmt: skip
 UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}
