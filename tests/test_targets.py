@@ -118,6 +118,8 @@ def test_sizes_count():
     verdicts = targets.verdicts("b200", shown.sites[0].program, shown.sites[0])
     assert [each.kind for each in verdicts.values()] == ["native", "native", "simulated"]
     assert verdicts["wgrad"].why == "tokens 24 is not a multiple of 16"
+    listed = [data["sites"][0].get("target") for data in (shown.to_json(target="b200"), shown.to_json())]
+    assert listed == [{gemm: {"kind": kind, "why": why} for gemm, (kind, why) in verdicts.items()}, None]
     table = shown.on("b200")
     assert "tokens 24 is not a multiple of 16" in table
     assert "model.layers.0-1.self_attn.q_proj" in table

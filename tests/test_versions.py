@@ -66,6 +66,16 @@ def test_apply_warns_once_about_a_newer_torch(monkeypatch):
     versions.warn_once.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("text", "explained"),
+    [("_grouped_mm: bfloat16 is due, not float32", True), ("mm: not float32", False), ("_grouped_mm: shapes", False)],
+)
+def test_only_the_refusal_of_grouped_products_in_fp32_is_explained(text, explained):
+    found = versions.refused_grouped_product(torch._dynamo.exc.TorchRuntimeError(text))
+    assert (found is not None) == explained
+    assert versions.refused_grouped_product(RuntimeError(text)) is None  # of a device
+
+
 def test_every_folder_of_the_package_is_listed():
     """``pyproject.toml`` names every folder with files as a package; setuptools warns at length about others."""
     settings = PROJECT["tool"]["setuptools"]
