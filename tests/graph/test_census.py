@@ -208,6 +208,7 @@ WRITTEN_OUT = {
     "inner": (torch.inner, (24, 16), ["linear"]),
     "inner of activations": (lambda x, w: torch.inner(x, x[0]), (), ["matmul"]),
     "multi_dot": (lambda x, w: torch.linalg.multi_dot([x[0], w, w.T, w]), (16, 24), ["linear", "linear", "linear"]),
+    "operator": (lambda x, w: torch.ops.aten.linalg_multi_dot([x[0], w, w.T]), (16, 4), ["linear", "linear"]),
     "chain_matmul": (
         lambda x, w: torch.chain_matmul(x[0].T, x[0], w, w.T), (16, 4), ["linear", "matmul", "linear"]  # as (0(12))3
     ),
@@ -360,6 +361,8 @@ SENTENCES = {
     "linear algebra": (lambda x, w: torch.linalg.matrix_power(x @ x.mT, 2), (), "linear algebra is kept"),
     "a rule could": (lambda x, w: nn.functional.conv1d(x, w), (6, 8, 3), "kept in high precision unless a rule"),
     "convolution": (lambda x, w: nn.functional.conv_transpose1d(x, w), (8, 6, 3), "convolutions are kept"),
+    "2-D convolution": (lambda x, w: nn.functional.conv_transpose2d(x, w), (4, 6, 3, 3), "convolutions are kept"),
+    "3-D convolution": (lambda x, w: nn.functional.conv_transpose3d(x[None], w), (1, 6, 3, 3, 3), "convolutions are"),
     "in place": (lambda x, w: torch.zeros(8, 8).addmm_(x[0], x[1].T), (), "writes in place"),
     "int_mm": (lambda x, w: torch._int_mm(x.flatten(0, 1).char(), x.flatten(0, 1).char().T), (), "quantized already"),
 }

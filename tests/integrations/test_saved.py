@@ -1,5 +1,7 @@
 """Hugging Face's save_pretrained and from_pretrained: what techniques keep comes back with the policy."""
 
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -33,6 +35,10 @@ def test_the_same_policy_goes_on_where_it_was(trained, tmp_path):
     assert not differences(entries(again), entries(trained))
     with torch.no_grad():
         assert torch.equal(again.eval()(input_ids=TOKENS).logits, trained.eval()(input_ids=TOKENS).logits)
+    # State that a copy brings along stays, whatever the folder holds.
+    again.model.layers[0].mlp.down_proj._fp4graph_q_ema_weight.add_(1)
+    copied = fp4graph.apply(pickle.loads(pickle.dumps(again)), "tetrajet-qema", backend="eager")
+    assert not differences(entries(copied), entries(again))
 
 
 def another(folder):

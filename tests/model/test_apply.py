@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from functools import partial
 
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fp4graph
+from fp4graph.graph.functions import site_function
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics import noise
-from tests.helpers.models import Mlp
-from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.models import Mlp, module_of
+from tests.helpers.policies import MXFP4, NVFP4, one_rule
+from tests.helpers.sites import program_of
 from tests.helpers.training import applied, assert_equal, gradients, prepared
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
@@ -232,3 +236,28 @@ def test_state_starts_at_the_weights_of_the_first_forward_after_applying_again(b
         model.first.weight.add_(1)
     model(X)
     assert torch.equal(model.first._fp4graph_q_ema_weight, model.first.weight)
+
+
+STOCHASTIC = one_rule(quantize=MXFP4 | {"rounding": "stochastic"}, operands={"backward": "keep"})
+
+
+def test_the_noise_of_a_second_weight_has_the_salt_of_its_name():
+    """So seeded runs repeat from version to version: CRC-32 of ``name#occurrence``, 30 bits of it, made odd."""
+    weights = {name: nn.Parameter(torch.randn(48, 32)) for name in ("a_weight", "b_weight")}
+    model = module_of(lambda self, x: (F.linear(x, self.a_weight), F.linear(x, self.b_weight)), **weights)
+    _, y = applied(model, STOCHASTIC, seed=3)(X)
+    salt = zlib.crc32(b"b_weight#1") & 0x3FFFFFFF | 1
+    product = site_function(program_of(STOCHASTIC, "linear", 32, 48), "linear", 1.0, 1.0)
+    assert torch.equal(y, product(X, model.b_weight, None, model._fp4graph_key, noise.make_step(3, 0, 0), salt))
+
+
+def test_ranks_draw_noise_of_their_own_before_they_are_a_group(monkeypatch):
+    def output():
+        torch.manual_seed(0)
+        return applied(perceptron(), STOCHASTIC)(X)
+
+    alone = output()
+    monkeypatch.setenv("RANK", "0")
+    assert torch.equal(output(), alone)
+    monkeypatch.setenv("RANK", "1")
+    assert not torch.equal(output(), alone)
