@@ -142,6 +142,9 @@ def test_reasons_name_what_stands_in_the_way() -> None:
     assert off["fprop.left"].why == "they are off"
     gpu = reasons("nvfp4", machine=Machine("cuda"), drawn=True)
     assert gpu["dgrad.left"].asked is gpu["wgrad.left"].asked is Asked.BOTH
+    kept = gpu["fprop.left"]
+    assert (kept.asked, kept.keeps) == (Asked.BOTH, {Keeps.READY})
+    assert [kept.saves_original(ready=ready) for ready in (True, False)] == [False, True]
     seen = reasons("nvfp4", machine=Machine("cuda"), observed=True)["fprop.left"]
     assert seen.asked is not Asked.BOTH
     assert seen.keeps == {Keeps.ORIGINAL}
