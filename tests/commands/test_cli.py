@@ -127,6 +127,8 @@ def test_check_says_where_ties_of_scales_go_and_what_is_kept(fp4graph, data, wri
     scale = data("check", written(even))["default"]["operands"]["fprop.input"]["scale"]
     assert scale == "e8m0 nearest_even ties even"
     assert "nearest_even ties" not in fp4graph("check", written(up)).out
+    encode = written("default: {scale: {convention: encode, rounding: nearest_even}}")
+    assert data("check", encode)["default"]["operands"]["fprop.input"]["scale"] == "e8m0 nearest_even encode"
     kept = fp4graph("check", written("default: {operands: {backward: keep}}")).out
     assert kept.count("high precision") == 4
     assert "every other site" in kept

@@ -142,6 +142,8 @@ def test_reasons_name_what_stands_in_the_way() -> None:
     assert off["fprop.left"].why == "they are off"
     gpu = reasons("nvfp4", machine=Machine("cuda"), drawn=True)
     assert gpu["dgrad.left"].asked is gpu["wgrad.left"].asked is Asked.BOTH
+    whole = reasons("int4-per-tensor", machine=Machine("cuda"))
+    assert whole["dgrad.left"].asked is Asked.BOTH  # no bytes stand for such blocks, and none are kept of gradients
     kept = gpu["fprop.left"]
     assert (kept.asked, kept.keeps) == (Asked.BOTH, {Keeps.READY})
     assert [kept.saves_original(ready=ready) for ready in (True, False)] == [False, True]

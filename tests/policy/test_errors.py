@@ -52,6 +52,7 @@ REFUSED = {
     default: high #! | default must be keep, or a quantize block | 'high'
     default:↵  blokc: 3 #! | in default | did you mean 'block'?
     default:↵  operands:↵    forwrad: keep #! | did you mean 'forward'?
+    default:↵  block: 16↵  operands: {forward: keep, backward: keep} #! | all six operands are kept
     default: keep↵expect:↵  quantised: {min: 1} #! | did you mean 'quantized'?
     default: keep↵expect:↵  quantized: {least: 1} #! | 'least' | expect.quantized | exactly
     default: keep↵expect:↵  kept:  #!↵    exactly: 1↵    min: 1 | remove one of them
