@@ -55,6 +55,21 @@ def test_it_warns_once_and_names_the_module_and_the_reason(make, batch, text):
 
 
 @uncompiled
+def test_a_matrix_of_no_layer_is_quantized_behind_a_graph_break():
+    def forward(self, x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x @ self.mixing
+        return x
+
+    mixes = module_of(forward, mixing=torch.nn.Parameter(torch.randn(WIDTH, WIDTH)))
+    model = applied(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), mixes), one_rule())
+    model(torch.randn(8, WIDTH))
+    sites = [(site.module, site.quantized) for site in runtime_of(model).sites]
+    assert sites == [("0", True), ("1", True), ("1", True)]
+
+
+@uncompiled
 def test_the_rest_stays_compiled():
     graphs, model = [], applied(loops(), "tetrajet")
     capture = runtime_of(model).capture
