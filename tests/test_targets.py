@@ -135,6 +135,8 @@ def test_experts_have_products_of_their_own():
     site = Site("e", "grouped", ((32, 64), (4, 64, 64)), None, "", {}, quantized=True)
     assert targets.verdicts("b200", program, site)[Gemm.FPROP] == ("native", "MXFP4 x MXFP4 (torch with MSLK)")
     assert targets.verdicts("mi355x", program, site)[Gemm.FPROP].why == "fprop.input and fprop.weight: E2M1 elements"
+    why = f"{targets.target('rtx5090').title} has no grouped products of quantized operands"
+    assert targets.verdicts("rtx5090", program, site)[Gemm.FPROP] == ("simulated", why)
 
 
 def test_gradients_in_e5m2_beside_e4m3():
