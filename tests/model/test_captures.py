@@ -7,9 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
+from fp4graph.graph.site import Site
+from fp4graph.model import coverage
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.breaks import Breaks
 from tests.helpers.models import module_of
@@ -155,3 +158,12 @@ def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
                 warnings.simplefilter("always")
                 applied(Breaks(32, 32, 16), POLICY, recompile_limit=2)(X).sum().backward()
     assert "as many graphs of the code around it" in " ".join(str(warning.message) for warning in caught)
+
+
+def test_a_kept_site_of_unknown_sizes_is_looked_up_for_each_module_that_shares_its_graph():
+    rules = [{"name": name, "match": {"module": name}, "keep": "why"} for name in ("0", "1")]
+    policy = one_rule() | {"rules": [*rules, *one_rule()["rules"]]}
+    plan = runtime_of(applied(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), policy)).plan
+    shapes = (ShapeEnv().create_unbacked_symint(), 32), (32, 32)
+    site = Site("0", "linear", shapes, "0", "why", {}, quantized=False, rule_index=0)
+    assert [each.rule for each in coverage.each_served([(site, ["0", "1"])], plan)] == ["0", "1"]
