@@ -27,8 +27,8 @@ from fp4graph.kernels.direction import Blocks, Direction, Source
 from fp4graph.kernels.direction import Packed as Bytes
 from fp4graph.kernels.inductor import EXACT, patches
 from fp4graph.kernels.tiles import TILE
+from fp4graph.kernels.triton_division import _inverse_of, _quotient
 from fp4graph.kernels.triton_kernels import quantize_kernel
-from fp4graph.kernels.triton_numerics import _inverse_of, _quotient
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
