@@ -36,12 +36,12 @@ REFUSED = [
     (policy({"scale_gradient": {"k": 3.0}}, {"smooth_max": {}}), "k belongs to kind: dge"),
     (policy({"tensor_scaling": {"target": 1e6}}), r"target 1e\+06 is above the largest scale of .*, 448"),
     (policy({"tensor_scaling": {"headroom": 0.5}}, scale=CEIL), "range to spare"),
-    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has none"),
-    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has none"),
+    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has no weight"),
+    (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has no weight"),
     (policy({"hadamard": {"scope": ["fprop"], "kind": "random_backward", "block": 16}}), "scope has neither"),
     (
         policy({"stochastic_rounding": {"operands": ["forward"], "range_guard": 1.0625}}, "smooth_max"),
-        "range_guard on an operand of fprop and smooth_max",
+        "range_guard on an operand of fprop cannot be combined with smooth_max",
     ),
     (
         policy({"outlier_fallback": {"operands": ["fprop.input", "dgrad.weight"]}}, operands={"dgrad.weight": "keep"}),
