@@ -21,7 +21,7 @@ class MseScale(fp4graph.Technique):
 
     name: ClassVar[str] = "mse_scale"
     overhead: ClassVar[fp4graph.Overhead] = fp4graph.Overhead("O(n)", "O(1)", fusable=True)
-    complexity: ClassVar[float] = 0.5  # a fusable O(n), by Table 2 of the design-space paper
+    complexity: ClassVar[float] = 0.5  # fusable and O(n): Table 2 of "Elucidating the Design Space of FP4 Training"
     factors: tuple[PositiveFloat, ...] = Field((1.0, 0.875, 0.75, 2.0), min_length=1, description="Factors c to try.")
     operands: Operands = Field(("forward",), description="Operands, or groups of them, whose blocks choose.")
 
