@@ -29,7 +29,7 @@ class Dampen(Technique):
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", write it. Nagel et al. clip W to the range of Q first,
-    so that the term does not pull weights beyond the range. If scales clip no weight, as in TetraJet, clipping changes
+    so that the term leaves weights outside the range alone. If scales clip no weight, as in TetraJet, clipping changes
     nothing. Their code lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and divides the term
     by K, unlike sec. 4.2; to do the same, give the layers of each K a rule with ``strength`` divided by K.
 

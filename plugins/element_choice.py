@@ -27,7 +27,8 @@ class ElementChoice(Technique):
     A quantize block with ``element: [e2m1, int4]`` and ``selector: mse`` does the same.
 
     Source: Cook et al. 2026, "Adaptive Block-Scaled Data Types" (IF4, arXiv 2603.28765; we read the abstract), and the
-    authors' code, which has the three errors. If their code rounds stochastically, it chooses by the drawn values.
+    authors' code, which offers the same three measures of error. If their code rounds stochastically, it chooses by the
+    drawn values.
     IF4 stores the choice in the sign bit of the E4M3 scale, so that the choice takes no memory.
 
     Stage: plan.
@@ -69,7 +70,7 @@ class ElementChoice(Technique):
         if not listed or any(spec.others for spec in listed):
             return None
         names = " and ".join(sorted({spec.element_name for spec in listed}))
-        return f"others names no format beside {names}, so that no block has a choice"
+        return f"option others lists no format beside {names}, so that no block has a choice"
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Let the blocks of all listed and quantized operands choose.

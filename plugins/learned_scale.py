@@ -32,8 +32,8 @@ class LearnedScale(Technique):
 
     The rounding of s is differentiated straight-through, and da is 0 where a/6γ is out of E4M3's range. Before each
     step of the optimizer, Adam updates ``a`` with ``lr_factor`` times the learning rate of the weight, without weight
-    decay, and the gradient of W is masked. ``a`` starts at the block's amax (``init: amax``), or where s is the scale
-    with the least squared error of the block (``mse``).
+    decay, and the gradient of W is masked. ``a`` starts at the block's amax (``init: amax``), or so that s has the
+    least squared error of the block (``mse``).
 
     ``clip_grad_norm_`` before the step sees G without the mask, and does not count da, which is computed from the
     clipped G. Loss scaling does not matter: the gradient is unscaled by then.
@@ -41,13 +41,13 @@ class LearnedScale(Technique):
     Source: Esser et al. 2020, "Learned Step Size Quantization" (without its factor 1/√(N·Qmax), which Adam undoes), as
     NVIDIA ModelOpt's recipe ``nvfp4_lsq-mse_init-fp8_kv`` has it for NVFP4: E4M3 scales, a sweep of the 126 positive
     E4M3 values for the start, and learning rates of 1e-4 for scales and 1e-5 for weights. ModelOpt keeps the first γ;
-    our γ follows the weight. If siblings share γ, the first scales are rounded again under it. ModelOpt stores ``a`` in
-    the weight's dtype and keeps s at 0.875γ or more; our ``a`` is fp32, and s underflows below 2⁻¹⁰γ. ModelOpt's
+    our γ follows the weight. If siblings share γ, the initial scales are rounded again under that γ. ModelOpt stores
+    ``a`` in the weight's dtype and keeps s at 0.875γ or more; our ``a`` is fp32, and s is at least 2⁻⁹γ. ModelOpt's
     Dual-LSQ, which divides by one scale and multiplies by another, is left out: exports store one set of scales.
 
     Stages: scale of fprop.weight; optimizer, before the step.
 
-    Cost: ``a`` at every element, two moments for each block; the weight's quantizer once at each step, 126 times at the
+    Cost: ``a`` in the shape of W, two moments per block; the weight's quantizer once at each step, 126 times at the
     start for ``mse``. The complexity weight is ours: 2.0, for unfusable O(n) memory (design-space paper, Table 2).
 
     Use it, as ModelOpt does, to distil a model into NVFP4 weights (quantization-aware distillation).
@@ -78,7 +78,7 @@ class LearnedScale(Technique):
             raise ValueError(f"{other} changes fprop.weight too, but the gradient of the scales ignores that; drop it")
         chosen = scaling.model_dump(include={"granularity", "headroom", "target"})
         if scaling.name not in acting or tuple(chosen.values()) not in (("tensor", 1, None), ("tensor", 1, 448)):
-            raise ValueError("tensor_scaling must act on fprop.weight, with granularity: tensor and a target of 448")
+            raise ValueError("tensor_scaling needs fprop.weight, granularity: tensor, headroom: 1 and a target of 448")
 
     def parts(self, site: SiteView) -> tuple[ScaleFromState, LearnMaximum]:
         init = _by_error if self.init == "mse" else _by_maximum
@@ -95,7 +95,7 @@ class ScaleFromState(BlockScale):
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return E4M3(a/6γ), at least the smallest positive E4M3 value, also for ``a`` <= 0."""
         assert context.spec is not None
-        return statistics.block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # of a/γ
+        return statistics.block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # state: a/γ
 
 
 class LearnMaximum(OptimizerHook):

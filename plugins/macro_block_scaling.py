@@ -21,9 +21,9 @@ class MacroBlockScaling(Technique):
     h(X) = γ·f(X/γ) for a macro block X of ``block`` elements along the contraction axis, where f is the quantizer in
     blocks of l elements. With g = max_p Z_p over the blocks p of X, γ is the mantissa γ' of g/Qmax = γ'·2^k,
     1 <= γ' < 2, rounded up to m = ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of the largest block is
-    then a power of two, or below a power of two by at most 2^-m of it. Every rule that rounds scales to powers of two
-    (to nearest, up, or OCP's by the exponent of Z) then takes this power and clips nothing of that block. The scales of
-    other blocks still differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to
+    then 2^k, or below 2^k by at most the fraction 2^-m. With m >= 2 and E2M1, the rules ``nearest_even``, ``ceil`` and
+    ``floor`` (OCP's) then take 2^k and clip nothing of that block. The scales of other blocks still differ by their
+    mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to
     3 bits γ·S·q is exact in bf16, as S·q is.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method, a finer factor per
@@ -82,7 +82,7 @@ class MacroBlockScale(BlockScale):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
-        # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
+        # Zeros, subnormals, Inf and NaN have no useful mantissa; their γ is 1.
         return context.mantissa(group(self.options.block), context.spec.element.max, self.options.mantissa_bits)
 
 

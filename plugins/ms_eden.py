@@ -20,7 +20,7 @@ from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SQUARE_BOUND = 128.0  # bound of (x/S)²: abs(x/S) <= Qmax/fill·3/2 = 9.7, with the 3/2 of a subnormal S rounded to 1
+_SQUARE_BOUND = 128.0  # bound of (x/S)²: abs(x/S) < 6/0.93·3/2 = 9.7; the 3/2 is for a subnormal S, rounded down to 1
 _FILL_DIVISOR = 4  # a group is rounded stochastically if an expert's tokens fill less than 1/4 of it (32 of 128)
 
 
@@ -36,14 +36,14 @@ class MSEden(Technique):
     rotation their scales are nearly equal.) ``fill`` below 1 lets a block's largest values exceed 6 and be clipped,
     which lowers the squared error; the factor makes up for the bias.
 
-    For components beside u the paper needs a uniformly random rotation. Random signs and a Hadamard matrix approximate
-    one if most of a group is filled. In wgrad, zeros pad an expert's tokens to whole groups. A group that tokens fill
+    For errors orthogonal to u the paper needs a uniformly random rotation. Random signs and a Hadamard matrix come near
+    it if most of a group is filled. In wgrad, zeros pad an expert's tokens to whole groups. A group that tokens fill
     to less than a quarter would be biased by up to 7 % (docs/experts.md). It is rounded stochastically, without bias:
     S = q(Z/6) is rounded up, so that nothing is clipped, and S' = S. If 128 does not divide the tokens or outputs of
     an ordinary layer, the last group keeps its bias.
 
     Source: Panferov et al. 2026, "Quartet II: Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient
-    Estimation", and their code (groups of 128, fill 17/16·0.93, scales to 255.99; one rotation per backward, ours two).
+    Estimation", and their code (groups of 128, fill 17/16·0.93, scales to 255.99; one rotation per backward, here two).
 
     Stages: scale (group scale and block scale), element rounding, rescale.
 
@@ -136,7 +136,7 @@ class StochasticWhereSparse(Rounding):
     options: MSEden
 
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
-        """Round the elements of sparse groups stochastically, all others to nearest; None where none can be sparse."""
+        """Round elements of sparse groups stochastically, others to nearest; return None if no group can be sparse."""
         assert context.spec is not None
         if (sparse := Groups(context.blocking, self.options.block).sparse(_FILL_DIVISOR)) is None:
             return None

@@ -24,21 +24,21 @@ class QRamping(Technique):
     element and its entries of the optimizer's state wait for N − 1 steps, and its gradients add up. At the N-th step
     the element moves with the mean of the N gradients, N times as far: w ← w + N·Δw, as at learning rate N·lr if the
     rate multiplies the update. Decoupled weight decay acts every N-th step at N times the rate. Step counts, and state
-    of other shapes than the weight's (bias corrections), advance at every step. A reset of the moments
+    of other shapes than the weight's (as for bias correction), advance at every step. A reset of the moments
     (``stable_spam``, ``fp4graph.optim.StableSPAM``) reaches waiting elements too. A detection drops unfinished sums.
 
     With ``restore`` a detection only measures: all parameters and the optimizer's state then return to their previous
-    values. A parameter without previous state begins anew, by an ordinary step of all its elements. Schedules and the
+    values. A parameter that had no state starts without state again, and all its elements step once. Schedules and the
     memory of other techniques are not undone. An optimizer that counts a group's steps (timm's LAMB, Adan) is refused.
-    Options that change during training take effect when a detection begins or ends, ``restore`` when it begins.
+    Options that change during training take effect where the next detection begins (t_update, restore) or ends.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2, with
-    k1 = 16, k2 = 5, T0 = 30. The paper does not give N_max, T_update and the state from which training goes on. In the
+    k1 = 16, k2 = 5, T0 = 30. The paper gives no N_max or T_update, nor the state from which training goes on. In the
     authors' code N_max and T_update are an epoch's steps, state is restored, and waiting elements decay too.
 
     Stage: optimizer, before and after the step.
 
-    Cost: two passes over each weight with some N > 1 and over its state, copied before the step; the sum of gradients
+    Cost: a copy of each weight with some N > 1 and of its state before the step, merged after it; the sum of gradients
     and N are kept. During a detection: four tensors of the weight's size, and one more run of its quantizer at each
     step. The complexity weight is ours: 2.5; Table 2 of the design-space paper gives 2 to 3 for unfusable O(n) memory.
 
@@ -101,7 +101,7 @@ class RampBatches(OptimizerHook):
         grad.copy_(torch.where(factor == 1, grad, torch.where(stepping, mean, 0.0).to(grad.dtype)))
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Measure, set N by Algorithm 2, lines 5 to 7, or undo the step for the elements that wait."""
+        """Measure and, at a detection's end, set N (Algorithm 2, lines 5 to 7); else undo steps of waiting elements."""
         options, memory, weight = self.options, update.memory, update.parameter
         if "moved" in memory:  # a detection is running
             oscillation.add(update)
@@ -119,7 +119,7 @@ class RampBatches(OptimizerHook):
             memory["summed"].masked_fill_(update.scratch["stepping"], 0.0)
 
     def _place(self, memory: dict[str, torch.Tensor]) -> int:
-        """Return the steps since the latest detection began; 0 begins one."""
+        """Return the number of steps since the latest detection began; at 0, one begins."""
         if int(memory.get("steps", self.options.t_update)) >= self.options.t_update:
             memory["steps"] = torch.zeros((), dtype=torch.int64)  # on the CPU, so that reading waits for no device
         return int(memory["steps"])

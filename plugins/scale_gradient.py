@@ -21,17 +21,18 @@ class ScaleGradient(Technique):
     """Replaces the straight-through 1 by a surrogate derivative q'(s) of rounding the block scale s to its format.
 
     s1 <= s < s2 are the neighbouring scales, and t = (s - s1)/(s2 - s1). ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
-    at 3. ``spline`` is the slope of the line through (threshold, threshold to nearest even): 0 around scales of even
-    code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's
-    maximum the surrogates are 0. The spec's convention decides whether s is S = Z/Qmax or s = Qmax/Z, and the surrogate
-    depends on it. With ``range: low`` the surrogate acts below the format's smallest normal number, where the quotient
-    of s and the rounded s deviates most from 1, and is 1 above.
+    at 3. ``spline`` is the slope of the polyline through the points (threshold, threshold rounded to nearest even): 0
+    around scales of even code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is
+    1. Above the format's maximum surrogates are 0; then all are clipped to [lower, upper]. The spec's convention
+    decides what s is, Z/Qmax (``decode``) or Qmax/Z (``encode``), and so the surrogate. With ``range: low`` the
+    surrogate acts below the format's smallest normal number, where the quotient of s and the rounded s deviates most
+    from 1, and is 1 above.
 
     Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1. The clip from below, 0.2, is our choice,
     as for step_gradient.
 
-    Stage: gradient of fprop.input and fprop.weight. The surrogate acts only if the scale is differentiated
-    (``smooth_max``); otherwise its term is dropped, and loading the policy warns.
+    Stage: gradient of fprop.input and fprop.weight. The surrogate acts only beside ``smooth_max``, which differentiates
+    the scale; without it loading the policy warns.
 
     Cost: O(n) work and O(n/l) memory, unfusable.
 
@@ -69,7 +70,7 @@ class ScaleGradient(Technique):
         """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
-            return "the block scale is not differentiated; add smooth_max with a kind other than ste"
+            return "the block scale is differentiated only beside smooth_max with a kind other than ste"
         acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
         if acting and all(number == FP32 for number in acting):
             return "a scale in fp32 is not rounded"

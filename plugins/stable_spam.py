@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: Entries that are not moments and that a reset keeps: the slow weights of timm's Lookahead.
 KEPT = {"lookahead_slow_buff"}
-#: Optimizers that cannot be reset: timm's ADOPT takes a step for a parameter's first step if there is no state.
+#: Optimizers that cannot be reset: timm's ADOPT recognizes a first step by its missing state, which a reset keeps.
 WITHOUT_RESET = {"Adopt"}
 #: Keys in parameter groups: of t, and of the user's betas while a step lasts.
 STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
@@ -102,7 +102,7 @@ class ConditionGradients(OptimizerHook):
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
             if options.reset_interval is not None and t % options.reset_interval == 0:
-                conditioning.reset_moments(group)  # timm's LAMB and Adan count steps here
+                conditioning.reset_moments(group)  # timm's LAMB and Adan keep their step count in the group
                 for parameter in group["params"]:
                     conditioning.reset_moments(optimizer.state.get(parameter, {}))
 

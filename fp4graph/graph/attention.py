@@ -115,7 +115,7 @@ def encoder_layer(
 def _split_mask(
     mask: Tensor | None, mask_type: int | None, heads: int, query: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Split the merged mask of the fused kernels (type 0, 1, or 2 for both) into attention and key padding mask."""
+    """Return (attention mask, key padding mask) for a fused kernel's mask of type 0, 1, or 2 (merged: the first)."""
     if mask is None or mask_type == 0:
         return mask, None
     if mask_type == 1:

@@ -37,12 +37,12 @@ class Site:
         supported: False for an operation that no rule can quantize.
         exact: the GEMMs whose two operands hold bf16 numbers by construction. On CUDA these GEMMs of an fp32 model
             multiply in bf16 with fp32 output, unless a group scale turns out not to be one number for the tensor.
-        apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
+        apart_channels: the number of input channels that are multiplied apart, at a technique's request; 0 if none are.
         apart: the specs of these channels in fprop and wgrad; ``operands`` has the specs of the other channels. dgrad
             multiplies all channels together.
         techniques: the names of the rule's techniques, in the policy's order; empty where nothing is quantized.
         program: what is computed in place of the product; None where nothing is quantized.
-        lowered: returns :attr:`schedule`; None where nothing is quantized.
+        lowered: computes :attr:`schedule` on demand; None where nothing is quantized.
     """
 
     module: str | None

@@ -23,14 +23,14 @@ class Blocks(NamedTuple):
     """Numbers that techniques give for the blocks of a tensor ``[B, R, C]``: fp32, one for all blocks or one per block.
 
     Numbers per block are a tensor ``[B, R, n]``, n = ceil(C/block), or ``[B, G, r, n]`` where the r lines of a group
-    share numbers; R may be less than G·r. The tensor may be broadcast along any axis, as by ``expand``.
+    share numbers; R may be less than G·r. This tensor may have stride 0 along any axis, as ``expand`` makes it.
 
     Attributes:
         divisor: divides the values, before anything else.
         statistic: replaces the largest magnitude of the divided values.
         scale: replaces the scale that the statistic gives.
         factor: multiplies the result.
-        stored: multiplies the elements instead of the scale under which they were rounded. GPU kernels do not take it.
+        stored: multiplies the rounded elements, in place of the scale that they were rounded by; not for GPU kernels.
     """
 
     divisor: Tensor | None = None

@@ -64,7 +64,7 @@ def apply(
             apply() raises every error of the first forward and backward, in any phase of the policy. The arguments
             become fake tensors: only shapes and dtypes matter.
         strict: raise :class:`UncompiledError` or :class:`CaptureError` if a module with quantized sites would run
-            uncompiled. Otherwise the module runs operation by operation, with the same quantizers and noise but slower,
+            uncompiled. If False, such a module runs operation by operation, slower, with the same quantizers and noise,
             and a PolicyWarning says why.
         recompile_limit: number of graphs that may be compiled for the model's forward; after that the forward runs
             uncompiled. None means 64, or torch's limit if it is higher.

@@ -1,4 +1,4 @@
-"""What the tests of all programs check: the quantized products, the warnings, and the parameters that train."""
+"""What the tests of all clients check: the quantized products, the warnings, and the parameters that train."""
 
 import warnings
 from collections import Counter

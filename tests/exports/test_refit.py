@@ -71,7 +71,7 @@ def test_only_what_changed():
     assert names(model, sent=sent) == []
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] *= -1
-        model.model.layers[0].self_attn.q_proj.weight.mul_(2)  # γ of k and v too
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)  # q, k and v share γ, so k and v change too
         model(torch.zeros(1, 4, dtype=torch.int64))  # γ is made anew before a forward
     first, second = "model.layers.0.self_attn", "model.layers.1.mlp.down_proj"
     expected = [*(f"{first}.{name}_proj" for name in "qkv"), second]
@@ -99,7 +99,7 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
 
 
 @pytest.mark.slow
-def test_under_autocast_siblings_share_the_maximum_of_its_dtype():
+def test_under_autocast_siblings_share_the_maximum_of_weights_in_bf16():
     """Of many weights, some of which bf16 rounds up and some down; the export agrees."""
     model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

@@ -64,7 +64,7 @@ def train(
 
 
 def assert_equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """Compare tensors to the bit, by number; one NaN is as good as another."""
+    """Compare tensors pairwise, without tolerance. Two NaNs are equal, and so are 0 and -0."""
     for one, other in zip(some, others, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 

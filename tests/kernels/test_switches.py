@@ -99,7 +99,7 @@ def test_the_command_ends_at_a_misspelt_value_with_one_line():
 
 
 @pytest.mark.compiler
-def test_contexts_change_one_thing_each():
+def test_contexts_change_switches_and_restore_them():
     assert switches.current() == Switches()
     assert Machine.of(CPU).lacks is None
     with operators.tensor_code():
@@ -112,7 +112,7 @@ def test_contexts_change_one_thing_each():
 
 
 def test_products_have_a_switch_of_their_own(monkeypatch):
-    """On a GPU that takes the kernels, of operands that only say that they are there."""
+    """CPU tensors stand for operands on a GPU that runs the kernels: the device's kind is patched."""
     monkeypatch.setattr(machine, "available_on_gpu", lambda: True)
     monkeypatch.setattr(operators.target, "kind", lambda device: "cuda")
     left, right = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (2, 8))

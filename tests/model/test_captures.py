@@ -38,7 +38,7 @@ class Checked(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: applied(model, policy)(*args)])
 def test_explain_lists_the_same_after_a_failure(fails):
-    def forward(self, x):  # broken, so that Dynamo compiles the functions that it calls one by one
+    def forward(self, x):  # the graph break makes Dynamo compile the functions that forward calls separately
         y = self.inner(x)
         torch._dynamo.graph_break()
         return y
@@ -151,7 +151,7 @@ def test_models_of_one_class_do_not_count_as_recompilations():
 
 
 @pytest.mark.slow
-def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
+def test_the_warning_says_that_earlier_models_filled_the_cache():
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
         for _ in range(4):
             with warnings.catch_warnings(record=True) as caught:

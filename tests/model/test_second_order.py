@@ -1,4 +1,4 @@
-"""Derivatives of derivatives: ours to refuse under every backend, and those of the plain model in a bypass."""
+"""Second derivatives through quantized products are refused; in a bypass they equal the plain model's."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_under_checkpointing_too(backend, reentrant):
     model.zero_grad()
     loss().backward()
     assert_equal(grads(model), expected)
-    if not reentrant:  # the backward in a reentrant one has no graph, and torch's own has no second order either
+    if not reentrant:  # a reentrant checkpoint's backward has no graph, in plain torch too
         with refused():
             torch.autograd.grad(loss(), list(model.parameters()), create_graph=True)
 
@@ -171,7 +171,7 @@ def test_products_of_activations_refuse_the_same(backend, op):
 @backends
 @pytest.mark.parametrize("width", [16, 32], ids=["a tensor", "a part of a tensor"])
 def test_a_tensor_that_a_graph_has_written_to_refuses_the_same(backend, width):
-    class Written(nn.Linear):  # the graph's outputs do not lie behind the product
+    class Written(nn.Linear):  # the graph's output does not depend on the product; only the write does
         def forward(self, x, into):
             into.add_(super().forward(x))
             return x.detach().sum()
@@ -183,7 +183,7 @@ def test_a_tensor_that_a_graph_has_written_to_refuses_the_same(backend, width):
 
 
 @backends
-def test_writes_to_views_hide_no_backward(backend):
+def test_second_derivatives_are_refused_after_a_write_to_a_view_of_the_output(backend):
     class Views(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
@@ -295,9 +295,9 @@ def test_derivatives_inside_of_a_forward(backend):
     functional_force = module_of(lambda self, x: torch.func.grad(lambda x: self.net(x).sum())(x), net=Net())
     with pytest.raises(CaptureError, match=r"^net\.first: torch\.func .* by a rule"):
         applied(functional_force, POLICY, backend=backend)(X.clone())
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # still allowed, as checkpoints need them
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # not left disabled: checkpoints need them
         pass
-    if backend == "aot_eager":  # under eager, Dynamo compiles our backward function by function, for ten seconds
+    if backend == "aot_eager":  # under eager Dynamo compiles for ten seconds, function by function
         slope = force()
         x = X.clone().requires_grad_()
         (expected,) = torch.autograd.grad(applied(Net(), POLICY, backend=backend)(x).sum(), x)

@@ -22,7 +22,7 @@ PLACES = {
     "plugins": Path(fp4graph_plugins.__file__).parent,
 }
 #: Functions and methods, of torch, Triton, math or a tensor, that are not correctly rounded everywhere or depend on an
-#: order. math.sqrt and torch.round are: the former is IEEE's, the latter is to integers.
+#: order. Not math.sqrt, which IEEE 754 rounds correctly, nor torch.round, which rounds to integers.
 _NAMES = """
     acos acosh addbmm addcdiv addcmul addmm addmv addr asin asinh atan atan2 atanh baddbmm bilinear bmm celu cdist
     cholesky conv1d conv2d conv3d corrcoef cos cosh cov cross cumprod cumsum det digamma dist dot eig eigh einsum
@@ -33,7 +33,7 @@ _NAMES = """
     std_mean sum svd tan tanh tensordot trapezoid tril_solve var var_mean xlogy
 """
 INEXACT = frozenset(_NAMES.split())
-#: Of Python's numbers, correctly rounded.
+#: Calls that are correctly rounded although their last name is in ``INEXACT``: they take Python's numbers.
 EXACT = frozenset({"math.sqrt"})
 #: A row: operations | file, file ×n | reason
 ROW = re.compile(r"^\| (?P<calls>`[^|]+`) \| (?P<files>`[^|]+\.py`[^|]*) \| (?P<reason>[^|]+) \|$", re.MULTILINE)
@@ -67,7 +67,7 @@ def _is_number(node: ast.AST) -> bool:
 
 def found() -> dict[str, dict[str, list[int]]]:
     calls: dict[str, dict[str, list[int]]] = {}
-    for place, file in ((place, file) for place, folder in PLACES.items() for file in sorted(folder.glob("*.py"))):
+    for place, file in ((place, file) for place, folder in PLACES.items() for file in sorted(folder.rglob("*.py"))):
         for operation, line in inexact(file.read_text(encoding="utf-8")):
             calls.setdefault(f"{place}/{file.name}", {}).setdefault(operation, []).append(line)
     return calls

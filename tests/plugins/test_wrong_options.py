@@ -179,7 +179,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         ({}, scaled() | {"after": [{"hadamard": {"block": 16}}]}, "hadamard changes fprop.weight too"),
         ({}, LEARNED | scaled(granularity="row"), "granularity: tensor"),
         ({}, LEARNED | scaled(target=256), "target of 448"),
-        ({}, scaled(operands=["inputs"]), "tensor_scaling must act on fprop.weight"),
+        ({}, scaled(operands=["inputs"]), "tensor_scaling needs fprop.weight"),
         ({}, LEARNED | {"more": []}, "tensor_scaling"),
     ],
     "loss_scaling": [({}, {"quantize": TIES_UP}, "move it to the policy's techniques")],
@@ -272,7 +272,7 @@ def test_a_rule_under_which_it_cannot_act_is_refused(
 
 
 KEPT = {"operands": {"fprop.weight": "keep"}}
-NO_FORMAT = "'element_choice' has no effect here: others names no format beside {}, so that no block"
+NO_FORMAT = "'element_choice' has no effect here: option others lists no format beside {}, so that no block"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ NO_FORMAT = "'element_choice' has no effect here: others names no format beside 
         ("element_choice", {"others": ["e2m1"]}, {"quantize": NVFP4}, NO_FORMAT.format("e2m1")),
         *(("element_choice", options, {"quantize": NVFP4 | {"element": "int4"}}, NO_FORMAT.format("int4"))
           for options in ({}, {"operands": ["gradients"]})),
-        ("scale_gradient", {"kind": "dge"}, {}, "scale_gradient.*not differentiated; add smooth_max"),
+        ("scale_gradient", {"kind": "dge"}, {}, "scale_gradient.*differentiated only beside smooth_max"),
         ("smooth_swiglu", {}, {"match": {"op": "linear", "producer": "gelu"}}, "has no effect here"),
         ("smooth_swiglu", {}, {"operands": {"forward": "keep"}}, "has no effect here"),
     ],

@@ -128,7 +128,7 @@ def test_preparing_again_replaces_the_hooks_of_that_model_alone() -> None:
     assert_averaged(model.first, start[0], [*stream, *more], 0)
 
 
-def test_what_two_models_remember_resumes() -> None:
+def test_the_state_of_two_models_on_one_optimizer_resumes() -> None:
     def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Two()
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -140,7 +140,7 @@ def test_what_two_models_remember_resumes() -> None:
 
 
 def test_a_technique_of_the_whole_optimizer_acts_once_for_two_models() -> None:
-    """StableSPAM as an optimizer is what the technique amounts to; it conditions every gradient once."""
+    """The technique conditions every gradient once, so the run equals one with the optimizer StableSPAM."""
     model, reference = Two(), Two()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
     for part in (model.first, model.second):
@@ -150,7 +150,7 @@ def test_a_technique_of_the_whole_optimizer_acts_once_for_two_models() -> None:
     assert same(model.parameters(), reference.parameters())
 
 
-#: Techniques of two models on one optimizer: of the first, of the second, whether they share a weight, what is said.
+#: By case: the first model's techniques, the second's, whether they share a weight, and the error's message.
 APART = {
     "two sets of options": (
         [SPAM], [{"stable_spam": {**OPTIONS, "theta": 0.5}}], False,

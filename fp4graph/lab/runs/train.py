@@ -37,11 +37,11 @@ __all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 
 #: Steps between looks at the loss on an accelerator, where each look waits for the device.
 LOOK_EVERY = 10
-#: The most lines of metrics of a training, besides the lines of its validations.
+#: About how many lines of training metrics a whole run writes; validations add lines of their own.
 LINES = 1000
 #: The counts in a checkpoint's progress, which also holds the history.
 COUNTS = "step", "seconds", "sites", "quantized"
-#: The number of validation samples in the probe.
+#: The number of validation samples on which statistics are measured (Training.probe).
 PROBE = 8
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,

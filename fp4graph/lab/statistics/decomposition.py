@@ -68,7 +68,7 @@ def decompose(
     Args:
         quantizer: a spec, or an operand's program; Q_S* does not round the scales in any of the program's passes.
         dim: the contraction axis, along which blocks run.
-        key: seeds the random bits, which both quantizations share; inside a model, ``draw`` and ``state`` replace it.
+        key: seeds the random bits, the same for Q_S and Q_S*; inside a model, ``draw`` and ``state`` replace it.
         definition: the definition of the three terms, see :class:`Decomposition`. ``printed`` raises an Error for a
             program that quantizes twice or changes the quantizer's result.
     """
@@ -117,7 +117,7 @@ def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tenso
 
 
 def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> Parts:
-    """Return the parts in the dtype of all three; ``ideal`` is Q_S*(x)."""
+    """Return the parts, in the arguments' common dtype; ``ideal`` is Q_S*(x)."""
     # Products with 0 and 1 are many times faster than comparisons and torch.where.
     alive = quantized.sign().abs_()
     error = quantized - x

@@ -280,7 +280,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         with _blocked(signal.SIGINT, signal.SIGTERM):  # a second signal must not leave a worker running
             for worker in self._running.values():
-                worker.process.terminate()  # at any time, because its running trial is withdrawn below
+                worker.process.terminate()  # safe in the middle of a trial: the trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
         self._study.storage.ask_again = HURRIED
