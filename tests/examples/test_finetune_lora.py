@@ -103,7 +103,7 @@ def test_adapters_are_saved_loaded_and_merged(example, tmp_path):
         (["--pack"], r"nvfp4\.yaml:\d+: .* cannot be packed: "),
         pytest.param(
             ["--policy=nvfp4-te"],
-            r"nvfp4-te\.yaml:\d+: .* rules before it \('first block', 'last block'\) keep all",
+            r"nvfp4-te\.yaml:\d+: .* rules before it \('first block', 'last block'\) keep every site",
             marks=pytest.mark.long,
         ),
     ],
