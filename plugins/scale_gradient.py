@@ -69,7 +69,9 @@ class ScaleGradient(Technique):
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
-        if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
+        if self.kind == "ste":
+            return "kind: ste is the derivative 1 that the block scale has without it"
+        if smooth is None or getattr(smooth, "kind", "ste") == "ste":
             return "the block scale is differentiated only beside smooth_max with a kind other than ste"
         acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
         if acting and all(number == FP32 for number in acting):

@@ -107,14 +107,16 @@ def _along(
 
 # Four warps, with 16 bytes for each thread, read PASS rows of a tile at once, so a thread holds one row of each pass.
 # Rows are read interleaved, so that a thread holds neighbouring rows. These lie in one block along columns, whose scale
-# the thread computes once. If rows were read in order, the rows of a thread would lie in as many blocks.
+# the thread computes once. If rows were read in order, the rows of a thread would lie in as many blocks. Kernels that
+# write no values along columns, or that read several parts, read rows in order (PASS is TILE): ptxas would spill
+# registers of some.
 
 
 @triton.jit
 def _interleaved(PASS: tl.constexpr, TILE: tl.constexpr):
     """Return the rows of a tile in the order in which they are read."""
     place = tl.arange(0, TILE)
-    return place % PASS * (TILE // PASS) + place // PASS
+    return place if PASS == TILE else place % PASS * (TILE // PASS) + place // PASS
 
 
 @triton.jit
@@ -189,7 +191,14 @@ def quantize_kernel(
     batch = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     first_m, first_k = tile // across * TILE, tile % across * TILE
-    PASS: tl.constexpr = 16 if P is not None else 256 // parts[0].dtype.element_ty.primitive_bitwidth
+    if column_values is None:
+        PASS: tl.constexpr = TILE
+    elif P is not None:
+        PASS: tl.constexpr = 16
+    elif len(parts) > 1:
+        PASS: tl.constexpr = TILE
+    else:
+        PASS: tl.constexpr = 256 // parts[0].dtype.element_ty.primitive_bitwidth
     m, k = first_m + _interleaved(PASS, TILE), first_k + tl.arange(0, TILE)
     row, column = batch * M + m, batch * K + k
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -232,8 +241,8 @@ def quantize_kernel(
 
     if C is not None:
         DOWN: tl.constexpr = TILE // C.block
-        in_order = first_m + tl.arange(0, TILE)
-        index = tl.reshape(column.to(tl.uint32)[None, :] * M + in_order.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
+        lines = first_m + tl.arange(0, TILE)
+        index = tl.reshape(column.to(tl.uint32)[None, :] * M + lines.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
         block = first_m // C.block + tl.arange(0, DOWN)
         block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
         block_index = tl.reshape(block_index, [DOWN, 1, TILE])

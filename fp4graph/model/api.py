@@ -140,8 +140,8 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
             loss = criterion(model(x), y)
             loss.backward()  # raises NonFiniteError: blocks.3.mlp.fc1 (linear), backward: ...
 
-    Infinities inside the graph are ignored, because attention masks use them; the model's outputs and every gradient
-    must be finite.
+    NaN and Inf count only if an output of the model or a gradient is not finite: attention masks use infinities. The
+    error then names where that NaN or Inf began.
 
     Raises:
         Error: the model is not applied. NonFiniteError: in the context, from the model's call or from ``backward()``.

@@ -49,7 +49,7 @@ def refused():
 
 
 def hessian_diagonal(model):
-    """As AdaHessian and Sophia-H: v·Hv of the parameters, after ``backward(create_graph=True)``."""
+    """As AdaHessian and Sophia-H: Hv of the parameters with v = sign(g), from a gradient with ``create_graph=True``."""
     first = gradients(scalar(model)(X), model, create_graph=True)
     return gradients(sum((g * g.detach().sign()).sum() for g in first), model)
 

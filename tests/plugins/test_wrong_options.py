@@ -285,6 +285,7 @@ NO_FORMAT = "'element_choice' has no effect here: option others lists no format 
         *(("element_choice", options, {"quantize": NVFP4 | {"element": "int4"}}, NO_FORMAT.format("int4"))
           for options in ({}, {"operands": ["gradients"]})),
         ("scale_gradient", {"kind": "dge"}, {}, "scale_gradient.*differentiated only beside smooth_max"),
+        ("scale_gradient", {"kind": "ste"}, {}, "scale_gradient.*kind: ste is the derivative 1"),
         ("smooth_swiglu", {}, {"match": {"op": "linear", "producer": "gelu"}}, "has no effect here"),
         ("smooth_swiglu", {}, {"operands": {"forward": "keep"}}, "has no effect here"),
     ],

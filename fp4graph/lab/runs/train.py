@@ -106,7 +106,7 @@ def train(
 
 
 def restored(folder: Path) -> Training:
-    """Return the training in ``folder`` at its last checkpoint, on the CPU and in evaluation mode.
+    """Return the training in ``folder`` with the model of its last checkpoint, on the CPU and in evaluation mode.
 
     Raises:
         Error: the folder holds no run, or no checkpoint.
@@ -310,7 +310,10 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 
 def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
-    """Return the learning rate's factor at a step: a linear warm-up to 1, then constant or a cosine to a hundredth."""
+    """Return the learning rate's factor at a step: a linear warm-up to 1, then constant or a cosine to a hundredth.
+
+    The cosine of ``timm`` begins at step 0 and not after the warm-up.
+    """
     warmup = round(settings.warmup * steps)
     if settings.schedule == "timm":
         first = 1e-6 / settings.lr

@@ -16,6 +16,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps.database import Away
 from fp4graph.lab.sweeps.results import FREE, Trial
-from fp4graph.lab.sweeps.space import Configuration, Space, parse_space
+from fp4graph.lab.sweeps.space import Configuration, Parameter, Space, parse_space
 from fp4graph.lab.sweeps.study import PRUNERS, Study, TakenOver, optuna_trial
 
 SAMPLERS = ("random", "tpe")
@@ -41,7 +42,7 @@ LOSSES = 3
 DRAWS = 1000
 #: Seconds between looks at the database while waiting for other workers.
 POLL = 1.0
-#: Exit status of a worker that should be replaced.
+#: Exit status of a worker whose accelerator became unusable. Every status but 0 has the worker replaced.
 REPLACE = 75
 #: Seconds for which the end of a sweep waits for an unreachable database.
 HURRIED = 5.0
@@ -92,10 +93,14 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
         ask = study.ask()
-        assignment = space.assigned(lambda p, _: ask.suggest_categorical(p.name, tuple(p.choices)))  # noqa: B023
+        assignment = space.assigned(partial(_suggested, ask))
         study.tell(ask, state=TrialState.FAIL)
         if space.contains(assignment):  # a choice may have a condition that the estimator does not know
             yield assignment
+
+
+def _suggested(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+    return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
 
 
 def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:
