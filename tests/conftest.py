@@ -1,4 +1,4 @@
-"""Shared fixtures: small real models, a clean compiler between tests, and markers that are held to the truth."""
+"""Shared fixtures: small real models and a clean compiler between tests; a report of slow tests without a marker."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from tests.helpers import costs, models, training
 
 # Inductor's cache does not tell ATEN_CPU_CAPABILITY apart: it would compile code that was generated for other vectors.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    own = f"torchinductor_{getpass.getuser()}_{capability}"
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), own)  # torch has set it when imported
+    folder = f"torchinductor_{getpass.getuser()}_{capability}"
+    # Not by setdefault: torch set this variable when it was imported.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), folder)
 
-# On Intel CPUs the order of MKL's fp32 sums depends on where operands lie in memory, unless it is told otherwise before
-# its first product. Processes that tests start inherit the setting. On other CPUs it would choose slower code.
+# On Intel CPUs the order of MKL's fp32 sums depends on where operands lie in memory, unless this variable is set before
+# the first product. Processes that tests start inherit it. On other CPUs the setting would choose slower code.
 cpus = Path("/proc/cpuinfo")
 if cpus.exists() and "GenuineIntel" in cpus.read_text():
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 costs.install()
-#: Markers of the tests that ask for a fixture.
+#: The marker of the tests that request a fixture, by the fixture's name.
 MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
-#: Continuous integration runs one in three cases of a test that has at least so many marked ``long`` or ``gpu``.
+#: If a test has at least this many cases marked ``long`` or ``gpu``, continuous integration runs one in three of them.
 MANY = 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what says by its fixtures and parameters that it is slow, and what continuous integration leaves out."""
+    """Mark tests whose fixtures or parameters show that they are slow, and cases that continuous integration leaves
+    out."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKED_BY_FIXTURE:
@@ -56,18 +58,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         if len(of_test) >= MANY:
-            # By a hash, so that no parameter's value is left out because of its place; the same on every machine.
+            # A hash, the same on every machine, leaves out no value of a parameter because of its place.
             of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             for item in of_test[-(-len(of_test) // 3) :]:
                 item.add_marker("exhaustive")
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports made out of the garbage collector's sight, and let it look less often.
+    """Exempt the objects that the imports made from garbage collection, and collect less often.
 
-    Dynamo collects garbage at every capture, and would look through the hundreds of thousands of objects of torch and
-    its companions each time: a fifth of what a capture of a small model costs. By default Python also
-    collects after every 700 new objects, which costs another tenth.
+    Dynamo collects garbage at every capture, and would visit the hundreds of thousands of objects of torch and its
+    companions each time: a fifth of the cost of capturing a small model. By default Python also collects after every
+    700 new objects, which costs another tenth.
     """
     gc.collect()
     gc.freeze()
@@ -80,30 +82,30 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Note where a test is slow in a way that its markers do not say."""
+    """Note the costs of a test that its markers do not declare."""
     with costs.noticing() as found:
         result = yield
-    unsaid = found - {marker.name for marker in item.iter_markers()}
-    if unsaid:
-        item.user_properties.append(("unsaid", ", ".join(sorted(unsaid))))  # which xdist sends to its controller
+    undeclared = found - {marker.name for marker in item.iter_markers()}
+    if undeclared:  # xdist sends properties of a test to its controller
+        item.user_properties.append(("undeclared", ", ".join(sorted(undeclared))))
     return result
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Name the tests that `make check` should leave out and does not."""
+    """Name the tests that lack a marker by which `make check` would leave them out."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    unsaid = {
-        report.nodeid: dict(getattr(report, "user_properties", ())).get("unsaid")
+    undeclared = {
+        report.nodeid: dict(getattr(report, "user_properties", ())).get("undeclared")
         for report in reports
         if getattr(report, "when", None) == "call"
     }
-    for test, markers in unsaid.items():
+    for test, markers in undeclared.items():
         if markers:
             terminalreporter.write_line(f"mark it {markers}: {test}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked ``compiler``, or asks for the fixture ``inductor``, where there is no C++ compiler."""
+    """Skip a test that is marked ``compiler`` or requests the fixture ``inductor`` if there is no C++ compiler."""
     if item.get_closest_marker("compiler") or "inductor" in getattr(item, "fixturenames", ()):
         name = shlex.split(os.environ.get("CXX", "g++"))[0]
         if shutil.which(name) is None:
@@ -112,7 +114,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Give each test a random state of its own, and no compiled code of another."""
+    """Seed each test, and drop the compiled code of other tests."""
     _forget_compiled()
     torch.manual_seed(0)
     yield
@@ -120,7 +122,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def _forget_compiled() -> None:
-    """Reset Dynamo if it has looked at any code. A reset costs little, but the next capture starts without caches."""
+    """Reset Dynamo if it has traced any code. A reset costs little, but the next capture starts without caches."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and frames.FRAME_COUNTER:
         torch._dynamo.reset()
@@ -139,7 +141,7 @@ def images() -> torch.Tensor:
 
 @pytest.fixture
 def operation_by_operation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the test's models uncompiled, unless its markers or parameters say that it is about what is compiled."""
+    """Run the test's models uncompiled, unless its markers or parameters say that it tests compiled models."""
     call = getattr(request.node, "callspec", None)
     compiled = any(request.node.get_closest_marker(name) for name in ("captured", "inductor"))
     if compiled or (call and "aot_eager" in call.params.values()):

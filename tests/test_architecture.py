@@ -1,5 +1,5 @@
-"""The imports of the package, held to docs/architecture.md: no circle between files, and no import of a higher layer.
-Plugins are short.
+"""Imports of the package follow docs/architecture.md: no cycle of files, and no import of a higher layer. Plugins are
+short.
 
 Imports are read from the source, wherever they stand: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -55,8 +55,8 @@ def _imported(name: str, file: Path, known: set[str]) -> Iterator[str]:
                     yield origin
 
 
-def circle(graph: Imports) -> list[str]:
-    """Return a row of modules, each imported by the next and the last one by the first, or nothing."""
+def cycle(graph: Imports) -> list[str]:
+    """Return modules of which each is imported by the next and the last is the first again; [] without a cycle."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -70,48 +70,50 @@ def layers(page: str) -> dict[str, int]:
     return {place: height for height, row in enumerate(reversed(rows)) for place in re.findall(r"`([\w./]+)`", row)}
 
 
-def layer_of(place: str, drawn: dict[str, int]) -> int:
-    found = [height for name, height in drawn.items() if place == name or (name[-1] == "/" and place.startswith(name))]
-    assert len(found) == 1, f"docs/architecture.md gives {place} {len(found)} layers"
+def layer_of(place: str, heights: dict[str, int]) -> int:
+    found = [
+        height for name, height in heights.items() if place == name or (name[-1] == "/" and place.startswith(name))
+    ]
+    assert len(found) == 1, f"docs/architecture.md names {len(found)} layers of {place}, not 1"
     return found[0]
 
 
-def climbs(sources: dict[str, Path], drawn: dict[str, int]) -> list[str]:
-    """Return the imports that run against the layers, as text."""
+def climbs(sources: dict[str, Path], heights: dict[str, int]) -> list[str]:
+    """Describe each import of a module in a higher layer."""
     parents = {package: folder.parent for package, folder in sources.items()}
     found = modules(sources).items()
-    layer = {name: layer_of(str(file.relative_to(parents[name.partition(".")[0]])), drawn) for name, file in found}
+    layer = {name: layer_of(str(file.relative_to(parents[name.partition(".")[0]])), heights) for name, file in found}
     pairs = ((name, other) for name, others in imports(sources).items() for other in others)
     return sorted(f"{name} imports {other}, which is above it" for name, other in pairs if layer[other] > layer[name])
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, int]:
+def heights() -> dict[str, int]:
     return layers(PAGE.read_text("utf-8"))
 
 
 @pytest.mark.slow
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_cycle() -> None:
     graph = imports(SOURCES)
     assert sum(map(len, graph.values())) > 300, "the imports were not read"
-    assert circle(graph) == []
+    assert cycle(graph) == []
 
 
 @pytest.mark.slow
-def test_no_import_runs_against_the_layers(drawn: dict[str, int]) -> None:
-    assert climbs(SOURCES, drawn) == []
+def test_no_module_imports_a_higher_layer(heights: dict[str, int]) -> None:
+    assert climbs(SOURCES, heights) == []
 
 
-def test_the_page_names_what_there_is(drawn: dict[str, int]) -> None:
-    assert [place for place in drawn if not (ROOT / place).exists()] == []
+def test_every_file_that_the_page_names_exists(heights: dict[str, int]) -> None:
+    assert [place for place in heights if not (ROOT / place).exists()] == []
     files = re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|yaml|md))`", PAGE.read_text("utf-8"))
     assert len(files) > 40
     missing = [file for file in files if not any((base / file).exists() for base in (ROOT, ROOT / "fp4graph"))]
     assert missing == []
 
 
-def test_a_plugin_can_be_read_in_a_sitting() -> None:
-    """What is not the technique's own equation belongs into the package, where other plugins can use it."""
+def test_no_plugin_has_more_than_150_lines() -> None:
+    """Code that is not the technique's equation belongs in the package, where other plugins can use it."""
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in SOURCES["fp4graph_plugins"].glob("*.py")}
     assert len(lines) > 25, "the plugins were not read"
     assert {name: count for name, count in lines.items() if count > 150} == {}
@@ -126,13 +128,13 @@ def test_a_plugin_can_be_read_in_a_sitting() -> None:
         "from .a import x",
     ],
 )
-def test_an_added_circle_is_found(tmp_path: Path, source: str) -> None:
+def test_an_added_cycle_is_found(tmp_path: Path, source: str) -> None:
     (tmp_path / "low").mkdir()
     (tmp_path / "low/a.py").write_text("from shop.low import b\nx = 1")
     (tmp_path / "low/b.py").write_text("")
-    assert circle(imports({"shop": tmp_path})) == []
+    assert cycle(imports({"shop": tmp_path})) == []
     (tmp_path / "low/b.py").write_text(source)
-    assert set(circle(imports({"shop": tmp_path}))) == {"shop.low.a", "shop.low.b"}
+    assert set(cycle(imports({"shop": tmp_path}))) == {"shop.low.a", "shop.low.b"}
 
 
 @pytest.mark.parametrize("source", ["from shop.high import b", "from shop.high.b import y", "import shop.high.b"])
@@ -141,10 +143,10 @@ def test_an_added_import_of_a_higher_layer_is_found(tmp_path: Path, source: str)
     for name in ("low/a.py", "high/b.py", "errors.py"):
         (shop / name).parent.mkdir(exist_ok=True, parents=True)
         (shop / name).write_text("y = 1")
-    drawn = layers("| 2 | `shop/high/` | … |\n| 1 | `shop/low/`, `shop/errors.py` | … |\n")
-    assert drawn == {"shop/high/": 1, "shop/low/": 0, "shop/errors.py": 0}
-    assert climbs({"shop": shop}, drawn) == []
+    heights = layers("| 2 | `shop/high/` | … |\n| 1 | `shop/low/`, `shop/errors.py` | … |\n")
+    assert heights == {"shop/high/": 1, "shop/low/": 0, "shop/errors.py": 0}
+    assert climbs({"shop": shop}, heights) == []
     (shop / "high/b.py").write_text("from shop.low import a")
-    assert climbs({"shop": shop}, drawn) == []
+    assert climbs({"shop": shop}, heights) == []
     (shop / "low/a.py").write_text(source)
-    assert climbs({"shop": shop}, drawn) == ["shop.low.a imports shop.high.b, which is above it"]
+    assert climbs({"shop": shop}, heights) == ["shop.low.a imports shop.high.b, which is above it"]

@@ -1,4 +1,4 @@
-"""What targets run natively: the data, the verdicts against what their sources say, and the page."""
+"""What targets run natively: the data, verdicts that agree with the targets' sources, and the page."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from tests.helpers.policies import NVFP4, one_rule
 TARGETS = targets.data().targets
 
 
-def verdict(policy, target, gemm="fprop", which="linear"):
+def verdict(policy, target, gemm="fprop", op="linear"):
+    """Return whether ``target`` runs a GEMM natively, and why, which must be the same for all rows of the GEMM."""
     rows = native_on(target, fp4graph.load_policy(policy))
-    ((kind, why),) = {(kind, why) for _, op, each, kind, why in rows if (op, each) == (which, gemm)}
+    ((kind, why),) = {(kind, why) for _, *product, kind, why in rows if product == [op, gemm]}
     return kind, why
 
 
@@ -44,7 +45,7 @@ def test_every_source_is_used_and_every_format_is_multiplied():
 @pytest.mark.parametrize(
     ("policy", "target", "gemm", "kind", "why"),
     [
-        # torch: NVFP4 through cuBLASLt wherever there is FP4 on NVIDIA's; MXFP4 only where the capability is 10.x.
+        # torch multiplies NVFP4, through cuBLASLt, on every NVIDIA GPU with FP4; MXFP4 only at capability 10.x.
         ("nvfp4-te", "b200", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te", "rtx5090", "dgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te", "mi355x", "fprop", "simulated", "E4M3 scales, MXFP4 has E8M0"),
@@ -52,11 +53,11 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("tetrajet", "b300", "dgrad", "native", "MXFP4 x MXFP4 (torch with MSLK)"),
         ("tetrajet", "rtx5090", "fprop", "simulated", "E8M0 scales, NVFP4 has E4M3"),
         ("tetrajet", "mi355x", "wgrad", "native", "MXFP4 x MXFP4"),
-        # Tiles of 128 and squares of 128 x 128: Hopper's alone.
+        # Of GPUs only Hopper multiplies FP8 in tiles of 128 with squares of 128 x 128.
         ("fp8-block", "h200", "fprop", "native", "FP8 by tile x FP8 by tile"),
         ("fp8-block", "b200", "fprop", "simulated", "blocks of 128"),
         ("fp8-block", "torchao", "wgrad", "native", "FP8 by tile x FP8 by tile"),
-        # Scales that divide, scales of groups, elements and operands that no hardware multiplies.
+        # No hardware multiplies encode scales, group scales, these elements, or one quantized operand.
         ("nvfp4", "b200", "fprop", "simulated", "encode"),
         ("tetrajet-v2", "b200", "fprop", "simulated", "tensor_scaling has scales of groups"),
         ("averis", "b200", "fprop", "simulated", "mean_split wraps the quantizer of fprop.input"),
@@ -64,20 +65,18 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("tetrajet-q1", "b200", "fprop", "simulated", "fprop.weight: kept in high precision"),
         ("tetrajet-q1", "b200", "dgrad", "exact", "high precision"),
         ("fp4-all-the-way", "mi355x", "fprop", "simulated", "E4M3 scales"),
-        # A constant in front of the quantizer goes into the result.
+        # A constant factor before the quantizer is divided out of the result.
         ("mxfp4-rht-sr", "b200", "dgrad", "native", "MXFP4 x MXFP4"),
-        # Transformer Engine rounds gradients alone stochastically, and rotates wgrad alone.
+        # Transformer Engine rounds only gradients stochastically, and rotates only wgrad.
         ("nvfp4-te-4over6", "te", "fprop", "native", "NVFP4 x NVFP4"),
         ("fp4-all-the-way", "te", "wgrad", "simulated", "does not round wgrad.input stochastically"),
         ("quartet-ii", "te", "dgrad", "simulated", "does not round ties of dgrad.grad_output away"),
-        ("mxfp4-rht-sr", "torchao", "dgrad", "simulated", "E8M0 scales"),
         ("fp4-all-the-way", "te", "fprop", "simulated", "tensor_scaling with headroom 1.0 only, not 0.5"),
         ("nvfp4-rl", "te", "fprop", "simulated", "tensor_scaling with share None only, not siblings"),
         ("nvfp4-rl", "b200", "fprop", "simulated", "fprop.input: tensor_scaling has scales of groups"),
-        ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
-        ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
-        # vLLM serves: weights alone too, and inputs that are rotated without random signs. It reads weights of any
-        # rounding, and rounds inputs as FlashInfer does: MXFP4 scales up, ties to even.
+        # vLLM serves. It multiplies quantized weights with exact inputs too, and inputs that were rotated without
+        # random signs. It reads weights of any rounding, and rounds inputs as FlashInfer does: MXFP4 scales up, ties
+        # to even.
         ("mxfp4-round-up", "vllm", "fprop", "native", "MXFP4 x MXFP4"),
         ("quartet", "vllm", "fprop", "simulated", "does not round scales of fprop.input by floor"),
         ("tetrajet", "vllm", "fprop", "simulated", "does not round ties of fprop.input up"),
@@ -88,31 +87,34 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
         ("mxfp8", "vllm", "dgrad", "simulated", "it serves, and does not train"),
         (rotated("fprop"), "vllm", "fprop", "simulated", "hadamard with kind deterministic or random_backward only"),
-        # torchao draws no signs anew.
+        # torchao has these, but draws no signs anew.
+        ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
+        ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
+        ("mxfp4-rht-sr", "torchao", "dgrad", "simulated", "E8M0 scales"),
         (rotated("wgrad"), "torchao", "wgrad", "simulated", "hadamard with resample never only, not step"),
         (rotated("wgrad"), "b200", "wgrad", "native", "NVFP4 x NVFP4"),
     ],
 )
 def test_verdicts(policy, target, gemm, kind, why):
-    found = verdict(policy, target, gemm)
-    assert found[0] == kind
-    assert why in found[1]
+    found, reason = verdict(policy, target, gemm)
+    assert found == kind
+    assert why in reason
 
 
 def test_transformer_engine_has_a_scale_for_each_row_of_x():
-    assert verdict("nvfp4-mxfp8-experts", "te", which="grouped") == ("native", "NVFP4 x NVFP4")
-    assert verdict("nvfp4-mxfp8-experts", "b200", which="grouped")[0] == "simulated"
+    assert verdict("nvfp4-mxfp8-experts", "te", op="grouped") == ("native", "NVFP4 x NVFP4")
+    assert verdict("nvfp4-mxfp8-experts", "b200", op="grouped")[0] == "simulated"
     assert verdict("nvfp4-mxfp8-experts", "te", "dgrad", "grouped") == ("native", "MXFP8 x MXFP8")
 
 
-def test_techniques_that_a_library_has_but_not_together():
+def test_techniques_that_a_library_cannot_combine_are_simulated():
     policy = rotated("wgrad", "four_over_six", {"tensor_scaling": {"target": 256}})
     assert verdict(policy, "te") == ("simulated", "Transformer Engine has no hadamard together with four_over_six")
     assert verdict(policy, "b200")[0] == "native"
 
 
 @pytest.mark.slow
-def test_sizes_count():
+def test_a_product_of_a_size_that_a_target_does_not_multiply_is_simulated():
     ids = torch.zeros(2, 12, dtype=torch.long)
     shown = fp4graph.explain(llama(), one_rule("tensor_scaling", quantize=NVFP4), (ids,))
     verdicts = targets.verdicts("b200", shown.sites[0].program, shown.sites[0])
@@ -129,7 +131,7 @@ def test_sizes_count():
     assert kept == round(100 * sum(site.flops for site in shown.sites if not site.quantized) / shown.flops)
 
 
-def test_experts_have_products_of_their_own():
+def test_grouped_products_have_verdicts_of_their_own():
     view = SiteView("e", "grouped", 64, 64, 4 * 64 * 64)
     program = plan_site(view, fp4graph.load_policy("tetrajet").rules[0]).program
     site = Site("e", "grouped", ((32, 64), (4, 64, 64)), None, "", {}, quantized=True)
@@ -150,13 +152,13 @@ def test_gradients_in_e5m2_beside_e4m3():
 
 
 @pytest.mark.parametrize("op", ["conv", "sdpa", "matmul"])
-def test_products_that_no_source_has(op):
+def test_ops_that_no_source_multiplies_are_simulated(op):
     rows = native_on("te", fp4graph.load_policy(one_rule("tensor_scaling", quantize=NVFP4, op=op)))
     assert {kind for *_, kind, _ in rows} == {"simulated"}
 
 
 @pytest.mark.slow
-def test_experts_and_phases_show():
+def test_verdicts_tell_experts_phases_and_refused_sites_apart():
     rows = native_on("rtx5090", fp4graph.load_policy("fp4-all-the-way"))
     assert {(op, kind) for _, op, _, kind, _ in rows} == {("linear", "native"), ("grouped", "simulated")}
     assert "nothing is quantized" in run("check", "nvfp4-te-bf16", "--target", "b200").out
@@ -165,7 +167,7 @@ def test_experts_and_phases_show():
     assert [(op, kind) for _, op, _, kind, _ in refused][:2] == [("conv", "refused"), ("linear", "native")]
 
 
-def test_the_command_says_it_and_names_unknown_targets():
+def test_the_command_shows_verdicts_and_suggests_a_target_for_an_unknown_name():
     with pytest.raises(Error, match="unknown target 'b20'; did you mean 'b200'"):
         targets.target("b20")
     assert "did you mean" in run("check", "nvfp4-te", "--target", "b20").err
@@ -175,6 +177,6 @@ def test_the_command_says_it_and_names_unknown_targets():
 
 
 @pytest.mark.slow
-def test_the_page_is_of_this_data():
+def test_the_page_is_up_to_date():
     """`python -m fp4graph.commands.targets docs/targets.md` writes it."""
     assert Path(__file__).parents[1].joinpath("docs/targets.md").read_text("utf-8") == page()

@@ -1,4 +1,5 @@
-"""Every function of torch_internals does what it says. Only that file and ALLOWED name private parts of torch."""
+"""Every function of torch_internals does what it says. Only that file and those in ALLOWED name private parts of
+torch."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def private_names(source: str) -> set[str]:
     """Return the private modules and attributes of torch that a file names, as dotted names, and its strings that
     are names of private attributes of Dynamo.
 
-    Attributes of objects that torch makes, such as ``module._parameters``, are not seen: only a name that begins with
-    an import of torch is known to be torch's.
+    Attributes of objects that torch makes, such as ``module._parameters``, are not found: only names that begin with
+    an import of torch are.
     """
     tree, aliases, found = ast.parse(source), {}, set()
     for node in ast.walk(tree):
@@ -91,7 +92,7 @@ PUBLIC = (
 
 
 @pytest.mark.parametrize("source", [*PRIVATE, *PUBLIC])
-def test_private_names_are_found_and_others_not(source):
+def test_only_private_names_are_found(source):
     assert bool(private_names(source)) == (source in PRIVATE)
 
 
@@ -153,14 +154,14 @@ RESULTS = (
 
 
 @pytest.mark.parametrize(("function", "argument", "result"), RESULTS, ids=lambda x: re.split(r"\(| at 0x", str(x))[0])
-def test_result(function, argument, result):
+def test_functions_of_one_argument(function, argument, result):
     found = function(argument)
     assert type(found) is type(result)
     assert found == result
 
 
 @pytest.mark.parametrize("name", IN_CONTEXT)
-def test_result_in_context(name):
+def test_functions_that_depend_on_a_context(name):
     function, (context, outside, inside) = getattr(internals, name), IN_CONTEXT[name]
     assert function() == outside
     with context():
@@ -181,7 +182,7 @@ def test_dynamo_settings():
     assert internals.dynamo_setting("recompile_limit") == before
 
 
-test_dynamo_setting = test_dynamo_settings
+test_dynamo_setting = test_dynamo_settings  # one test of both functions
 
 
 def test_frame_hook():

@@ -1,4 +1,5 @@
-"""Versions: `make oldest` installs the lowest that pyproject.toml allows; a newer torch is warned about. Packages."""
+"""`make oldest` installs the lowest versions that pyproject.toml allows; a torch newer than all tested ones draws a
+warning. pyproject.toml lists every folder of the package."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def test_the_oldest_versions_are_the_lower_bounds():
     extras = project["optional-dependencies"]
     required = [*project["dependencies"], *extras["vision"], *extras["test"], *extras["bench"], *extras["export"]]
     bounds = {match[1].lower(): numbers(match[2]) for each in required if (match := BOUND.match(each))}
-    ours, _, others = (ROOT / "constraints-oldest.txt").read_text("utf-8").partition("# Not ours")
-    pins = {match[1]: numbers(match[2]) for line in ours.splitlines() if (match := PIN.match(line))}
+    bounded, _, others = (ROOT / "constraints-oldest.txt").read_text("utf-8").partition("# Not ours")
+    pins = {match[1]: numbers(match[2]) for line in bounded.splitlines() if (match := PIN.match(line))}
     assert others
     assert pins == {name: bound for name, bound in bounds.items() if name not in LINTERS}
 
@@ -47,7 +48,7 @@ def test_the_oldest_versions_are_the_lower_bounds():
         (True, "3.0"),
     ],
 )
-def test_a_torch_newer_than_all_tested_ones_is_known(version, newer):
+def test_a_torch_newer_than_all_tested_ones_has_a_warning(version, newer):
     text = versions.untested(version)
     assert (text is not None) == newer
     assert not newer or (version in text and "2.15" in text)
@@ -73,7 +74,7 @@ def test_apply_warns_once_about_a_newer_torch(monkeypatch):
 def test_only_the_refusal_of_grouped_products_in_fp32_is_explained(text, explained):
     found = versions.refused_grouped_product(torch._dynamo.exc.TorchRuntimeError(text))
     assert (found is not None) == explained
-    assert versions.refused_grouped_product(RuntimeError(text)) is None  # of a device
+    assert versions.refused_grouped_product(RuntimeError(text)) is None  # not an error of torch.compile
 
 
 def test_every_folder_of_the_package_is_listed():
