@@ -16,7 +16,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.training import applied, assert_equal, stances, uncompiled
 
-# Torch warns of the copy that it pads for an even kernel.
+# Torch warns that it pads a copy of the input for an even kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 SPEC = quantizer(16)
 CONV = one_rule(quantize=SPEC, op="conv")
@@ -57,9 +57,8 @@ def test_a_convolution_is_a_product_of_patches(case):
 def by_hand(x, w, b, dy, options):
     """Compute y, dX and dW of a quantized convolution, one patch at a time: every sum runs over explicit indices.
 
-    Each operand is a list of rows along the product's contraction, quantized in blocks of 16 of its own: patches and
-    kernels along input channels and places of the kernel, gradients along the group's output channels, and for the
-    weight's gradient along images and places.
+    The rows of each operand lie along the contraction axis and are quantized in blocks of 16. fprop sums over input
+    channels and places of the kernel, dgrad over the group's output channels, wgrad over images and output places.
     """
     groups, axes = options.get("groups", 1), w.dim() - 2
     spec = fp4graph.load_policy(CONV).rules[0].specs.six[0]
@@ -127,7 +126,7 @@ class Convolves(nn.Module):
         ),
     ],
 )
-def test_six_operands_by_hand(case, stance, backend):
+def test_all_six_operands_are_quantized_as_by_hand(case, stance, backend):
     function, (x, w, b), options = factors(case)
     dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
     model = applied(Convolves(w, b, options), CONV, backend=backend)
@@ -136,7 +135,7 @@ def test_six_operands_by_hand(case, stance, backend):
     dx, dw = torch.autograd.grad(y, (x, model.conv.weight), dy)
     with torch.no_grad():
         expected = by_hand(x, w, b, dy, options)
-    # Operands are equal to the bit; sums of up to 80 products of size 10 in another order.
+    # Operands are equal to the bit; sums of up to 80 products of size 10 run in another order.
     for result, reference in zip((y, dx, dw), expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=0, atol=1e-4)
 
@@ -173,7 +172,7 @@ def test_a_rule_asks_for_convolutions_by_name(ops):
 
 @uncompiled
 @stances
-def test_a_convolution_that_no_rule_takes_by_its_sizes_stays_one(stance):
+def test_a_convolution_of_a_size_that_no_rule_matches_is_kept(stance):
     match = {"op": ["conv", "linear"], "in_features": {"min": 30}}
     model = applied(Small(), one_rule(quantize=SPEC, match=match, default="keep"))
     with torch.compiler.set_stance(stance):

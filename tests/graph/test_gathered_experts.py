@@ -1,7 +1,7 @@
-"""Experts' matrices that indices pick for each token are multiplied as a grouped product, or never in silence.
+"""Products of tokens with copies of experts' matrices, picked by indices, become a grouped product or are an error.
 
 The reference is a loop over experts with the program of an ordinary linear layer. ``tests/model/test_uncompiled.py``
-compares training with that of torch's grouped product.
+compares the training of a model in this form with one that calls torch's grouped product.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gathers(nn.Module):
     def __init__(self, multiply, *shape: int) -> None:
         super().__init__()
         shape, generator = shape or (EXPERTS, WIDTH, HIDDEN), torch.Generator().manual_seed(0)
-        # Experts of different size, so that a statistic of the wrong one shows.
+        # Experts of different size, so that a statistic of the wrong expert shows.
         size = torch.logspace(1, -1, shape[0])[:, None, None]
         self.multiply, self.w = multiply, nn.Parameter(torch.randn(shape, generator=generator) * size)
 
@@ -78,18 +78,19 @@ def looped(policy, x, w, ids, autocast=False):
     dy = gradient_of(y)
     dx, dw = torch.zeros_like(x), torch.zeros_like(w)
     for expert in range(w.shape[0]):
-        mine = ids % w.shape[0] == expert
-        if mine.any():
-            own, weight = x[mine].flatten(0, 1).requires_grad_(), w[expert].clone().requires_grad_()
+        routed = ids % w.shape[0] == expert
+        if routed.any():
+            inputs, weight = x[routed].flatten(0, 1).requires_grad_(), w[expert].clone().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                result = linear(own, weight, None, None, None, 0)
-            result.backward(dy[mine].flatten(0, 1))
-            y[mine], dx[mine] = result.detach().view(y[mine].shape), own.grad.view(x[mine].shape)
+                result = linear(inputs, weight, None, None, None, 0)
+            result.backward(dy[routed].flatten(0, 1))
+            y[routed], dx[routed] = result.detach().view(y[routed].shape), inputs.grad.view(x[routed].shape)
             dw[expert] = weight.grad
     return y, dx, dw
 
 
-#: Each multiplies x [S, P, K], weights as stored, and ids, to [S, P, N]; and whether weights are stored [E, N, K].
+#: For each form: a function of x [S, P, K], weights and ids that returns [S, P, N]; and whether the weights are stored
+#: as [E, N, K].
 FORMS = {
     "x @ W[ids]": (lambda x, w, ids: torch.bmm(x, w[ids]), False),
     "W[ids] @ x": (lambda x, w, ids: torch.bmm(w[ids], x.mT).mT, True),
@@ -116,7 +117,7 @@ def in_form(name):
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)), ("W[ids] @ x", 1)]
 )
-def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
+def test_each_form_equals_a_loop_over_experts_to_the_bit(name, rows, stance):
     model, x = in_form(name), tokens(len(IDS), rows)
     plain, transposed = model(x, IDS).detach(), FORMS[name][1]
     for policy in (GROUPED, one_rule("tensor_scaling", op="grouped", quantize=NVFP4)):
@@ -131,8 +132,8 @@ def test_is_a_loop_over_experts_to_the_bit(name, rows, stance):
 
 @stances
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "cast by hand"])
-def test_bf16(stance, autocast):
-    """Autocast quantizes from bf16, as it does for a linear layer, also where the copies are cast in the model."""
+def test_bf16_copies_equal_a_loop_under_autocast(stance, autocast):
+    """As in a linear layer under autocast, bf16 values are quantized; also where the model casts the copies itself."""
     by_hand = Gathers(lambda x, w, ids: x.bfloat16() @ w[ids].to(torch.bfloat16))
     model, x = in_form("x @ W[ids]") if autocast else by_hand, tokens()
     y, dx, dw = run(model, GROUPED, x, stance=stance, autocast=autocast)
@@ -187,12 +188,12 @@ def test_one_graph_serves_any_number_of_tokens():
     assert_equal(*results)
 
 
-# Sites, the census, and what becomes of the graph.
+# Sites, the census, and the rewritten graph.
 
 
 def rewritten(model, policy):
-    """Return of the graph that ``policy`` makes of the model's what it calls, how many of these calls are grouped
-    products of sites, and how many nodes are a matrix for each token."""
+    """Rewrite the model's graph under ``policy``. Return the targets of its calls, how many of these are grouped
+    products of sites, and how many nodes have a matrix for each token."""
     graphs = []
 
     def backend(gm, _):
@@ -214,7 +215,7 @@ def rewritten(model, policy):
     return targets, len(sites), len(copies)
 
 
-def test_no_matrix_is_copied():
+def test_the_rewritten_graph_copies_no_matrix():
     targets, sites, copies = rewritten(in_form("x @ W[ids].mT"), "bf16")
     assert (targets[0], targets[-1], len(targets)) == (operator.getitem, torch.matmul, 3)
     assert (sites, copies) == (0, 2)
@@ -235,8 +236,8 @@ def test_copies_that_something_else_reads_stay():
 
 @pytest.mark.slow
 @pytest.mark.inductor
-def test_compiled_is_eager():
-    """Sums of a compiled product may come in another order, which is some ulps of fp32."""
+def test_inductor_computes_what_eager_computes():
+    """A compiled product may sum in another order, which changes some ulps of fp32."""
     model, other, x = in_form("W[ids] @ x"), in_form("W[ids] @ x"), tokens()
     torch.testing.assert_close(run(model, GROUPED, x, backend="inductor"), run(other, GROUPED, x), rtol=1e-5, atol=1e-5)
     with pytest.raises(RuntimeError, match="index out of bounds"):
@@ -245,18 +246,18 @@ def test_compiled_is_eager():
 
 @pytest.mark.long
 @pytest.mark.parametrize("op", [["linear", "grouped"], "linear", "grouped"], ids=str)
-def test_is_listed_as_the_grouped_product(op):
+def test_explain_lists_the_sites_of_torchs_grouped_product(op):
     policy, args = one_rule(match={"op": op}), experts.tokens()
     explanation, grouped = (fp4graph.explain(experts.Mixture(form), policy, args) for form in ("gathered", "grouped"))
-    assert explanation.sites == grouped.sites  # of which tests/model/test_experts.py says what they are
+    assert explanation.sites == grouped.sites  # which tests/model/test_experts.py compares with expected values
     assert explanation.problem is None
     assert {site.quantized for site in explanation.sites if site.op == "grouped"} == {"grouped" in op}
 
 
 @pytest.mark.long
 @stances
-def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
-    """Kept experts keep their reason, and a rule for experts whose input silu makes quantizes one product."""
+def test_kept_experts_do_not_change_by_a_bit(stance):
+    """Sites name the reason of the rule. A rule for experts behind a silu quantizes one of two products."""
     args, plain = experts.tokens(), experts.Mixture("gathered")
     policy = one_rule(op=["linear", "grouped"], operands={"fprop": "keep"})
     policy["rules"].insert(0, {"name": "experts", "match": {"op": "grouped"}, "keep": "not these"})
@@ -270,7 +271,7 @@ def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
     assert [site.quantized for site in sites] == [False, True] * 2
 
 
-# What stays an error, or an ordinary product.
+# Errors, and ordinary products.
 
 
 def refused(model, policy=GROUPED, stance="default", x=None, *ids):
@@ -281,7 +282,7 @@ def refused(model, policy=GROUPED, stance="default", x=None, *ids):
 
 
 def writes_between(write, pick=lambda w, ids: w[ids]):
-    """Return a product before which ``write(x, w, ids, copies)`` writes into something."""
+    """Return a function that calls ``write(x, w, ids, copies)`` between the copies and their product."""
 
     def multiply(x, w, ids):
         ids = ids.clone()
@@ -359,13 +360,13 @@ WRITES = {
 @stances
 @pytest.mark.parametrize("name", WRITES)
 def test_nothing_may_be_written_between_the_copies_and_their_product(name, stance):
-    """What shares memory with what no graph shows, so a write into anything is refused."""
+    """No graph shows which tensors share memory, so a write into any tensor is refused."""
     with torch.no_grad():
         refused(Gathers(writes_between(WRITES[name])), GROUPED, stance, tokens().detach())
 
 
 @stances
-def test_inputs_that_share_memory(stance):
+def test_a_write_into_an_input_that_shares_memory_with_the_indices_is_refused(stance):
     class Shares(Gathers):
         def forward(self, x, ids, same):
             copies = self.w[ids]
@@ -378,7 +379,7 @@ def test_inputs_that_share_memory(stance):
 
 @pytest.mark.parametrize("ids", [IDS, IDS * 0], ids=["copies", "indices"])
 def test_a_write_that_the_forward_does_not_show_is_refused(ids):
-    """Uncompiled, an operation may hide from the forward; versions of the tensors show it."""
+    """In an uncompiled forward an operation may bypass what watches it; the versions of the tensors show the write."""
 
     def hidden(x, w, ids, copies):
         with torch._C.DisableTorchFunction():
@@ -398,7 +399,7 @@ def test_a_write_that_the_forward_does_not_show_is_refused(ids):
     ],
     ids=["after", "before", "none"],
 )
-def test_writes_elsewhere_are_fine(writes, stance):
+def test_writes_before_or_after_are_allowed(writes, stance):
     model, x = Gathers(writes), tokens()
     plain = model(x, IDS).detach()
     y, _, _ = run(model, GROUPED, x, stance=stance)
@@ -410,8 +411,8 @@ def test_writes_elsewhere_are_fine(writes, stance):
 @pytest.mark.parametrize(
     "pick", [torch.no_grad()(lambda w, ids: w[ids]), lambda w, ids: w[ids].detach()], ids=["no_grad", "detach"]
 )
-def test_copies_without_gradients_give_their_matrices_none(pick, gradient, stance):
-    """Whether or not the tokens have a gradient: torch gives the weight none in either case."""
+def test_copies_without_gradients_give_their_weight_no_gradient(pick, gradient, stance):
+    """torch gives the weight no gradient either, whether the tokens have one or not."""
     model = applied(Gathers(lambda x, w, ids: (x @ pick(w, ids), x @ w[ids])[0]), GROUPED)
     x = tokens().detach().requires_grad_(gradient)
     with torch.compiler.set_stance(stance):
@@ -428,18 +429,20 @@ def test_copies_without_gradients_give_their_matrices_none(pick, gradient, stanc
 @stances
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("from_master", [False, True])
-def test_copies_cast_under_autocast_are_a_cast_weight(from_master, dtype, stance):
-    """Autocast casts to bf16. A cast that overflows in fp16 does so here."""
+def test_casting_copies_under_autocast_equals_casting_the_weight(from_master, dtype, stance):
+    """Autocast casts to bf16, after the model's cast: a weight that overflows in fp16 is infinite."""
     policy = one_rule(op="grouped", quantize={**NVFP4, "from_master": from_master})
-    x, found = tokens(), []
-    for casts in (lambda x, w, ids: x @ w[ids].to(dtype), lambda x, w, ids: x @ w.to(dtype)[ids]):
-        model = Gathers(casts)
+
+    def results(cast, stance="default"):
+        model = Gathers(cast)
         with torch.no_grad():
             model.w[0, 0, 0] = 1e6
-        whole = not found
-        found.append(run(model, policy, x, stance=stance if whole else "default", autocast=True))
-    assert found[0][0].isfinite().all() == (dtype is torch.bfloat16)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*found, strict=True))
+        return run(model, policy, tokens(), stance=stance, autocast=True)
+
+    seen = results(lambda x, w, ids: x @ w[ids].to(dtype), stance)
+    expected = results(lambda x, w, ids: x @ w.to(dtype)[ids])
+    assert seen[0].isfinite().all() == (dtype is torch.bfloat16)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(seen, expected, strict=True))
 
 
 def test_an_uncompiled_forward_keeps_no_cast_of_all_experts():
@@ -465,8 +468,8 @@ def test_copies_picked_outside_of_a_checkpoint_are_refused():
 
 
 @stances
-def test_what_a_linear_layer_is_given_may_be_picked(stance):
-    """Learned tokens [P, T, K], of which each sample has its own."""
+def test_the_input_of_a_linear_layer_may_be_picked_by_indices(stance):
+    """Indices pick six learned tokens for each sample."""
     weight = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(3))
 
     class Prompts(Gathers):
@@ -496,7 +499,7 @@ ACTIVATIONS = {
 
 @stances
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_that_copies_went_into_are_a_product_as_any_other(name, stance):
+def test_activations_computed_from_copies_are_factors_like_any_other(name, stance):
     model = applied(Gathers(ACTIVATIONS[name]), one_rule(op="matmul"))
     x = tokens().detach().requires_grad_()
     with torch.compiler.set_stance(stance):
@@ -504,7 +507,7 @@ def test_activations_that_copies_went_into_are_a_product_as_any_other(name, stan
     assert x.grad.isfinite().all()
 
 
-def test_gathered_activations_are_a_product_as_any_other():
+def test_gathered_activations_are_factors_like_any_other():
     def multiply(x, w, ids):
         keys = torch.einsum("tk,ekn->etn", x[:, 0], w)  # activations [E, T, N]
         return torch.bmm(x[:, :, : len(IDS)], keys[ids])

@@ -1,4 +1,4 @@
-"""The same policy on other people's models, with the sites that a person would count by hand."""
+"""Policies on models of other packages, with the sites that a person would count by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_sites_are_those_a_person_counts(make, training):
 
 
 @pytest.mark.slow
-def test_llama_knows_its_swiglu():
+def test_the_swiglu_of_llama_is_known_as_a_producer():
     model, args, _ = llama()
     sites = fp4graph.explain(model, one_rule(match={"op": "linear", "producer": "swiglu"}), args).sites
     assert [s.module for s in sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
@@ -157,7 +157,7 @@ def test_every_spelling_is_found_and_computes_the_same():
     explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, (x,))
     ops = [site.op for site in explanation.sites if site.quantized]
     assert ops == ["linear"] * 7 + ["matmul"] * 4 + ["sdpa"] * 2
-    # With every operand kept the rewritten forms are the originals.
+    # With every operand kept, the rewritten model computes what the original computes.
     keep = [{**rule, "operands": {"fprop": "keep", "wgrad": "keep", "dgrad.weight": "keep"}} for rule in rules]
     expected = model(x)
     assert expected.isfinite().all()
@@ -167,7 +167,7 @@ def test_every_spelling_is_found_and_computes_the_same():
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_explain_touches_nothing(vit, images):
+def test_explain_changes_neither_the_model_nor_the_random_state(vit, images):
     model = vit(drop_rate=0.5)
     keys, before = list(model.state_dict()), torch.get_rng_state()
     fp4graph.explain(model, "tetrajet-qema", (images,))
@@ -187,7 +187,7 @@ def test_the_opened_attention_is_torchs(mask, causal, gqa, batch):
     q, k, v = torch.randn(*batch, 4, 5, 8), torch.randn(*batch, heads, 6, 8), torch.randn(*batch, heads, 6, 8)
     given = {None: None, "bool": torch.rand(5, 6) > 0.3, "float": torch.randn(5, 6)}[mask]
     arguments = {"attn_mask": given, "is_causal": causal, "enable_gqa": gqa}
-    # Another order of summation than the fused kernel's: float error, no more.
+    # The fused kernel sums in another order.
     torch.testing.assert_close(attention(q, k, v, **arguments), F.scaled_dot_product_attention(q, k, v, **arguments))
 
 

@@ -1,8 +1,8 @@
 """Which techniques the graph pass refuses at a linear layer, at experts, at a convolution and at a product of
 activations.
 
-``refusals.csv`` says for each shipped policy, and for each technique by options and by blocks, which of these are
-refused. ``python -m tests.graph.test_refusals`` rewrites it.
+``refusals.csv`` lists these refusals for each shipped policy, and for each technique by options and by blocks. ``python
+-m tests.graph.test_refusals`` rewrites it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ SCALES = (
 )
 HADAMARD: dict[str, Any] = {"hadamard": {"block": 128}}
 SPLIT: dict[str, Any] = {"out_control": {"mode": "split", "channels": 0.25}}
-#: Further options by which a technique acts at other stages, alone or beside the techniques that it needs.
+#: Techniques with the options that they need or that move them to other stages, and with the techniques that they need.
 FURTHER: tuple[tuple[Any, ...], ...] = (
-    ({"adaptive_quantization_noise": {"std": 0.1}},),
+    ({"adaptive_quantization_noise": {"sigma_start": 0.1, "sigma_end": 0.01, "stages": 2, "steps_per_stage": 1}},),
     ({"hadamard": {"scope": ["fprop"], "block": 16}},),
     ({"hadamard": {"scope": "backward", "block": 16, "kind": "deterministic"}},),
     (HADAMARD, "ms_eden"),
+    ("tensor_scaling", "learned_scale"),
     ({"out_control": {"mode": "measure"}},),
     (SPLIT,),
     *((SPLIT, each) for each in ("q_ema", "tensor_scaling", {"tensor_scaling": {"hold_steps": 5}}, "step_gradient")),
@@ -55,6 +56,7 @@ FURTHER: tuple[tuple[Any, ...], ...] = (
     ({"outlier_fallback": {"operands": ["wgrad.input"]}},),
     *(({"outlier_fallback": options},) for options in ({"granularity": "row"}, {"threshold": 0.1})),
     ({"q_ema": {"start_after": 5}},),
+    ({"q_ramping": {"t_update": 9, "t0": 4, "n_max": 3, "k1": 1.0}},),
     ("smooth_max", "scale_gradient"),
     *(({"smooth_max": {"kind": kind}},) for kind in ("softmax", "ste")),
     *(({"stochastic_rounding": {"range_guard": guard}},) for guard in (1.0625, 0.94)),
@@ -69,7 +71,7 @@ FURTHER: tuple[tuple[Any, ...], ...] = (
 
 
 def with_techniques(techniques: tuple[Any, ...], block: Any) -> Policy | None:
-    """A policy of one rule with these techniques, or None if they refuse such blocks whatever the scales."""
+    """Return a policy of one rule with these techniques, or None if they refuse such blocks under all SCALES."""
     for scale in SCALES:
         try:
             data = one_rule(quantize=quantizer(block) | {"scale": scale}, techniques=list(techniques))
@@ -80,7 +82,7 @@ def with_techniques(techniques: tuple[Any, ...], block: Any) -> Policy | None:
 
 
 def refused(policy: Policy | None) -> str:
-    """Name the kinds of sites that a rule of the policy refuses, whatever makes their input, in training or not."""
+    """Name the ops that a rule of the policy refuses under some producer, in training or in evaluation."""
     if policy is None:
         return ""
     phases = (policy, *(phase.policy for phase in policy.phases))
@@ -111,19 +113,22 @@ def table() -> list[list[str]]:
 @pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
 def test_every_policy_and_technique_is_taken_or_refused_as_the_table_says() -> None:
     with TABLE.open(encoding="utf-8") as file:
-        assert list(csv.reader(file)) == table()
+        rows = list(csv.reader(file))
+    assert rows == table()
+    named = " ".join(name for name, *_ in rows)
+    assert [name for name in shipped_registry().techniques if f'"{name}"' not in named] == []
 
 
 @pytest.mark.parametrize("mixes", get_args(Mixes))
 @pytest.mark.parametrize("block", [16, "tensor"])
-def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) -> None:
-    """The technique rounds elements by itself."""
+def test_a_technique_that_mixes_experts_is_refused_at_experts(mixes: Mixes, block: Any) -> None:
+    """The technique of the test replaces the rounding of elements."""
     cls = technique("halving", frozenset(Operand), mixes=mixes, round=lambda self, ratio, scale, context: ratio / 2)
     rule = dataclasses.replace(fp4graph.load_policy(one_rule(quantize=quantizer(block))).rules[0], techniques=(cls(),))
     messages = {"tensor": "does not tell the tokens and weights of experts apart (it declares mixes = 'tensor')"}
     if block == "tensor":
-        sees = "halving cannot act on fprop.input of experts where a whole tensor has one scale"
-        messages |= {"block": sees, "expert": sees}
+        scale = "halving cannot act on fprop.input of experts where a whole tensor has one scale"
+        messages |= {"block": scale, "expert": scale}
     site = SiteView("m", "grouped", 512, 256, 256 * 512)
     if mixes in messages:
         with pytest.raises(CaptureError, match=re.escape(messages[mixes])):
@@ -133,7 +138,7 @@ def test_what_a_technique_mixes_decides_about_experts(mixes: Mixes, block: Any) 
     assert plan_site(dataclasses.replace(site, op="linear"), rule).program is not None
 
 
-def test_the_elements_that_are_treated_together_follow_from_the_facts() -> None:
+def test_the_period_of_a_part_follows_from_the_options_of_its_technique() -> None:
     made, site = shipped_registry().techniques, SiteView("m", "linear", 512, 256, 256 * 512)
 
     def period(name: str, **options: Any) -> int:

@@ -1,4 +1,4 @@
-"""State that a checkpointed region writes: a training with checkpoints is that without, to the bit."""
+"""Checkpointed regions that write state: training with checkpoints equals training without, to the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def entry(operand):
     return StateEntry("amax", operand, lambda w: torch.ones((), device=w.device), writer="graph", weight_like=False)
 
 
-#: Divides by a running average of its largest magnitude: reads what the forward before wrote.
+#: Divides fprop.input by a running average of its amax, which the former forward wrote.
 Delayed = technique(
     "delayed",
     frozenset({Operand.FPROP_INPUT}),
@@ -44,7 +44,7 @@ POLICIES = {
 class Net(nn.Module):
     def __init__(self, regions):
         super().__init__()
-        # Without a bias after them, the state of a layer are the last inputs of the region that ends with it.
+        # Layer 1 has no bias, so that its state is the last input of the region that ends with it.
         self.regions, self.layers = regions, nn.ModuleList(nn.Linear(32, 32, bias=i != 1) for i in range(3))
 
     def inner(self, x):
@@ -85,13 +85,13 @@ def test_checkpoints_change_no_bit(backend, policy, regions):
 
 
 @pytest.mark.slow
-def test_the_state_moves():
+def test_the_state_is_written():
     state = {name: value for name, value in trained((), POLICIES["delayed"], "eager").items() if "amax" in name}
     assert len(state) == 3
     assert all(0 < value != 1 for value in state.values())
 
 
 @pytest.mark.slow
-def test_nor_where_the_partitioner_recomputes_all_that_it_may():
+def test_checkpoints_change_no_bit_where_the_partitioner_recomputes_all_that_it_may():
     with torch._functorch.config.patch(aggressive_recomputation=True):
         assert differences(*(trained(regions, POLICIES["delayed"], "aot_eager") for regions in ((), ["region"]))) == []

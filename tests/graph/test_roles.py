@@ -1,4 +1,4 @@
-"""Routers and heads: found by names, methods or the graph, and kept by every policy that does not name them."""
+"""Routers and heads: found by names, methods or the graph, and kept by every policy that does not name the role."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY_LINEAR = one_rule(quantize={"block": 32})
 
 
 class Experts(nn.Module):
-    """Two experts, each a matrix; the weights of the two that were chosen come from ``probabilities``."""
+    """Adds the outputs of two experts, each a linear layer, with ``weights``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts whose router is called ``name`` and chooses in the way ``choose``."""
+    """A mixture of experts whose router is called ``name``; ``choose`` makes weights of its logits."""
 
     def __init__(self, name: str, choose) -> None:
         super().__init__()
@@ -60,7 +60,9 @@ def sigmoid_bias_top_k(logits):  # DeepSeek-V3
     return scores.gather(-1, chosen)
 
 
-def noisy(logits):  # Shazeer et al.: the noise is a layer of its own, here the layer's upper half
+def noisy(
+    logits,
+):  # Shazeer et al. compute the spread of the noise in a second layer; here it is the upper half of the logits
     logits, spread = logits.chunk(2, -1)
     return (logits + torch.ones_like(logits) * F.softplus(spread)).topk(2, -1)[0].softmax(-1)
 
@@ -96,7 +98,7 @@ def test_a_router_is_found_in_the_graph_and_kept(choose):
 
 
 class Routed(Mixture):
-    """A mixture of experts that returns what its router said, too."""
+    """A mixture of experts that returns the logits of its router, too."""
 
     def forward(self, x):
         logits = self.pick(x)
@@ -104,7 +106,7 @@ class Routed(Mixture):
 
 
 @pytest.mark.parametrize("choose", CHOOSING)
-def test_a_weight_that_only_the_graph_shows_to_be_a_routers_is_trained_exact(choose):
+def test_a_router_that_only_the_graph_shows_trains_in_high_precision(choose):
     model = applied(Routed("pick", choose), EVERY_LINEAR | {"techniques": ["q_ema"]})
 
     def run(x):
@@ -122,7 +124,7 @@ class Predicts(Model):
 
 
 class SparseStream(Model):
-    """Chooses a part of the stream that every layer adds to."""
+    """Chooses elements of the residual stream by top-k, in its output."""
 
     def forward(self, x):
         return super().forward(x), self.layers(x).topk(8)[0]
@@ -151,7 +153,7 @@ class MoEGatedMLP(nn.Module):
 
 
 class OwnClassifier(Model):
-    """Has a method of the name of timm's."""
+    """Has a method that is named like timm's and has other parameters."""
 
     def get_classifier(self, name):
         raise AssertionError
@@ -162,12 +164,12 @@ NO_ROUTERS = [*(kind("pick", gate_by_all) for kind in (Model, Predicts, SparseSt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*NO_ROUTERS, MoEGatedMLP()], ids=lambda model: type(model).__name__)
-def test_what_is_no_router(model):
+def test_a_model_without_routers_keeps_no_site(model):
     assert not kept(fp4graph.explain(model, EVERY_LINEAR, (X,)))
 
 
 class MixtureRouter(nn.Module):
-    """Routes and computes: its class is called a router, and it owns the experts."""
+    """Owns experts, although its class is called a router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +184,14 @@ def test_experts_of_a_module_that_is_called_a_router_are_quantized():
     assert not kept(fp4graph.explain(nn.Sequential(MixtureRouter()), one_rule(op="grouped"), (X,)))
 
 
-def every_linear_but(rule):
+def every_linear_after(rule):
     return {**EVERY_LINEAR, "rules": [rule, *EVERY_LINEAR["rules"]]}
 
 
 @pytest.mark.slow
 def test_a_rule_that_names_the_role_quantizes_routers():
     quantized = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
-    sites = fp4graph.explain(Model("pick"), every_linear_but(quantized), (X,)).sites
+    sites = fp4graph.explain(Model("pick"), every_linear_after(quantized), (X,)).sites
     assert {site.module for site in sites if site.rule == "routers"} == {"layers.0.pick", "layers.1.pick"}
     assert all(site.quantized for site in sites)
 
@@ -204,7 +206,7 @@ class TopKRouter(nn.Module):
 
 
 class Named(nn.Module):
-    """A router that is known by its name beside experts, or by its class."""
+    """A router, ``gate``, that is known by its class or by its name beside ``experts``."""
 
     def __init__(self, by_class: bool) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class Named(nn.Module):
 
 @pytest.mark.slow
 def test_a_gate_without_experts_is_no_router():
-    # gMLP's SpatialGatingUnit multiplies with what a linear layer says.
+    # gMLP's SpatialGatingUnit multiplies with the output of a linear layer.
     sizes = {"num_blocks": 2, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 8, "img_size": 32, "num_classes": 4}
     model = MlpMixer(block_layer=SpatialGatingBlock, mlp_layer=GatedMlp, **sizes)
     sites = fp4graph.explain(model, "tetrajet", (torch.randn(1, 3, 32, 32),)).sites
@@ -227,7 +229,7 @@ def test_a_gate_without_experts_is_no_router():
 
 
 @pytest.mark.parametrize("by_class", [False, True])
-def test_a_router_is_known_by_its_name(by_class):
+def test_a_router_is_known_by_its_name_or_class(by_class):
     found = kept(fp4graph.explain(Named(by_class), EVERY_LINEAR, (X,)))
     assert found.keys() == {"gate"}
 
@@ -237,11 +239,11 @@ def test_an_unnamed_router_that_ran_uncompiled_is_refused_where_it_chooses():
     with pytest.raises(CaptureError, match=r"layers.0.pick.*by top-k"):
         applied(Model("pick"), EVERY_LINEAR).layers[0](X)
     keeps = {"name": "r", "match": {"module": "*.pick"}, "keep": "yes"}
-    applied(Model("pick"), every_linear_but(keeps)).layers[0](X)
+    applied(Model("pick"), every_linear_after(keeps)).layers[0](X)
 
 
 class Language(nn.Module):
-    """A model of one block with a head, which shows it as Hugging Face's models do, or ties it to the embedding."""
+    """A model of one block with a head. Without ``shows``, the head is tied to the embedding."""
 
     def __init__(self, shows: bool) -> None:
         super().__init__()
@@ -254,6 +256,8 @@ class Language(nn.Module):
 
 
 class Showing(Language):
+    """Returns the head from a method, as Hugging Face's models do."""
+
     def get_output_embeddings(self):
         return self.out
 
@@ -274,7 +278,7 @@ def test_every_shipped_policy_keeps_routers_and_heads(name):
     for names, module, rule in ((router, "gate", "routers"), (head, "out", "heads")):
         decision = policy.decide(names.view(module, "linear", (32, 64, 2048)))
         assert not decision.rule.quantizes
-        # Unless a rule of its own keeps it, as those for first blocks do.
+        # The rule is built in, or a rule of the policy, such as one that keeps the first blocks.
         assert decision.index >= 0 or decision.rule.name == rule
 
 

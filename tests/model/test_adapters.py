@@ -1,6 +1,6 @@
-"""Adapters stay in high precision under every policy, and the layers that they are wrapped around are as they were.
+"""Adapters stay in high precision under every shipped policy, and the layers that they wrap are quantized as before.
 
-The modules are named and built as Hugging Face PEFT names and builds them; ``tests/clients`` has the real ones.
+The modules are named and built as in Hugging Face PEFT; ``tests/clients`` tests PEFT itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers.training import applied, gradients
 
 
 class Lora(nn.Module):
-    """PEFT's ``lora.Linear``: a layer, and beside it two of rank 4."""
+    """PEFT's ``lora.Linear``: a layer, and beside it two layers that add an update of rank 4."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Lora(nn.Module):
 
 
 class Loha(nn.Module):
-    """PEFT's ``LoHaLinear``: the adapter has parameters without layers, and multiplies in the wrapper's own body."""
+    """PEFT's ``LoHaLinear``: the adapter is two parameters, which the wrapper's forward multiplies."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Handmade(nn.Linear):
 
 
 def trained_rows(layer):
-    """PEFT's ``TrainableTokensWrapper`` of its ``TrainableTokensLayer``: some rows of a layer train, beside it."""
+    """Wrap a layer so that some rows train, as PEFT does: ``TrainableTokensWrapper(TrainableTokensLayer(...))``."""
 
     def forward(self, x):
         layer, rows = self.base_layer, torch.tensor([1, 3])
@@ -82,7 +82,7 @@ def trained_rows(layer):
 
 
 def peft_model(model):
-    """A model in PEFT's place for it."""
+    """Wrap a model as PEFT does: it becomes ``base_model.model``."""
     return module_of(lambda self, x: self.base_model["model"](x), base_model=nn.ModuleDict({"model": model}))
 
 
@@ -113,7 +113,7 @@ def wrapped(net, wrap):
 
 
 def decided(model, policy="mxfp4"):
-    """Return what ``explain`` says of the first block: quantized modules, and kept ones with the rule."""
+    """Return the quantized modules of the first block and, with their rules, its kept modules, as ``explain`` says."""
     explanation = fp4graph.explain(model, policy, (X,))
     assert explanation.problem is None
     sites = [site for site in explanation.sites if "blocks.0." in site.module]
@@ -123,7 +123,7 @@ def decided(model, policy="mxfp4"):
 
 
 @pytest.mark.parametrize("name", shipped_policies(default_registry()))
-def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(name):
+def test_every_shipped_policy_plans_the_same_weights_with_and_without_adapters(name):
     policy = fp4graph.load_policy(name)
     for phase in range(len(policy.phases) + 1):
         adapted, plain = (PhasePlan(m, policy.in_phase(phase)) for m in (peft_model(net(Lora)), net()))
@@ -138,12 +138,12 @@ def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(n
     ("wrap", "layer", "adapters"),
     [
         (Lora, "qkv.base_layer", ["qkv.lora_A.default", "qkv.lora_B.default"]),
-        # A product of two parameters, which is the adapter's, and one with their product, in the wrapper's body.
+        # The product of the adapter's two parameters, and the wrapper's product of x with the result.
         (Loha, "qkv.base_layer", ["qkv.hada_w1_b", "qkv"]),
         (Handmade, "qkv", ["qkv", "qkv"]),
     ],
 )
-def test_what_is_kept_of_each_kind_of_adapter(wrap, layer, adapters):
+def test_the_products_of_each_kind_of_adapter_are_kept(wrap, layer, adapters):
     assert decided(net(wrap)) == ([layer, "fc"], [(name, "adapters") for name in adapters])
 
 
@@ -155,7 +155,7 @@ def policy_of(*rules):
 
 
 @pytest.mark.slow
-def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
+def test_a_rule_for_the_role_quantizes_adapters_and_broader_rules_do_not():
     role = {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}}
     quantized = ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
     assert decided(net(Lora), policy_of(role, BLOCKS)) == (quantized, [])
@@ -164,7 +164,7 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
     with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
         applied(net(Lora), named)(X)
-    # The default is a rule too.
+    # The default is such a broader rule.
     assert decided(net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
 
 
@@ -184,8 +184,8 @@ def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, ad
     adapted = {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required}
     quantized, kept = decided(net(wrap), policy_of(BLOCKS, adapted))
     assert sorted(quantized) == sorted(["qkv.base_layer", *adapters, "fc"])
-    assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's own product
-    # Without adapters the layers are what they were.
+    assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's product
+    # On a model without adapters the rule changes nothing.
     if not required:
         assert decided(net(), policy_of(BLOCKS, adapted))[0] == ["qkv", "fc"]
 
@@ -200,15 +200,15 @@ def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [lambda model: model, peft_model], ids=["plain", "in PEFT's place"])
-def test_a_rule_that_names_a_layer_means_it_wrapped_too(place):
+@pytest.mark.parametrize("place", [lambda model: model, peft_model], ids=["plain", "PEFT model"])
+def test_a_rule_that_names_a_layer_matches_it_inside_its_wrapper(place):
     keep = {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"}
     sites = fp4graph.explain(place(net(Lora)), policy_of(keep, *one_rule()["rules"]), (X,)).sites
     kept = [site.module.removeprefix("base_model.model.") for site in sites if site.rule == "kept"]
     assert kept == ["blocks.0.qkv.base_layer", "head"]  # the rule does not name the wrapper's adapter
 
 
-def test_an_adapter_makes_no_block_of_its_layer():
+def test_layers_with_adapters_are_not_counted_as_blocks():
     class Layer(nn.Module):
         def __init__(self, wrap) -> None:
             super().__init__()
@@ -222,8 +222,8 @@ def test_an_adapter_makes_no_block_of_its_layer():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-def test_a_reference_is_quantized_as_the_model_is(policy):
-    """Trainers compare with the model without its adapters, or with a copy of it."""
+def test_reference_models_of_trainers_are_quantized(policy):
+    """A trainer's reference is the model with its adapters disabled, or a copy of the model."""
     plain, model = (applied(each.eval(), policy) for each in (net(), peft_model(wrapped(net(), Lora))))
     reference = copy.deepcopy(model)
 
@@ -238,10 +238,10 @@ def test_a_reference_is_quantized_as_the_model_is(policy):
         assert runtime_of(reference) is not None
         assert not torch.equal(reference(X), expected)
         disable(fp4graph.remove(reference))
-        assert not torch.equal(reference(X), expected)  # in high precision, to show that the above were not
+        assert not torch.equal(reference(X), expected)  # what the outputs above would be in high precision
 
 
-def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
+def test_a_module_named_base_layer_is_wrapped_only_beside_an_adapter():
     layers = {name: nn.Linear(32, 32) for name in ("base_layer", "top_layer")}
     head = module_of(lambda self, x: self.top_layer(self.base_layer(x)), **layers)
     sites = fp4graph.explain(nn.Sequential(head), one_rule(), (X,)).sites
@@ -249,7 +249,7 @@ def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
 
 
 def quantizers(trainable: bool) -> list[int]:
-    """Return how many quantizers the forward and the backward graph of two adapted layers have."""
+    """Count the quantizers in the forward graph and in the backward graph of two adapted layers."""
     counts, operators = [], ("quantize", "quantize_and_pack", "requantize")
 
     def count(graph, inputs):
@@ -270,14 +270,14 @@ def quantizers(trainable: bool) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_a_frozen_layer_quantizes_for_no_gradient_of_its_own():
-    """Of two layers with two operands each, the second alone has a dX; a dW has only one that trains."""
+def test_a_frozen_layer_quantizes_nothing_for_wgrad():
+    """Each GEMM quantizes two operands. Both layers have fprop, the second has dgrad, those that train have wgrad."""
     assert quantizers(trainable=True) == [4, 2 + 4]
     assert quantizers(trainable=False) == [4, 2]
 
 
 def same_step(model, reference):
-    """Return whether a step under the policy that is in force is that of the policy applied again."""
+    """Return whether a step of both models gives the same outputs and gradients."""
     results = []
     for each in (model, reference):
         each.zero_grad()
@@ -291,9 +291,9 @@ def same_step(model, reference):
 @pytest.mark.parametrize("called", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("rows", [False, True], ids=["layers", "layers and rows of the head"])
 def test_adapters_join_and_leave_an_applied_model(called, rows):
-    """Noise is drawn by the names of modules, which change: tetrajet's gradients show whether the new ones are used.
+    """The names of modules change, by which noise is drawn: tetrajet's gradients show whether the new names are used.
 
-    Rows of a head that is tied to the embedding train by PEFT's ``trainable_token_indices``.
+    PEFT's ``trainable_token_indices`` trains rows of a head that is tied to the embedding.
     """
     model, reference = (applied(net(), "tetrajet") for _ in range(2))
     if called:
@@ -340,17 +340,17 @@ def test_a_layer_that_joins_with_an_adapter_is_refused():
 
 
 @pytest.mark.slow
-def test_a_module_that_joins_alone_or_where_nothing_is_quantized_is_no_error():
-    alone = applied(net(), "tetrajet")
-    expected = alone.eval()(X)
-    alone.unused = nn.Linear(2, 2)
-    assert torch.equal(alone(X), expected)
+def test_a_module_may_join_unused_or_under_a_policy_that_quantizes_nothing():
+    model = applied(net(), "tetrajet").eval()
+    expected = model(X)
+    model.unused = nn.Linear(2, 2)
+    assert torch.equal(model(X), expected)
     plain = wrapped(applied(net(), "bf16"), Lora)
     plain.head = nn.Sequential(nn.Linear(32, 32), plain.head)
     assert plain(X).isfinite().all()
 
 
-def test_adapters_that_join_under_detect_nonfinite_are_named():
+def test_adapters_that_join_inside_detect_nonfinite_are_refused():
     model = applied(net(), "tetrajet")
     with fp4graph.detect_nonfinite(model), pytest.raises(Error, match="adapters joined or left the model inside"):
         wrapped(model, Lora)(X)

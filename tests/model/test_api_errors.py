@@ -1,4 +1,4 @@
-"""What users do by mistake, or in another way than we do: each is an error, or a warning, that names the remedy."""
+"""Mistakes of users and unusual calls: each raises an error, or a warning, that names the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.models import Mlp, module_of
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.training import prepared
 
-SHORT, POLICY = one_rule(), one_rule(quantize=quantizer() | {"rounding": "stochastic"})
+NEAREST, POLICY = one_rule(), one_rule(quantize=quantizer() | {"rounding": "stochastic"})
 Model = partial(Mlp, 32, 32, 32)
 
 
@@ -44,7 +44,7 @@ def pickled():
     return pickle.loads(pickle.dumps(applied()))
 
 
-def part_of_what_was():
+def part_of_a_removed_model():
     model = applied()
     part, model.first = model.first, nn.Identity()
     fp4graph.remove(model)
@@ -79,7 +79,7 @@ ERRORS = {
     "traced part": (lambda: explain(nn.Sequential(jit.trace(Model(), batch())), POLICY), "^0 is a TorchScript module"),
     "lazy": (lambda: fp4graph.apply(nn.LazyLinear(4), POLICY), "^weight has no shape yet; call the model once"),
     "copied part": (lambda: copy.deepcopy(applied().first)(batch()), "copied apart from its model.*apply.*bypass"),
-    "part of what was": (part_of_what_was, "the module was taken out of its model"),
+    "part of a removed model": (part_of_a_removed_model, "the module was taken out of its model"),
     "sparse": (lambda: applied(model=sparse(Model())), SPARSE + ".*to_dense.*match: {module: 'second'}"),
     "sparse rows": (lambda: applied(model=sparse(Model(), CSR)), SPARSE + r" \(torch.sparse_csr\)"),
     "sparse later": (lambda: sparse(train(applied(), 1))(batch()), r"^second: .*a factor is sparse.*to_dense"),
@@ -127,7 +127,7 @@ def test_compile_after_apply_has_no_effect_and_warns(called, strict):
     assert "compile" not in fp4graph.remove(model).__dict__
 
 
-def test_a_compile_of_the_models_own_is_left_alone():
+def test_a_compile_method_of_the_models_class_is_left_alone():
     class Own(Mlp):
         def compile(self, optimizer):
             return optimizer
@@ -140,7 +140,7 @@ def test_explain_takes_what_example_inputs_takes(inputs):
     assert fp4graph.explain(Model(), POLICY, inputs).quantized == 2
 
 
-def test_explain_without_inputs_says_which_it_takes():
+def test_explain_without_inputs_says_which_inputs_forward_takes():
     with pytest.raises(TypeError, match="missing 1 required") as caught:
         fp4graph.explain(Model(), POLICY)
     assert "0 positional inputs and the keywords []; they come from args of explain()" in caught.value.__notes__[0]
@@ -154,9 +154,9 @@ AFTERWARDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [SHORT, POLICY], ids=["no noise", "noise"])
+@pytest.mark.parametrize("policy", [NEAREST, POLICY], ids=["no noise", "noise"])
 @pytest.mark.parametrize("technique", AFTERWARDS)
-def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, policy):
+def test_a_layer_whose_weight_becomes_computed_is_planned_again(technique, policy):
     model = train(applied(policy))
     AFTERWARDS[technique](model.first)
     prepared(model, torch.optim.SGD)
@@ -169,7 +169,7 @@ def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, polic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, before):
+def test_a_module_runs_uncompiled_only_while_it_has_a_hook_on_its_backward(monkeypatch, before):
     runs, seen, run = [], [], Uncompiled.run
 
     def counted(self, forward, *args, **kwargs):
@@ -187,7 +187,7 @@ def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, 
     assert len(runs) == len(seen) == 2
 
 
-def test_a_call_for_shapes_alone_and_weights_of_a_list():
+def test_weights_of_a_list_train_after_a_call_on_the_meta_device():
     def forward(self, x):
         for matrix in self.matrices:
             x = F.linear(x, matrix).relu()
@@ -211,7 +211,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_what_dynamo_does_not_compile_runs_and_the_cause_is_told_once(monkeypatch, cause):
+def test_a_forward_that_dynamo_does_not_compile_runs_and_warns_once_of_the_cause(monkeypatch, cause):
     model, compiled = applied(**CAUSES[cause]), applied()
     if cause != "config.disable":
         model(batch())

@@ -34,7 +34,7 @@ def stepped(model, *args):
 @pytest.mark.slow
 def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     model = timm.create_model("deit_tiny_patch16_224")
-    before = copy.deepcopy(model.state_dict())
+    kind, before = type(model), copy.deepcopy(model.state_dict())
     explanation = fp4graph.explain(model, "tetrajet", (torch.empty(2, 3, 224, 224),))
     assert (explanation.quantized, explanation.graphs, explanation.problem) == (48, 1, None)
     assert "<td" in explanation._repr_html_()
@@ -50,19 +50,18 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     after = fp4graph.strip(model.state_dict())
     assert after.keys() == before.keys()
     assert_equal(after.values(), before.values())
-    assert type(model) is type(timm.create_model("deit_tiny_patch16_224"))
+    assert type(model) is kind
     model.load_state_dict(before, strict=True)
-    timm.create_model("deit_tiny_patch16_224").load_state_dict(fp4graph.strip(model.state_dict()), strict=True)
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_and_another_differs_as_another_forward_does():
+def test_noise_repeats_under_one_seed_and_differs_by_seed_and_forward():
     models = [applied(perceptron(), "tetrajet", seed=seed) for seed in (1, 1, 2)]
     a, b, c = (stepped(model, X) for model in models)
     assert_equal(a, b)
     assert not torch.equal(a[0], c[0])
     with torch.no_grad():
-        models[0](X)  # evaluation does not count
+        models[0](X)  # without gradients: not counted, as an evaluation is not
         models[0].eval()(X)
     assert not torch.equal(a[0], stepped(models[0].train(), X)[0])
     assert int(models[0]._fp4graph_forwards) == 2
@@ -85,7 +84,7 @@ def test_dynamic_batch_sizes_do_not_recompile_without_end(vit):
     model = applied(vit(), "tetrajet", backend="aot_eager")
     for batch in (2, 3, 5, 7, 8, 11, 16):
         model(torch.randn(batch, 3, 32, 32)).sum().backward()
-    assert len(runtime_of(model).sites) / 12 <= 3  # 12 places of matrix work per capture: static, dynamic, no more
+    assert len(runtime_of(model).sites) / 12 <= 3  # each capture lists 12 sites
 
 
 @pytest.mark.slow
@@ -122,14 +121,14 @@ def test_removing_gives_a_bare_layer_its_forward_back():
 def test_several_applied_models_do_not_disturb_each_other(vit, images):
     policies = ["tetrajet", "microscaling", "mxfp4", "nvfp4", "bf16"]
     alone = [stepped(applied(vit(), policy), images) for policy in policies]
-    # More than the recompile limit of 8.
+    # 10 models: more than the recompile limit of 8.
     models = [applied(vit(), policy) for policy in policies * 2]
     for i, model in enumerate(models):
         assert_equal(stepped(model, images), alone[i % 5])
 
 
 class Broken(nn.Module):
-    """Two linears with a graph break between, the first used on both sides of it."""
+    """Two linears with a graph break, the first used before and after it."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +143,7 @@ class Broken(nn.Module):
 
 
 def last(model, *calls):
-    """Return outputs and a gradient of the last call; those before it count nothing."""
+    """Return the outputs and a gradient of the last call. Earlier calls have no gradients, so they are not counted."""
     for call in calls[:-1]:
         with torch.no_grad():
             model(X, call)
@@ -157,7 +156,7 @@ def last(model, *calls):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [[True], [False, True], [True, False], [False, True, False, True]])
 def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
-    """A training step of TRL is broken where a generation is not; both have one policy's noise."""
+    """In TRL, a training step has graph breaks that a generation does not have; both must draw the same noise."""
     model = applied(Broken(), "tetrajet")
     assert_equal(last(model, *broken), last(applied(Broken(), "tetrajet"), False))
     assert {(s.module, s.occurrence) for s in runtime_of(model).sites} == {("a", 0), ("a", 1), ("b", 0)}
@@ -166,7 +165,8 @@ def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.inductor])])
 def test_graphs_that_were_captured_apart_draw_apart(backend):
-    """Occurrences are in the graphs: one that was first captured without those before it counts from zero too."""
+    """Each graph stores the occurrences of its sites. A graph that is captured without the earlier graphs of its
+    forward counts from zero too, and must still draw other noise than they do."""
 
     class Early(Broken):
         def forward(self, x, early):
@@ -174,7 +174,7 @@ def test_graphs_that_were_captured_apart_draw_apart(backend):
             torch._dynamo.graph_break()
             return [*first, self.a(x), self.b(x)]
 
-    class Loop(Broken):  # one frame of Dynamo, with a graph of its own, runs several times in a forward
+    class Loop(Broken):  # Dynamo compiles part() as a frame of its own, whose graph runs several times in a forward
         def part(self, x):
             y = self.a(x)
             torch._dynamo.graph_break()
@@ -211,7 +211,7 @@ def test_the_noise_of_a_site_is_a_function_of_its_name(vit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["apply", "compile"])
-def test_what_torch_compile_returned_is_the_model_inside(first):
+def test_the_result_of_torch_compile_stands_for_the_model_inside(first):
     policy = one_rule(match={"module": "first"})
     expected = applied(perceptron(), policy)(X)
     model = perceptron() if first == "compile" else applied(perceptron(), policy)
@@ -242,7 +242,8 @@ STOCHASTIC = one_rule(quantize=MXFP4 | {"rounding": "stochastic"}, operands={"ba
 
 
 def test_the_noise_of_a_second_weight_has_the_salt_of_its_name():
-    """So seeded runs repeat from version to version: CRC-32 of ``name#occurrence``, 30 bits of it, made odd."""
+    """The salt is CRC-32 of ``name#occurrence``, 30 bits of it, made odd. It must stay: seeded runs repeat in later
+    versions."""
     weights = {name: nn.Parameter(torch.randn(48, 32)) for name in ("a_weight", "b_weight")}
     model = module_of(lambda self, x: (F.linear(x, self.a_weight), F.linear(x, self.b_weight)), **weights)
     _, y = applied(model, STOCHASTIC, seed=3)(X)
@@ -251,7 +252,7 @@ def test_the_noise_of_a_second_weight_has_the_salt_of_its_name():
     assert torch.equal(y, product(X, model.b_weight, None, model._fp4graph_key, noise.make_step(3, 0, 0), salt))
 
 
-def test_ranks_draw_noise_of_their_own_before_they_are_a_group(monkeypatch):
+def test_ranks_draw_different_noise_before_they_join_a_process_group(monkeypatch):
     def output():
         torch.manual_seed(0)
         return applied(perceptron(), STOCHASTIC)(X)

@@ -1,4 +1,4 @@
-"""Captures do not depend on earlier captures; repeated recompilation is a warning that names its cause."""
+"""Captures do not depend on earlier captures; repeated recompilation draws a warning that names its cause."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_call_is_compiled_after_calls_that_failed(strict):
 
 
 @pytest.mark.slow
-def test_a_product_outside_of_the_graphs_is_a_problem():
+def test_explain_reports_a_product_outside_of_the_graphs_as_a_problem():
     def forward(self, x):
         y = self.body(x)
         for _ in range(2):
@@ -87,7 +87,7 @@ def test_the_sizes_that_one_model_saw_are_not_dynamic_in_the_next():
 
 
 def changing():
-    """An applied model that reads Python attributes that are numbers."""
+    """Return an applied model whose forward reads numbers from Python attributes."""
 
     def forward(self, x, *extra):
         x = self.drop(self.fc(x)) * self.options["scale"] + self.step
@@ -97,21 +97,21 @@ def changing():
     return applied(model, POLICY)
 
 
-def setting(model, i):
+def set_step(model, i):
     model.step = i
     model(X)
 
 
-def modes(model, i):
+def switch_modes(model, i):
     model.train(i % 2 == 0)
     with torch.set_grad_enabled(i % 3 == 0):
         model(torch.ones(1 + i % 3, 32))
 
 
-#: By what changes, how call i is made, and the cause that the warning names; None where none is due.
+#: For each thing that changes: how call i is made, and the cause that the warning names, or None without a warning.
 CHANGES = {
     "an attribute": (
-        setting, "model.step == 0; model.step == 1; model.step == 2.*buffer.*allow_unspec_int_on_nn_module"
+        set_step, "model.step == 0; model.step == 1; model.step == 2.*buffer.*allow_unspec_int_on_nn_module"
     ),
     "an option": (lambda m, i: (m.options.update(scale=i), m(X)), r"model.options\['scale'\] == 0; .*buffer"),
     "dropout": (
@@ -123,8 +123,8 @@ CHANGES = {
         lambda m, i: m(torch.ones(*[1] * i, 4, 32)), r"args\[0\]' rank mismatch. expected 2; .*one number of dimensions"
     ),
     "sizes": (lambda m, i: m(torch.ones(2 + i, 32)), None),
-    "modes": (modes, None),
-    "an attribute, and modes": (lambda m, i: (m.train(i % 2 == 0), setting(m, i)), "model.step == 0"),
+    "modes": (switch_modes, None),
+    "an attribute, and modes": (lambda m, i: (m.train(i % 2 == 0), set_step(m, i)), "model.step == 0"),
 }  # fmt: skip
 
 
@@ -138,12 +138,12 @@ def test_the_third_recompilation_for_one_cause_warns(name):
         with pytest.warns(PolicyWarning, match=f"again: 4 times so far.*{cause}"):
             change(model, 3)
     for i in (4,) if cause else (3, 4, 5):
-        change(model, i)  # warned once
+        change(model, i)  # no second warning
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore", "error::fp4graph.PolicyWarning")
-def test_models_of_one_class_do_not_count_as_recompilations():
+def test_further_models_of_one_class_do_not_count_as_recompilations():
     for _ in range(6):
         model = applied(Breaks(32, 32, 16), POLICY)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Weights that a forward computes (parametrized, pruned, generated) or that are those of no called layer."""
+"""Weights that the forward computes (parametrized, pruned, generated), and weights of layers that it does not call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Hypernetwork(nn.Module):
 
 
 class OwnSpectralNorm(nn.Linear):
-    """Divides by the largest singular value, as many write it themselves."""
+    """Divides its weight by the largest singular value, in handwritten code."""
 
     def __init__(self):
         super().__init__(64, 32)
@@ -55,7 +55,7 @@ class OwnSpectralNorm(nn.Linear):
         return F.linear(x, self.computed(), self.bias)
 
 
-#: Makes a model of a linear layer.
+#: Each makes a layer with a computed weight from a linear layer.
 TECHNIQUES = {
     "weight_norm, old": torch.nn.utils.weight_norm,
     "weight_norm": parametrizations.weight_norm,
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated:Fut
 
 
 def verdict(call):
-    """Return the text of our error, or None."""
+    """Return the text of the fp4graph.Error that ``call`` raises, or None."""
     try:
         call()
     except fp4graph.Error as error:
@@ -123,7 +123,7 @@ def test_explain_example_inputs_and_training_agree(technique, policy, alone):
 
 
 class DoRA(nn.Module):
-    """Adds a low-rank update to a frozen layer and gives its columns norms of their own, as PEFT writes it."""
+    """Adds a low-rank update to a frozen layer and trains the norms of the sum's rows, in the form of PEFT."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -158,7 +158,7 @@ def test_explain_finds_the_sites_that_dora_trains():
 
 
 def gated():
-    """Multiplies with a matrix that is the weight of no layer, as SwiftFormer and MViTv2 do."""
+    """Return a module that multiplies with a matrix that is no layer's weight, as SwiftFormer and MViTv2 do."""
     gate = nn.Parameter(torch.randn(64, 64))
     return module_of(lambda self, x: self.fc(x @ self.gate), fc=nn.Linear(64, 64), gate=gate)
 

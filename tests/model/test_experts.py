@@ -1,4 +1,4 @@
-"""Models with experts: every product of theirs is a site, quantized and trained."""
+"""Every product of a model with experts is a site, is quantized and trains."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_product_is_a_site():
 
 
 @pytest.mark.parametrize("ops", [["linear"], ["grouped"], []], ids=str)
-def test_rules_tell_experts_apart(ops):
+def test_a_rule_selects_experts_or_linear_layers_by_op(ops):
     sites = fp4graph.explain(Model(), one_rule(match={"op": ops} if ops else {}), batch()).sites
     assert {site.op for site in sites if site.quantized} == set(ops or OPS)
     assert {site.op for site in sites} == set(OPS)
@@ -64,8 +64,9 @@ def test_rules_tell_experts_apart(ops):
 @pytest.mark.parametrize("form", ["grouped", "loop"])
 @pytest.mark.parametrize("policy", ["nvfp4-te", "tetrajet-qema", "mxfp4-best"])
 @uncompiled
-def test_compiled_is_eager(policy, form):
-    """In the first forward: after it an ulp of what is not ours grows."""
+def test_inductor_computes_what_eager_computes(policy, form):
+    """Only the first forward is compared: training amplifies differences of an ulp in operations that are not
+    quantized."""
     y, expected = (
         training.applied(Mixture(form, 3), policy, backend=backend)(*tokens()) for backend in ("inductor", "eager")
     )
@@ -74,8 +75,8 @@ def test_compiled_is_eager(policy, form):
 
 @uncompiled
 @pytest.mark.parametrize("form", ["grouped", "loop"])
-def test_experts_are_those_of_ordinary_linears(form):
-    """The model is computed by hand, expert by expert, with the program of a linear layer."""
+def test_experts_compute_what_linear_layers_compute(form):
+    """The reference computes the model expert by expert, with the program of a linear layer."""
     model = training.applied(Mixture(form), one_rule("tensor_scaling", op=OPS, quantize=NVFP4))
     program = site_function(runtime_of(model).weights[0].plan.program, "linear", 1.0, 1.0)
     plain, (x, choice), (other, _) = Mixture(form), batch(), batch()
@@ -89,7 +90,7 @@ def test_experts_are_those_of_ordinary_linears(form):
     for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
         if form == "loop":
             assert_equal([parameter.grad], [reference.grad])
-        else:  # the gradient of an input is the sum of contributions, in another order
+        else:  # gradients are sums of contributions, in another order
             torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-5, atol=1e-6, msg=name)
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-5, atol=1e-6)
     assert not model.layers[1].experts.w1.grad[1].any()
@@ -97,7 +98,7 @@ def test_experts_are_those_of_ordinary_linears(form):
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_the_average_of_an_idle_expert_follows_its_weight(decay):
-    """Its gradient is 0: without weight decay neither weight nor average moves; with it, e ← β·e + (1 − β)·w."""
+    """Its gradient is 0. Without weight decay neither weight nor average moves; with decay, e ← β·e + (1 − β)·w."""
     model = applied(one_rule({"q_ema": {"beta": 0.9}}, op="grouped", quantize=TIES_UP))
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     average = dict(first)
@@ -118,11 +119,11 @@ def test_the_average_of_an_idle_expert_follows_its_weight(decay):
 
 @uncompiled
 @pytest.mark.parametrize("form", ["grouped", "loop"])
-def test_the_optimizer_sees_each_expert_by_itself(form):
-    """Under the tensor scale of each matrix, as in the graph or the loop."""
+def test_the_optimizer_quantizes_each_expert_by_itself(form):
+    """Each matrix has its own tensor scale, as in the graph or in the loop."""
     model = training.applied(Mixture(form), one_rule("tensor_scaling", "q_ema", op=OPS, quantize=NVFP4))
     with torch.no_grad():
-        model.layers[0].experts.w1[2] *= 64  # one scale for all would tell
+        model.layers[0].experts.w1[2] *= 64  # shows whether all experts share a scale
     model(*batch())
     runtime = runtime_of(model)
     weights = [weight for weight in runtime.weights if weight.parameter.dim() == 3 and weight.is_used]
@@ -168,13 +169,13 @@ def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
     with nullcontext() if COMPILES_GROUPED_FP32 else warned:
         y = model(x, ends)
     assert torch.equal(y, expected)
-    assert torch.equal(model(x, ends), expected)  # warned about once
+    assert torch.equal(model(x, ends), expected)  # without a second warning
     model.bfloat16()(x.bfloat16(), ends)  # the remedy that the warning names
     assert runtime_of(model).capture.captured("__call__")
 
 
 @pytest.mark.parametrize("ends", [[40, 20, 48, 64], [10, 20, 48, 65], [-1, 20, 48, 64]])
-def test_offsets_that_are_none_are_refused(ends):
+def test_offsets_that_decrease_or_leave_the_tokens_are_refused(ends):
     model = training.applied(direct(), one_rule(op="grouped"))
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
         model(torch.randn(64, WIDTH), torch.tensor(ends, dtype=torch.int32))

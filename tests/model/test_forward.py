@@ -1,4 +1,4 @@
-"""The kinds of forwards: what the table says of each, seen from outside."""
+"""The kinds of forwards behave as the table DUTIES says: their counts, steps and warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
-from fp4graph.model.forward import DUTIES, Kind
+from fp4graph.model.forward import Kind
 from fp4graph.model.hooks import mark_hooks
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import training
@@ -55,7 +55,7 @@ def counts(runtime, run):
 
 
 def run_in_checkpoint(run):
-    """Run within a checkpoint, with the backward, which runs it again; return the gradient of the input."""
+    """Run within a checkpoint, which runs again in the backward; return the gradient of the input."""
     x = X.clone().requires_grad_()
     checkpoint(lambda x: run(x).sin(), x, use_reentrant=False).sum().backward()
     return x.grad
@@ -71,15 +71,11 @@ RUNS = {
 }
 
 
-def test_the_table_has_a_row_for_each_kind():
-    assert set(DUTIES) == set(Kind)
-
-
 @uncompiled
 @pytest.mark.parametrize("kind", list(Kind), ids=str)
 def test_which_forwards_count_and_warn_that_they_run_uncompiled(kind):
-    """A repetition counts by the forward that is repeated, and what is not captured by its call. A forward of parts is
-    over when a part runs again, and counts without its recomputations."""
+    """A repetition does not count beside the call that it repeats, nor an uncaptured module beside its model's call. A
+    forward of parts is over when a part runs again; recomputations of parts do not count."""
     if kind in (Kind.CALL, Kind.METHOD, Kind.PART):
         model, runtime = applied()
         with torch.no_grad():
@@ -122,7 +118,7 @@ def test_a_call_ends_a_forward_of_parts():
 
 @uncompiled
 @pytest.mark.parametrize(("kind", "met", "unmet"), [(Kind.PART, "body", "head"), (Kind.METHOD, "head", "body")])
-def test_training_without_the_call_warns_of_a_rule_that_it_does_not_meet(kind, met, unmet):
+def test_training_without_the_call_warns_of_a_rule_that_matches_no_site_that_ran(kind, met, unmet):
     policy = one_rule(match={"module": met})
     model, _ = applied(policy=policy)
     for _ in range(3):
@@ -198,7 +194,7 @@ def test_a_method_that_yields_counts():
 
 
 @uncompiled
-def test_a_part_that_raises_is_no_forward():
+def test_a_part_that_raises_does_not_count_as_a_forward():
     model, runtime = applied()
     for part, count in ((model.body, 0), (model.body, 0), (model.head, 1)):
         if count:
@@ -224,7 +220,7 @@ def test_threads_may_evaluate_one_model_at_the_same_time():
 
 
 class InAnotherThread(nn.Module):
-    """Runs ``call`` in a thread of its own, in the middle of a forward, and keeps the error."""
+    """Runs ``call`` in another thread, in the middle of a forward, and stores the error."""
 
     call = error = None
 
@@ -237,7 +233,7 @@ class InAnotherThread(nn.Module):
 
 @uncompiled
 @stances
-def test_two_threads_are_refused(stance):
+def test_a_second_thread_in_the_middle_of_a_forward_is_refused(stance):
     other = InAnotherThread()
     model, _ = applied(nn.Sequential(nn.Linear(32, 32), other))
     other.call = partial(model, X) if stance == "default" else partial(model.head, X)
@@ -248,7 +244,7 @@ def test_two_threads_are_refused(stance):
 
 
 @uncompiled
-def test_removing_a_model_leaves_modules_that_another_has_taken_over():
+def test_removing_a_model_leaves_modules_that_another_model_has_taken_over():
     former, _ = applied()
     former(X)
     model = training.applied(nn.Sequential(former.body, nn.Linear(32, 8)), one_rule())

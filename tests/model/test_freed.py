@@ -1,4 +1,4 @@
-"""An applied model is freed when its user lets go of it, whatever was done with it; memory stays flat."""
+"""An applied model is freed when its user drops it, whatever was done with it before; memory stays flat."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(model, backend, **options):
 
 
 def reapplied(model, backend):
-    # By type: isinstance asks a weak proxy of another package for its class, and what it stands for may be gone.
+    # By type(): isinstance() asks a weak proxy for the class of its referent, which may be gone.
     before = [each for each in gc.get_objects() if type(each) is Runtime]  # of other tests
     for _ in range(9):
         applied(model, backend)(X)
@@ -94,21 +94,21 @@ def checkpointed(model, backend):
 
 
 FURTHER = ("reapplied", "copied", "in phases", "by methods", "refused", "explained", "recompiled", "watched")
-#: What is done with a model before its user lets go of it.
+#: What is done with a model before its user drops it.
 WAYS = {
-    "removed": lambda *given: fp4graph.remove(trained(*given)),
-    "by parts": lambda *given: train(applied(*given).first),
-    "failed": lambda *given: fails(applied(*given), "text", torch.ones(3, 7)),
+    "removed": lambda *args: fp4graph.remove(trained(*args)),
+    "by parts": lambda *args: train(applied(*args).first),
+    "failed": lambda *args: fails(applied(*args), "text", torch.ones(3, 7)),
     "with state": with_state,
     "around a break": around_a_break,
     "checkpointed": checkpointed,
     "reapplied": reapplied,
-    "copied": lambda *given: train(copy.deepcopy(trained(*given))),
+    "copied": lambda *args: train(copy.deepcopy(trained(*args))),
     "in phases": in_phases,
     "by methods": by_methods,
     "refused": refused,
     "explained": explained,
-    "recompiled": lambda *given: train(trained(*given), X[None]),
+    "recompiled": lambda *args: train(trained(*args), X[None]),
     "watched": watched,
 }
 
@@ -166,9 +166,9 @@ print(sum(model() is not None for model in models), sizes[-1] - sizes[4])
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_memory_stays_flat(backend):
-    """A model has 8 MB of weights and 8 MB of gradients; what Dynamo keeps of a compilation, by finalizers on torch's
-    own functions, is 0.3 to 0.8 MB. The allocator moves by a model or two. With glibc's defaults freed weights fragment
-    its heap, by 3 MB a model on some machines; with fixed thresholds it returns them."""
+    """A model has 8 MB of weights and 8 MB of gradients. Dynamo keeps 0.3 to 0.8 MB of each compilation, by finalizers
+    on torch's own functions. What the allocator holds varies by a model or two. With glibc's defaults freed weights
+    fragment its heap, by 3 MB a model on some machines; with fixed thresholds it returns them."""
     thresholds = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     alive, grown = processes.run([sys.executable, "-c", PROGRAM, backend, str(MODELS)], env=thresholds).split()
     assert int(alive) == 0

@@ -1,4 +1,4 @@
-"""Nothing runs in silent high precision, and every bad input is one clear error."""
+"""Nothing runs in high precision in silence, and every bad input raises one clear error."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_strict_refuses_what_runs_uncompiled(name):
 
 
 def experts():
-    """Four matrices, each for a quarter of the tokens, in a form of torch's grouped product that is not a site."""
+    """Multiply each quarter of the tokens with its matrix, in a form of torch's grouped product that is not a site."""
 
     def forward(self, x):
         return torch._grouped_mm(x.bfloat16().unflatten(0, (4, -1)), self.weight_stack.bfloat16()).flatten(0, 1).float()
@@ -172,7 +172,7 @@ def test_an_unknown_product_with_a_parameter_is_an_error_until_a_rule_keeps_it(s
         y = applied(model, policy(KEPT, *one_rule()["rules"]))(X)
     layer = fp4graph.remove(model)[1]
     assert_equal([y], [layer(applied(nn.Sequential(copy.deepcopy(model[0])), one_rule())(X))])
-    assert_equal([applied(model, "bf16")(X)], [fp4graph.remove(model)(X)])  # nothing is asked of a baseline
+    assert_equal([applied(model, "bf16")(X)], [fp4graph.remove(model)(X)])  # not refused where nothing is quantized
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_explain_lists_an_unknown_product():
 
 
 @pytest.mark.slow
-def test_a_kept_product_that_no_graph_shows_runs():
+def test_a_kept_product_outside_of_the_graphs_runs_under_strict():
     applied(looping(), policy(KEPT | {"required": False}, rule(op="linear")), strict=True)(X)
 
 
@@ -222,7 +222,7 @@ REFUSED = {
     "nothing quantized": (Net, policy(WIDE | {"required": False}), (X,), "quantizes no site"),
     "expectations": (Net, policy(rule(op="linear"), expect={"quantized": {"min": 100}}), (X,), "100"),
     "no products": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(32)), "tetrajet", (X,), "no site"),
-    # timm's models name their head, so the one block does not contain it.
+    # A whole model may be the one block; the head that timm's models name is not part of it.
     "a head alone": (resnet, "tetrajet", IMAGE, "stack of blocks.*: nothing would be.*match:"),
     "a head behind an LSTM": (recurrent, "tetrajet", SEQUENCE, "stack of blocks.*: only head would be.*match:"),
     "two rules for a weight": (
@@ -243,7 +243,7 @@ REFUSED = {
 @uncompiled
 @pytest.mark.filterwarnings("ignore:.*low_rank_residual:fp4graph.errors.PolicyWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_error_of_the_first_forward_is_one_of_every_forward_until_remove(name):
+def test_every_forward_until_remove_raises_the_error_of_the_first(name):
     make, data, args, text = REFUSED[name]
     torch.manual_seed(0)
     model = make().eval()
@@ -256,7 +256,7 @@ def test_an_error_of_the_first_forward_is_one_of_every_forward_until_remove(name
     assert_equal([fp4graph.remove(model)(*args)], [expected])
 
 
-def test_an_error_stays_one_where_a_later_forward_would_have_passed():
+def test_an_error_of_the_first_forward_stays_where_a_later_one_would_match_every_rule():
     class Branching(Net):
         def forward(self, x, both):
             return self.head(self.blocks(x)) if both else self.blocks(x)
@@ -278,7 +278,7 @@ LATER = {
 @uncompiled
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("name", LATER)
-def test_a_module_that_came_after_apply_is_an_error(name, called):
+def test_a_module_that_is_added_after_apply_is_an_error(name, called):
     module, call, text = LATER[name]
     model = applied(Net(), "tetrajet")
     if called:
@@ -290,13 +290,13 @@ def test_a_module_that_came_after_apply_is_an_error(name, called):
     call(applied(model, "tetrajet"))
 
 
-def test_a_module_out_of_the_models_sight_is_none_that_came_later():
+def test_a_module_in_a_plain_list_is_not_taken_for_one_that_was_added_later():
     judge = module_of(lambda self, x: self.net(self.hidden[0](x)), net=Net(), hidden=[nn.Linear(32, 32)])
     applied(judge, "tetrajet")(X)
 
 
 @uncompiled
-def test_what_depends_on_an_unknown_producer_is_refused():
+def test_a_part_is_refused_if_its_rule_depends_on_a_producer_that_did_not_run():
     keep = {"name": "after gelu", "match": {"op": "linear", "producer": "gelu"}, "keep": "exact"}
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), Mlp(32, 48, 32, F.gelu)) for _ in range(2)))
     applied(model, policy(keep, rule("rest", op="linear")))
@@ -307,7 +307,7 @@ def test_what_depends_on_an_unknown_producer_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda rnn: rnn, lambda rnn: weight_norm(rnn, "weight_ih_l0")])
-def test_a_recurrent_layer_is_listed_though_no_graph_has_it(wrap):
+def test_a_recurrent_layer_is_listed_though_it_is_in_no_graph(wrap):
     data = policy(rule(module="head"))
     model = applied(recurrent(wrap), data)
     model(*SEQUENCE)
@@ -325,7 +325,7 @@ BLOCKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_policy_for_blocks_quantizes_a_model_that_is_one(name):
+def test_a_policy_for_blocks_quantizes_a_model_that_is_a_block(name):
     model, args = BLOCKS[name]
     explanation = fp4graph.explain(model, "tetrajet", args)
     assert explanation.problem is None
@@ -333,7 +333,7 @@ def test_a_policy_for_blocks_quantizes_a_model_that_is_one(name):
 
 
 @pytest.mark.slow
-def test_layers_with_a_number_behind_an_underscore_are_a_stack():
+def test_layers_whose_names_end_in_an_underscore_and_a_number_are_a_stack():
     model = torchvision.models.VisionTransformer(16, 8, 2, 2, hidden_dim=32, mlp_dim=64, num_classes=10)
     explanation = fp4graph.explain(model, "tetrajet", (torch.randn(2, 3, 16, 16),))
     assert {position.stack for position in explanation.blocks.values()} == {"encoder.layers.encoder_layer_*"}
@@ -342,15 +342,15 @@ def test_layers_with_a_number_behind_an_underscore_are_a_stack():
 
 
 @pytest.mark.slow
-def test_an_application_that_fails_leaves_the_one_before():
+def test_an_apply_that_fails_leaves_the_former_policy_in_force():
     model = applied(Net(), "tetrajet-qema")
     model(X)
-    model.blocks[0].first._fp4graph_q_ema_weight += 1  # away from the weight, at which new state begins
+    model.blocks[0].first._fp4graph_q_ema_weight += 1  # so that it differs from new state, which is the weight
     state = copy.deepcopy(model.state_dict())
     first_fails = mock.Mock(wraps=prepare.Tag, side_effect=[TypeError("the first tag"), *[mock.DEFAULT] * 9])
     with mock.patch.object(prepare, "Tag", first_fails), pytest.raises(TypeError, match="the first tag"):
         applied(model, "microscaling")
-    assert first_fails.call_count > 1  # those of the restored policy
+    assert first_fails.call_count > 1  # the further tags are of the restored policy
     assert runtime_of(model).policy.name == "tetrajet-qema"
     assert_equal(model.state_dict().values(), state.values())
     other = applied(Net(), "tetrajet-qema")
@@ -360,8 +360,8 @@ def test_an_application_that_fails_leaves_the_one_before():
 
 
 @pytest.mark.parametrize("data", [one_rule("q_ema"), policy(default="keep", techniques=["stable_spam"])])
-def test_an_optimizer_that_was_not_prepared_is_noticed(data):
-    """Even where nothing is quantized, if a technique acts on all of the optimizer."""
+def test_an_optimizer_that_was_not_prepared_is_refused(data):
+    """Also under a policy that quantizes nothing, if a technique acts on the whole optimizer."""
     model = applied(Net(), data)
     model(X).sum().backward()
     with pytest.raises(CaptureError, match="prepare_optimizer"):
@@ -400,18 +400,18 @@ def test_wrong_arguments(name):
 
 @pytest.mark.slow
 def test_the_entry_point_serves_stateless_policies_and_refuses_others():
-    def run(policy):
+    def served(policy):
         torch._dynamo.reset()
         return torch.compile(Net(), backend="fp4graph", options={"policy": policy, "backend": "eager"})(X)
 
-    assert_equal([run("microscaling")], [applied(Net(), "microscaling")(X)])
+    assert_equal([served("microscaling")], [applied(Net(), "microscaling")(X)])
     for refused in ("tetrajet", one_rule(phases=[{"at": 5, "operands": {"dgrad": "keep"}}])):
         with pytest.raises(Exception, match=r"fp4graph\.apply"):
-            run(refused)
+            served(refused)
 
 
 @pytest.mark.process
-def test_importing_starts_nothing():
+def test_importing_initializes_no_cuda_and_loads_no_plugin():
     code = (
         "import sys, torch, fp4graph; assert not torch.cuda.is_initialized(); "
         "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins') or m == 'pluggy']; "

@@ -1,4 +1,4 @@
-"""A deliberate, small set under Inductor: compiling costs about a second a kernel."""
+"""A small selection of tests under Inductor, since compiling costs about a second a kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(backend, x, policy, steps=3):
 
 @pytest.mark.compiler
 def test_training_under_inductor_follows_eager():
-    """No further apart than 3 times what a one-ulp change of the input does: quantized training amplifies an ulp."""
+    """Losses differ by at most 3 times the effect of a one-ulp change of the input: quantized training amplifies it."""
     eager, _ = train("eager", X, "tetrajet-qema")
     nudged, _ = train("eager", torch.nextafter(X, torch.full_like(X, torch.inf)), "tetrajet-qema")
     compiled, model = train("inductor", X, "tetrajet-qema")
@@ -40,7 +40,7 @@ def test_training_under_inductor_follows_eager():
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_quantizers_are_bit_identical_on_a_real_steps_operands(monkeypatch):
+def test_quantizers_are_bit_identical_on_the_operands_of_a_training_step(monkeypatch):
     calls, original = [], OperandProgram.__call__
 
     def record(program, x, draw=None, *others):
@@ -67,7 +67,7 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(monkeypatch):
 
 @pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
-    """Equal options, other code: nothing compiled for the first class may serve the second."""
+    """The two classes have equal options and different code: code compiled for the first may not serve the second."""
 
     def version(factor):
         weight = frozenset({Operand.FPROP_WEIGHT})

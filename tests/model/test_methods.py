@@ -27,7 +27,7 @@ def tower():
 
 
 class Clip(nn.Module):
-    """Two towers, as open_clip has them; one ends in a product that is in no module's forward."""
+    """Two towers, as in open_clip; one ends in a product that only a method of the model computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def applied(policy="tetrajet", methods=METHODS, **settings):
 
 @pytest.mark.parametrize("first", ["the call", "the methods"])
 def test_methods_and_the_call_have_the_same_sites_and_values(first):
-    # 8 linears and the projection are quantized, the similarity is kept.
+    # The similarity is kept; 8 linears and the projection are quantized.
     model = applied({**EVERY_LINEAR, "expect": {"quantized": 9, "kept": 1}})
     reference = applied(EVERY_LINEAR, methods=())
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_copies_phases_removal_and_bypass():
     assert not any(name in twin.__dict__ for name in METHODS)
 
 
-def test_what_is_saved_whole_has_its_methods_refuse_until_it_is_applied():
+def test_methods_of_a_model_that_was_saved_whole_refuse_to_run_until_apply():
     model = applied()
     loaded = saved_whole(model)
     with pytest.raises(fp4graph.UncompiledError, match=r"was pickled \(by torch\.save"):
@@ -95,7 +95,7 @@ def test_what_is_saved_whole_has_its_methods_refuse_until_it_is_applied():
     assert torch.equal(loaded.encode_image(X), model.encode_image(X))
 
 
-def test_signatures_stay_and_strict_and_outer_compilation_work():
+def test_methods_keep_their_signatures_and_run_under_strict_and_in_an_outer_compilation():
     model = applied(strict=True)
     assert list(inspect.signature(model.encode_image).parameters) == ["image", "scale"]
     assert model.encode_image.__name__ == "encode_image"
@@ -126,7 +126,7 @@ def test_beyond_the_limit_a_method_runs_uncompiled():
         ("encode_text", "'encode_text' was replaced on this model object"),
     ],
 )
-def test_names_that_are_no_methods_are_refused_at_apply(name, message):
+def test_names_that_cannot_be_compiled_as_methods_are_refused_at_apply(name, message):
     model = Clip()
     model.encode_text = lambda x: x
     with pytest.raises(Error) as error:

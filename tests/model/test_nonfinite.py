@@ -1,6 +1,8 @@
-"""detect_nonfinite names the place where NaN or Inf arises, and only there."""
+"""detect_nonfinite names the place where NaN or Inf arises, and changes nothing in a healthy step."""
 
 from __future__ import annotations
+
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.slow
-def test_a_healthy_step_is_the_same_step():
-    """Masks of -inf are ignored; noise, gradients and the count are those of any other step."""
+def test_a_healthy_step_is_the_same_inside_detect_nonfinite():
+    """Masks of -inf are ignored; noise and gradients are those of an unwatched model."""
     watched, plain = applied(Net(32, 48, 32), POLICY), applied(Net(32, 48, 32), POLICY)
     for _ in range(2):
         with fp4graph.detect_nonfinite(watched):
@@ -35,13 +37,13 @@ def test_a_healthy_step_is_the_same_step():
     assert not watched.first.weight._backward_hooks  # nothing is left on parameters
 
 
-#: By cause, what changes the model, the step that fails, and the error's words and place. sqrt at 0 has a finite
-#: forward and an infinite gradient; in the product dY is finite and dY·W is not.
+#: For each cause: what changes the model, the step that fails, and the text and the place of the error. sqrt at 0 has a
+#: finite forward and an infinite gradient; in "product" dY is finite and dY·W is not.
 CAUSES = {
     "weight": (
         lambda m: m.second.weight[3, 5].fill_(torch.nan), Net.__call__, "before this forward", "second.weight, forward"
     ),
-    "input": (None, lambda m, x: m(torch.where(x == x[2, 3], torch.inf, x)), "before this forward", "input "),
+    "input": (None, lambda m, x: m(torch.where(x == x[2, 3], torch.inf, x)), "before this forward", "input *, forward"),
     "overflow": (
         lambda m: [p.fill_(3e38) for p in m.first.parameters()], Net.__call__, "of finite values", "first, forward"
     ),
@@ -55,17 +57,17 @@ CAUSES = {
     "product": (
         lambda m: m.second.weight.mul_(1e10), lambda m, x: m(x).backward(1e36 * SIGNS), "a gradient", "second, backward"
     ),
-    "loss": (None, lambda m, x: (m(x).sum() * torch.inf).backward(), "arose in the loss", ""),
+    "loss": (None, lambda m, x: (m(x).sum() * torch.inf).backward(), "arose in the loss", "the loss, backward"),
 }  # fmt: skip
 SIGNS = torch.tensor([1.0, -1.0]).repeat(4)[:, None].expand(8, 32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_place_is_named(cause):
+def test_the_place_where_nan_or_inf_arises_is_named(cause):
     (change, step, text, site), model = CAUSES[cause], applied(Net(32, 48, 32), POLICY)
     if change:
         torch.no_grad()(change)(model)
     with fp4graph.detect_nonfinite(model), pytest.raises(fp4graph.NonFiniteError, match=text) as caught:
         step(model, X)
-    assert caught.value.site.startswith(site) if site.endswith(" ") else site in ("", caught.value.site)
+    assert fnmatchcase(caught.value.site, site)  # Dynamo names the input

@@ -1,4 +1,4 @@
-"""A block length that fits no layer of the model is warned about: axes are filled up with zeros."""
+"""A block length that divides no axis of the model's layers draws a warning: axes are padded with zeros."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP_DGRAD = {"dgrad": "keep"}
 
 
 def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
-    """Return the warnings of explaining and of training, which agree."""
+    """Return the warnings of ``explain``, after checking that a forward draws the same."""
     found = []
     for run in (
         lambda: fp4graph.explain(model, chosen, (torch.randn(4, 6, 64),)),
@@ -41,7 +41,7 @@ def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
         ([1, 33], {}, "10, 64, 128"),
         (48, {"operands": KEEP_DGRAD}, "64, 128"),
         (10, {"operands": KEEP_DGRAD}, "64, 128"),
-        (10, {}, None),  # the head's outputs fit
+        (10, {}, None),  # divides the head's outputs
         (32, {}, None),
         (128, {}, None),  # one axis is enough
         ("row", {}, None),
@@ -49,7 +49,9 @@ def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
         (33, {"operands": {"fprop": "keep", "dgrad": "keep"}}, None),  # wgrad contracts tokens
     ],
 )
-def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str | None) -> None:
+def test_a_block_that_divides_no_axis_draws_a_warning_with_the_sizes(
+    block: Any, rule: dict[str, Any], sizes: str | None
+) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     found = warned(model, one_rule(quantize={"block": block}, **rule))
     text = f"rule 'all': a block of {block if block != [1, 33] else 33} divides none of the axes that it quantizes, of "
@@ -57,13 +59,13 @@ def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str
 
 
 @pytest.mark.slow
-def test_products_of_activations_are_not_judged() -> None:
+def test_products_of_activations_draw_no_warning() -> None:
     model = nn.Sequential(nn.Linear(64, 64), module_of(lambda self, x: x @ x.mT @ x))
     assert not warned(model, one_rule(quantize={"block": 33}, match={"op": ["linear", "matmul"]}))
 
 
 @pytest.mark.slow
-def test_the_rule_and_its_line_are_named(tmp_path: Any) -> None:
+def test_the_warning_names_the_rule_and_its_line(tmp_path: Any) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\nrules:\n  - {name: all, match: {op: linear}, quantize: {block: 33}}\n")
     with pytest.warns(PolicyWarning, match=r"p.yaml:3: rule 'all': a block of 33 divides none"):

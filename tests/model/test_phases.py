@@ -1,4 +1,4 @@
-"""A policy that changes in the course of a training, while it runs."""
+"""A policy whose phases follow one another in the course of a training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 def test_each_phase_is_its_policy_and_is_captured_once() -> None:
-    """Weights stay as they are here, so that each forward can be held against the policy of its phase."""
+    """The weights do not change here, so that each forward can be compared with a model of its phase's policy."""
     alone = [policy(), policy(operands=KEEP_BACKWARD), {"version": 1, "name": "n", "default": "keep"}]
     whole = policy({"at": 3, "operands": KEEP_BACKWARD}, {"at": 0.75, "rules": [], "default": "keep"})
     model = applied(whole, total_forwards=8)
@@ -56,8 +56,8 @@ def test_each_phase_is_its_policy_and_is_captured_once() -> None:
 
 
 @pytest.mark.slow
-def test_noise_goes_on_counting() -> None:
-    """A phase that changes nothing changes nothing."""
+def test_a_phase_does_not_restart_the_noise() -> None:
+    """A phase with the same rules gives the same gradients as no phase."""
     data = policy(techniques=[{"stochastic_rounding": {"operands": ["forward", "backward"]}}])
     model = applied(data)
     phased = applied(data | {"phases": [{"at": 2, "techniques": ["stochastic_scale_rounding"]}]})
@@ -69,7 +69,7 @@ def test_noise_goes_on_counting() -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_is_that_of_the_phase_and_moves_nothing() -> None:
+def test_evaluation_is_under_the_phase_in_force_and_is_not_counted() -> None:
     model, exact = applied(policy({"at": 2, "rules": [], "default": "keep"})), Mlp(32, 48, 16)(batch(0))
     for _ in range(2):
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_evaluation_is_that_of_the_phase_and_moves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_length_of_the_training_is_needed_for_a_share_of_it() -> None:
+def test_a_phase_at_a_share_of_the_training_needs_the_training_length() -> None:
     model = applied(policy({"at": 0.5, "operands": {"dgrad": "keep"}}))
     with pytest.raises(PolicyError, match="set_total_forwards"):
         model(batch(0))
@@ -93,7 +93,7 @@ def test_the_length_of_the_training_is_needed_for_a_share_of_it() -> None:
         fp4graph.set_total_forwards(model, 0)
 
 
-def test_phases_out_of_order_are_refused_as_soon_as_that_can_be_told() -> None:
+def test_phases_out_of_order_are_refused_when_the_training_length_is_known() -> None:
     data = policy({"at": 5, "operands": {"dgrad": "keep"}}, {"at": 0.5, "operands": {"wgrad": "keep"}})
     with pytest.raises(PolicyError, match="reorder"):
         applied(data, total_forwards=10)
@@ -115,7 +115,7 @@ def run(data: dict[str, Any], numbers: range, saved: Any = None) -> tuple[list[t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", [RAMPING, {"q_ema": {"beta": 0.9}}])
-def test_what_techniques_remember_lives_on(technique: dict[str, Any]) -> None:
+def test_state_of_techniques_lives_on_in_a_new_phase(technique: dict[str, Any]) -> None:
     data = policy(techniques=[technique])
     phased = {**data, "phases": [{"at": 6, "rules": data["rules"]}]}
     assert_equal(run(data, range(12))[0], run(phased, range(12))[0])
@@ -131,7 +131,7 @@ def test_resumes_bit_for_bit() -> None:
 
 
 @pytest.mark.slow
-def test_a_technique_of_a_phase_that_is_over_leaves_nothing_behind() -> None:
+def test_a_technique_of_a_former_phase_leaves_no_state_in_the_optimizer() -> None:
     later = {"at": 3, "rules": [], "default": "keep"}
     _, (_, optimizer) = run(policy(later, techniques=[RAMPING, "tensor_scaling"]), range(5))
     assert not [name for entry in optimizer["state"].values() for name in entry if "fp4graph" in name]
@@ -139,7 +139,7 @@ def test_a_technique_of_a_phase_that_is_over_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-def test_watching_sees_the_phase_that_begins() -> None:
+def test_a_phase_cannot_begin_inside_detect_nonfinite_and_is_watched_afterwards() -> None:
     model = applied(policy({"at": 1, "operands": KEEP_BACKWARD}))
     with fp4graph.detect_nonfinite(model):
         gradients(model, 0)

@@ -31,7 +31,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_model_is_untouched_where_something_is_wrong(name):
+def test_a_rehearsal_that_fails_leaves_the_model_untouched(name):
     (policy, inputs, text), model = WRONG[name], Mlp(32, 48, 32)
     keys, state, expected = list(model.state_dict()), torch.get_rng_state(), model(X)
     with pytest.raises(fp4graph.PolicyError, match=text):
@@ -43,7 +43,7 @@ def test_the_model_is_untouched_where_something_is_wrong(name):
 
 
 @pytest.mark.slow
-def test_a_forward_that_depends_on_values_cannot_be_tried():
+def test_a_forward_that_depends_on_values_cannot_be_rehearsed():
     class Model(nn.Linear):
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)
@@ -56,7 +56,7 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
 
 
 @pytest.mark.slow
-def test_the_backward_is_tried(monkeypatch):
+def test_a_rehearsal_runs_the_backward(monkeypatch):
     from fp4graph_plugins.step_gradient import ElementSlope
 
     monkeypatch.setattr(ElementSlope, "element_surrogate", mock.Mock(side_effect=RuntimeError("no way back")))

@@ -1,4 +1,4 @@
-"""Rules that tell sites apart by what computes their input: the optimizer's side follows the graph's decision."""
+"""Rules that match a site by its producer: what acts on the weight follows the graph's decision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ start = partial(Mlp, 32, 64, 32, nn.functional.gelu)
 
 
 def trained(technique: dict | None, moved: str = "second") -> nn.Module:
-    """Train a step with ``technique`` in the rule for inputs of a GELU, or in the one for all others."""
+    """Train a step with ``technique`` in the rule that matches the weight of ``moved``: after a GELU, or the rest."""
     after = {"name": "after gelu", "match": {"producer": "gelu"}, "quantize": MXFP4, "techniques": []}
     rest = {"name": "rest", "match": {"op": "linear"}, "quantize": MXFP4, "techniques": []}
     if technique:
@@ -46,7 +46,7 @@ def test_techniques_act_where_the_graph_says(moved: str, still: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_optimizers_view_is_that_of_the_graph() -> None:
+def test_a_weight_has_the_rule_and_the_producer_of_its_site() -> None:
     weights = {weight.name: weight for weight in runtime_of(trained(None)).weights}
     rules = {name: weight.rule.name for name, weight in weights.items()}
     assert rules == {"first.weight": "rest", "second.weight": "after gelu"}
@@ -54,8 +54,8 @@ def test_the_optimizers_view_is_that_of_the_graph() -> None:
 
 
 MATRIX, MATRICES, ENDS = (64, 64), (2, 64, 64), torch.tensor([3, 8], dtype=torch.int32)
-#: Products of ``x`` with a parameter ``w`` that no module of torch owns, its shape, and the axis of it that is summed.
-#: A grouped product sums axis 1 of experts' matrices.
+#: Products of ``x`` with a parameter ``w`` that no module of torch owns, the shape of ``w``, and the axis of ``w`` that
+#: the product sums. grouped_mm sums axis 1 of the matrices that it is given.
 STORED = [
     (lambda x, w: x @ w, MATRIX, 0),
     (lambda x, w: F.linear(x, w.T), MATRIX, 0),

@@ -49,7 +49,7 @@ def refused():
 
 
 def hessian_diagonal(model):
-    """As AdaHessian and Sophia-H: Hv of the parameters with v = sign(g), from a gradient with ``create_graph=True``."""
+    """Return Hv for v = sign(g), from gradients g with ``create_graph=True``, as AdaHessian and Sophia-H compute it."""
     first = gradients(scalar(model)(X), model, create_graph=True)
     return gradients(sum((g * g.detach().sign()).sum() for g in first), model)
 
@@ -66,8 +66,8 @@ def wgan_gp(model):
     return gradients((slope.norm(dim=1) - 1).square().mean() + model(V).mean() - model(X).mean(), model)
 
 
-def of_parameters(model):
-    """A penalty on the gradient of the parameters, by ``.backward()``."""
+def parameter_penalty(model):
+    """Return the gradients, by ``.backward()``, of a penalty on the gradients of the parameters."""
     model.zero_grad()
     sum(g.square().sum() for g in gradients(scalar(model)(X), model, create_graph=True)).backward()
     return grads(model)
@@ -91,7 +91,7 @@ CASES = {
     "WGAN-GP": wgan_gp,
     "MAML": maml,
     "AdaHessian": hessian_diagonal,
-    "penalty of the parameters' gradient": of_parameters,
+    "penalty of the parameters' gradient": parameter_penalty,
 }
 
 
@@ -106,7 +106,7 @@ def test_second_derivatives_are_refused_and_run_in_a_bypass(backend):
 
 
 @backends
-def test_the_entry_point_refuses_the_same(backend):
+def test_the_entry_point_refuses_second_derivatives(backend):
     model = torch.compile(Net(), backend="fp4graph", options={"policy": POLICY, "backend": backend})
     for name in ("hvp", "R1", "penalty of the parameters' gradient"):
         with refused():
@@ -114,7 +114,7 @@ def test_the_entry_point_refuses_the_same(backend):
 
 
 @uncompiled
-def test_what_runs_uncompiled_refuses_the_same():
+def test_uncompiled_forwards_refuse_second_derivatives():
     model, x = applied(Net(), POLICY, backend="aot_eager"), X.clone().requires_grad_()
     for call in (model.forward, lambda x: model.second(F.gelu(model.first(model.norm(x))))):
         with pytest.raises(Error, match=r"^second: .*" + REFUSED):
@@ -124,7 +124,7 @@ def test_what_runs_uncompiled_refuses_the_same():
 @uncompiled
 @pytest.mark.parametrize("reentrant", [False, True])
 @backends
-def test_under_checkpointing_too(backend, reentrant):
+def test_a_checkpoint_changes_no_gradient_and_refuses_second_derivatives(backend, reentrant):
     model = applied(Net(), POLICY, backend=backend)
 
     def loss():
@@ -157,20 +157,23 @@ ATTENTION = {
 
 @pytest.mark.parametrize("op", ATTENTION)
 @backends
-def test_products_of_activations_refuse_the_same(backend, op):
+def test_products_of_activations_refuse_second_derivatives(backend, op):
     def second(model):
         return functional.hvp(lambda x: model(x).square().sum(), X, V)
 
     model = applied(module_of(ATTENTION[op]), one_rule(op=op), backend=backend)
     with refused():
         second(model)
-    with fp4graph.bypass(model), sdpa_kernel(SDPBackend.MATH):  # torch's fused one has no second derivative on a CPU
+    with (
+        fp4graph.bypass(model),
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch's fused attention has no second derivative on a CPU
         torch.testing.assert_close(second(model), second(module_of(ATTENTION[op])), rtol=1e-5, atol=1e-5)
 
 
 @backends
 @pytest.mark.parametrize("width", [16, 32], ids=["a tensor", "a part of a tensor"])
-def test_a_tensor_that_a_graph_has_written_to_refuses_the_same(backend, width):
+def test_a_tensor_that_a_graph_has_written_to_refuses_second_derivatives(backend, width):
     class Written(nn.Linear):  # the graph's output does not depend on the product; only the write does
         def forward(self, x, into):
             into.add_(super().forward(x))
@@ -200,7 +203,7 @@ def test_second_derivatives_are_refused_after_a_write_to_a_view_of_the_output(ba
 
 
 @backends
-def test_what_passes_no_quantized_product_is_right(backend):
+def test_second_derivatives_that_pass_no_quantized_product_are_right(backend):
     # The loss is differentiated twice by the logits: Σ pᵢ(1-pᵢ) is the trace of diag(p) - ppᵀ, for each row.
     model = applied(Net(), POLICY, backend=backend)
     logits = model(X)
@@ -208,7 +211,7 @@ def test_what_passes_no_quantized_product_is_right(backend):
     traces = [torch.autograd.grad(slope[:, i].sum(), logits, retain_graph=True)[0][:, i] for i in range(3)]
     p = torch.softmax(logits.detach(), -1)
     torch.testing.assert_close(sum(traces), (p * (1 - p)).sum(-1))
-    # A penalty on the input of the model, and on what a user has made of the output in place.
+    # The penalty does not pass the model, whose output the user writes in place.
     x = X.clone().requires_grad_()
     y = model(x.tanh()).mul_(2)
     (slope,) = torch.autograd.grad(x.tanh().square().sum(), x, create_graph=True)
@@ -218,7 +221,7 @@ def test_what_passes_no_quantized_product_is_right(backend):
         torch.testing.assert_close(case(nothing), case(Net()), rtol=1e-5, atol=1e-7)
 
 
-def test_a_penalty_on_a_kept_layer_is_the_straight_through_one_under_eager():
+def test_a_penalty_on_a_kept_layer_passes_quantized_layers_straight_through_under_eager():
     policy = one_rule(match={"module": "first"})
 
     def penalty(weight, logits):
@@ -227,7 +230,7 @@ def test_a_penalty_on_a_kept_layer_is_the_straight_through_one_under_eager():
 
     model, reference = applied(Net(), policy), Net()
     penalty(model.second.weight, model(X)).backward()
-    # first, by hand: Y = Q(X)·Q(W)ᵀ + b, dW = Q(dYᵀ)·Q(Xᵀ)ᵀ, blocks along the contraction.
+    # The layer `first` by hand: Y = Q(X)·Q(W)ᵀ + b, dW = Q(dYᵀ)·Q(Xᵀ)ᵀ, blocks along the contraction.
     spec, x = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec("e8m0", "ceil")), reference.norm(X).detach()
     first = reference.first
     y = fp4graph.fake_quantize(x, spec) @ fp4graph.fake_quantize(first.weight.detach(), spec).T + first.bias.detach()
@@ -235,7 +238,7 @@ def test_a_penalty_on_a_kept_layer_is_the_straight_through_one_under_eager():
     penalty(reference.second.weight, reference.second(F.gelu(y))).backward()
     expected = fp4graph.fake_quantize(y.grad, spec, 0).T @ fp4graph.fake_quantize(x, spec, 0)
     torch.testing.assert_close(model.first.weight.grad, expected, rtol=1e-5, atol=1e-9)
-    with refused():  # the compiled backward is of the whole graph
+    with refused():  # under aot_eager the backward of the whole graph is one node
         compiled = applied(Net(), policy, backend="aot_eager")
         penalty(compiled.second.weight, compiled(X))
 
@@ -295,7 +298,9 @@ def test_derivatives_inside_of_a_forward(backend):
     functional_force = module_of(lambda self, x: torch.func.grad(lambda x: self.net(x).sum())(x), net=Net())
     with pytest.raises(CaptureError, match=r"^net\.first: torch\.func .* by a rule"):
         applied(functional_force, POLICY, backend=backend)(X.clone())
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # not left disabled: checkpoints need them
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x
+    ):  # hooks are allowed again: checkpoints need them
         pass
     if backend == "aot_eager":  # under eager Dynamo compiles for ten seconds, function by function
         slope = force()

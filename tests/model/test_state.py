@@ -1,4 +1,4 @@
-"""State in an applied model, its copies and its averages: the tree of modules stays the plain model's."""
+"""State in an applied model, its copies and its averages; the tree of modules stays that of the plain model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shape_of(model: nn.Module) -> list[tuple[str, type, list[str], int]]:
         pytest.param(models.llama, TOKENS, marks=pytest.mark.long),
     ],
 )
-def test_who_walks_the_modules_finds_those_of_the_plain_model(make, x: Tensor) -> None:
+def test_an_applied_model_has_the_modules_of_the_plain_model(make, x: Tensor) -> None:
     plain = make().eval()
     model = applied(copy.deepcopy(plain), "tetrajet-qema")
     assert shape_of(model) == shape_of(plain)
@@ -61,17 +61,14 @@ def averaged() -> nn.Module:
     return applied(sequence(), "tetrajet-qema")
 
 
-def test_a_part_of_a_container_is_its_children() -> None:
-    assert shape_of(averaged()) == shape_of(sequence())
-
-
-def test_a_state_dict_holds_what_techniques_keep_and_nothing_else() -> None:
+def test_a_model_adds_only_the_state_of_techniques_to_its_state_dict_and_no_module() -> None:
     plain, model = sequence().state_dict(), averaged()
+    assert shape_of(model) == shape_of(sequence())
     assert applied(sequence(), "tetrajet").state_dict().keys() == plain.keys()
     saved = copy.deepcopy(model.state_dict())
     assert fp4graph.strip(saved).keys() == plain.keys()
     assert saved.keys() - plain.keys() == {"0._fp4graph_q_ema_weight", "2._fp4graph_q_ema_weight"}
-    # The first forward after loading does not begin anew what was loaded.
+    # The first forward after loading keeps the loaded state.
     saved["0._fp4graph_q_ema_weight"] += 1
     model.load_state_dict(saved, strict=True)
     model(X)
@@ -128,7 +125,7 @@ def test_a_pickled_model_carries_its_state() -> None:
 
 @pytest.mark.parametrize("call", [fp4graph.apply, lambda m, p: fp4graph.explain(m, p, (X,))], ids=["apply", "explain"])
 @pytest.mark.parametrize("name", ["_fp4graph", "_fp4graph_key"])
-def test_a_module_of_our_name_is_refused(name: str, call) -> None:
+def test_a_module_whose_name_is_reserved_is_refused(name: str, call) -> None:
     model = models.module_of(lambda self, x: getattr(self, name)(x), **{name: nn.Linear(32, 32)})
     with pytest.raises(fp4graph.Error, match=rf"Made '\(root\)' has an attribute '{name}', but .* the attribute$"):
         call(model, "tetrajet")
@@ -142,7 +139,7 @@ LATE = one_rule(phases=[{"at": 1, "rules": [], "default": "keep"}]) | {"name": "
     "change", [lambda m: m, copy.deepcopy, lambda m: applied(m, LATE)], ids=["loaded", "copied", "applied again"]
 )
 def test_a_count_that_no_state_dict_holds_is_warned_about(change) -> None:
-    """The policy has another phase; weights alone bring the model back to the first."""
+    """A state dict has weights without the count of forwards, so the policy begins in its first phase again."""
     saved, model = applied(sequence(), LATE).state_dict(), applied(sequence(), LATE)
     model.load_state_dict(saved)
     model = change(model)
@@ -152,7 +149,7 @@ def test_a_count_that_no_state_dict_holds_is_warned_about(change) -> None:
     model(X)  # the count goes on
 
 
-def test_an_optimizers_state_brings_the_count_back() -> None:
+def test_the_state_of_an_optimizer_restores_the_count() -> None:
     model, resumed = (applied(sequence(), LATE) for _ in range(2))
     model(X)
     resumed.load_state_dict(model.state_dict())
@@ -190,11 +187,11 @@ AVERAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "policy"),  # without averaged buffers the count stays, and the noise with it
+    ("name", "policy"),  # an average without buffers keeps its first count, and so its noise
     [*((name, "tetrajet-qema") for name in AVERAGES), ("all buffers", "mxfp4-rl"), ("state dict", "mxfp4-rl")],
 )
 def test_an_average_evaluates_as_its_model(name: str, policy: str) -> None:
-    """With weights that stay, an average is its model: averaged buffers, noise in evaluation and all."""
+    """The weights do not change, so the average must equal the model, noise in evaluation included."""
     model = applied(sequence(), policy)
     average = AVERAGES[name](model)
     for _ in range(3 if policy == "mxfp4-rl" else 1):

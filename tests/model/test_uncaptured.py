@@ -47,7 +47,7 @@ def test_each_product_is_a_site_of_the_first_forward():
     ],
     ids=["loop", "disabled function", "graph break"],
 )
-def test_it_warns_once_and_names_the_module_and_the_reason(make, batch, text):
+def test_an_uncaptured_module_draws_one_warning_that_names_it_and_the_reason(make, batch, text):
     model = applied(make(), one_rule(match={"op": OPS}))
     with pytest.warns(PolicyWarning, match=text) as warned:
         train(model, prepared(model), [batch, batch])
@@ -70,7 +70,7 @@ def test_a_matrix_of_no_layer_is_quantized_behind_a_graph_break():
 
 
 @uncompiled
-def test_the_rest_stays_compiled():
+def test_modules_around_a_loop_stay_compiled():
     graphs, model = [], applied(loops(), "tetrajet")
     capture = runtime_of(model).capture
     inner = capture._inner
@@ -98,13 +98,13 @@ def test_calls_of_one_module_draw_apart():
 
 
 @uncompiled
-def test_an_evaluation_is_that_of_a_captured_model():
+def test_an_evaluation_equals_that_of_a_captured_model():
     model, unrolled = applied(loops(), "tetrajet"), applied(Mixture("unrolled"), "tetrajet")
     train(model, prepared(model), [tokens(0), tokens(1)])
     unrolled.load_state_dict(model.state_dict())
     with torch.no_grad():
         y, expected = (each.eval()(*tokens()) for each in (model, unrolled))
-        # The same products of each row; the rows of an expert are summed in blocks of another shape.
+        # Both multiply the same rows, but in matrices of other sizes, which sum in another order.
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(y, loops()(*tokens()), rtol=1e-2, atol=1e-2)
     assert runtime_of(model).count == 2
@@ -120,7 +120,7 @@ def test_policies_of_first_and_last_blocks_train_loops_over_experts():
 
 
 @uncompiled
-def test_detect_nonfinite_names_the_module():
+def test_detect_nonfinite_refuses_an_uncaptured_module_by_name():
     model = applied(loops(), "tetrajet")
     model(*tokens())
     refused = pytest.raises(fp4graph.Error, match=r"'layers.0.experts' is not compiled.*grouped_mm")

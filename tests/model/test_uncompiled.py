@@ -63,7 +63,7 @@ def disabled(net, *args):
 
 
 class Branches(nn.Module):
-    """Calls a branch without gradients between two calls of one layer, all where Dynamo is disabled."""
+    """Calls a branch without gradients between two calls of one layer; Dynamo is disabled in all three calls."""
 
     def __init__(self):
         super().__init__()
@@ -73,11 +73,11 @@ class Branches(nn.Module):
         first = disabled(self.online, x)
         with torch.no_grad():
             disabled(self.target, x)
-        return self.last(first - disabled(self.online, x))  # the bias alone, if the calls drew the same noise
+        return self.last(first - disabled(self.online, x))  # self.last would see 0 if the calls drew the same noise
 
 
 def owner():
-    """Multiplies with a matrix of its own; forwards of many tokens loop in a way that Dynamo skips."""
+    """Return a model with a matrix of its own. On many tokens it multiplies in a loop that Dynamo skips."""
 
     def forward(self, x):
         if x.shape[0] <= 8:
@@ -91,7 +91,7 @@ def owner():
 
 
 def attends():
-    """Every way of writing attention and products."""
+    """Return a model with attention and products in every spelling."""
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -163,7 +163,7 @@ vectors, images, sequences = floats(8, 64), floats(2, 3, 32, 32), floats(2, 8, 6
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its input of each step, and the model that is the reference in a mode, if it is another."""
+    """A model, its batch of each step, and its reference: this case or another, in ``mode``."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Any] = vectors
@@ -177,7 +177,7 @@ of_mixtures = {"batch": experts.tokens, "steps": 6}
 
 def loop(checkpointed=None, repeats=1, reentrant=False):
     make = partial(Mixture, "loop", 2, checkpointed, repeats=repeats, reentrant=reentrant)
-    # A graph that runs twice in a forward draws under a step of its own (docs/techniques.md); a checkpoint does not.
+    # A second run of a graph in a forward has a step tensor of its own (docs/techniques.md); a checkpoint does not.
     mode = "uncompiled" if checkpointed == "block" and repeats == 2 else "call"
     return Case(make, experts.tokens, "loop twice" if repeats == 2 else "loop", mode)
 
@@ -191,7 +191,7 @@ CASES = {
     "borrows": Case(perceptrons(Borrows), reference="calls"),
     "disables": Case(perceptrons(Disables), reference="calls"),
     "logs": Case(perceptrons(Logs), reference="calls"),
-    # Behind a break one graph could serve all blocks: Dynamo does not look at hooks unless it is told to.
+    # Behind a graph break one graph could wrongly serve all blocks: by default Dynamo ignores their hooks.
     "broken": Case(partial(Stack, Broken, depth=5)),
     "branches": Case(partial(Stack, Branches)),
     "owner": Case(owner, more_each_step),
@@ -206,7 +206,7 @@ CASES = {
     "loop, recomputed blocks": loop("block"),
     "loop, reentrant experts": loop("experts", reentrant=True),
     "loop, reentrant blocks": loop("block", reentrant=True),
-    # A reentrant checkpoint's backward cannot tell two calls of a module apart, which share their noise.
+    # Never reentrant: such a checkpoint cannot tell two calls of a module apart, which then share their noise.
     "loop twice": loop(repeats=2),
     "loop twice, recomputed experts": loop("experts", repeats=2),
     "loop twice, recomputed blocks": loop("block", repeats=2),
@@ -227,7 +227,7 @@ CASES = {
 
 
 class Whole(nn.Module):
-    """Calls ``net`` in a way that the model's own call decides."""
+    """Calls ``net``, through ``way`` if there is one."""
 
     def __init__(self, net: nn.Module, way: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -251,14 +251,14 @@ again = partial(applied, seed=3, total_forwards=20)
 
 
 def carried(twin, optimizer):
-    """Return the model with an optimizer that loads what this one saves."""
+    """Return the model with a new optimizer that has the state of ``optimizer``."""
     second = prepared(twin)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return twin, second
 
 
 def copied(model, optimizer, policy, case):
-    """Go on with a copy, and train the original apart from it."""
+    """Continue with a copy, after a step of the original."""
     twin, second = carried(copy.deepcopy(model), optimizer)
     train(model, optimizer, [case.batch(99)])
     return twin, second
@@ -356,14 +356,15 @@ MODES = {
     "rehearsed": Mode(options={"example_inputs": vectors(0)}),
 }
 
-#: Modes in which the model is never called, so that its sites are not listed.
+#: Modes in which the model itself is never called, so that no sites are listed.
 OF_PARTS = (
     "forward", "method, uncompiled", "part", "part recomputed", "part recomputed, reentrant", "methods of a part"
 )  # fmt: skip
 
 
 def results(case: Case, policy: Any, mode: Mode) -> tuple[list[torch.Tensor], set[Any], int, int]:
-    """Return outputs, gradients, states and an evaluation, the quantized sites, and counts of forwards and graphs."""
+    """Return all tensors (outputs, gradients, state, an evaluation), the quantized sites, and how many forwards and
+    graphs there were."""
     torch.manual_seed(0)
     model = Whole(case.make(), mode.way)
     if mode.before:
@@ -395,7 +396,7 @@ def reference(name: str, policy: str, mode: str) -> Any:
 
 
 def rows(cases, policies, modes, *, long=()):
-    """Return a row for each case, policy and mode; those with a name of ``long`` are marked."""
+    """Return a row for each case, policy and mode; rows with a name in ``long`` have that marker."""
     for names in itertools.product(cases, policies, sorted(modes)):
         yield pytest.param(*names, marks=[pytest.mark.long] if {*names} & {*long} else [], id=", ".join(names))
 
@@ -448,9 +449,10 @@ ROWS = [
 @pytest.mark.parametrize(("case", "policy", "mode"), ROWS)
 def test_a_mode_computes_what_the_call_computes(case, policy, mode):
     expected, sites, count, graphs = reference(CASES[case].reference or case, policy, CASES[case].mode)
-    seen, found, number, own = results(CASES[case], POLICIES.get(policy, policy), MODES[mode])
+    seen, found, counted, captured = results(CASES[case], POLICIES.get(policy, policy), MODES[mode])
     assert_equal(seen, expected)
     assert found == (set() if mode in OF_PARTS else sites)
-    assert number == count == (None if policy == "bf16" else CASES[case].steps)
+    assert counted == count == (None if policy == "bf16" else CASES[case].steps)
     assert sites or policy == "bf16"
-    assert own == graphs or not mode.startswith("method") or mode in (*OF_PARTS, "method and call by turns")
+    if mode in ("method", "method that calls the model"):
+        assert captured == graphs

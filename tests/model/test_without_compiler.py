@@ -1,5 +1,7 @@
-"""Inductor where no C++ compiler works: an error of ours that says what to install and what runs without one; and
-where a compiler or a folder is not the one that torch expects."""
+"""Inductor without a working C++ compiler: the error says what to install and what runs without a compiler.
+
+A C compiler works. A cache folder that is a file is an error.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def no_compiler() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
-def test_apply_or_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_raises_without_a_compiler_or_beside_an_accelerator_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     model = Net()
     with pytest.raises(fp4graph.Error, match=REMEDY):
@@ -47,8 +51,8 @@ def test_apply_or_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pyt
         beside(torch.ones(2, 64))
 
 
-def test_a_compiler_that_fails() -> None:
-    """As without Python's headers: Inductor wraps what it raises."""
+def test_the_failure_of_a_compiler_is_shown_with_a_remedy() -> None:
+    """Inductor wraps the errors of the compiler and of the linker, as if Python's headers are missing."""
     refusal = CppCompileError(["g++"], "a.cpp:1: fatal error: Python.h: No such file")
     with pytest.raises(fp4graph.Error, match=r"fatal error: Python.h: No such file.*python3-dev"), compiler_errors():
         raise RuntimeError("Inductor failed") from refusal
@@ -63,8 +67,8 @@ def test_a_compiler_that_fails() -> None:
 @pytest.mark.inductor
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("g++") is None, reason="needs gcc and g++")
-def test_a_c_compiler(tmp_path: Path) -> None:
-    """Inductor's code needs the C++ library, which gcc does not link. torch reads CXX when it is imported."""
+def test_inductor_runs_with_a_c_compiler(tmp_path: Path) -> None:
+    """Inductor's code needs the C++ library, which gcc does not link by itself. torch reads CXX when it is imported."""
     lines = (
         "import torch, fp4graph",
         "from tests.kernels.models import Net",
@@ -75,8 +79,8 @@ def test_a_c_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_cache_that_is_a_file(tmp_path: Path) -> None:
-    """torch cannot import Dynamo then."""
+def test_a_cache_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    """torch cannot import Dynamo with such a folder."""
     cache = tmp_path / "cache"
     cache.touch()
     said = f"fp4graph.errors.Error: torch cannot compile: its folder of compiled code, {re.escape(str(cache))}"
