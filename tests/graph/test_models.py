@@ -7,6 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fp4graph
 from fp4graph.graph.attention import attention, encoder_layer
@@ -33,8 +34,6 @@ def deit():
 
 
 def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     config = GPT2Config(
         n_embd=64, n_layer=2, n_head=2, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
     )

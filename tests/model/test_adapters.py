@@ -25,7 +25,7 @@ from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers.models import module_of
 from tests.helpers.policies import NVFP4, one_rule
-from tests.helpers.training import applied, gradients
+from tests.helpers.training import applied, assert_equal, gradients
 
 
 class Lora(nn.Module):
@@ -276,15 +276,15 @@ def test_a_frozen_layer_quantizes_nothing_for_wgrad():
     assert quantizers(trainable=False) == [4, 2]
 
 
-def same_step(model, reference):
-    """Return whether a step of both models gives the same outputs and gradients."""
+def assert_same_step(model, reference):
+    """Compare outputs and gradients of a step of both models."""
     results = []
     for each in (model, reference):
         each.zero_grad()
         y = each(X)
         y.square().mean().backward()
         results.append([y.detach(), *gradients(each)])
-    return all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 @pytest.mark.slow
@@ -297,13 +297,13 @@ def test_adapters_join_and_leave_an_applied_model(called, rows):
     """
     model, reference = (applied(net(), "tetrajet") for _ in range(2))
     if called:
-        assert same_step(model, reference)
+        assert_same_step(model, reference)
     for each in (model, reference):
         wrapped(each, Lora)
         if rows:
             each.head = trained_rows(each.head)
     applied(reference, "tetrajet")
-    assert same_step(model, reference)
+    assert_same_step(model, reference)
     assert runtime_of(model).count == runtime_of(reference).count == 1 + called
     if rows:
         (head,) = [site for site in runtime_of(model).sites if site.module.startswith("head")]
@@ -317,7 +317,7 @@ def test_adapters_join_and_leave_an_applied_model(called, rows):
         if rows:
             each.head = each.head.token_adapter.base_layer
     applied(reference, "tetrajet")
-    assert same_step(model, reference)
+    assert_same_step(model, reference)
     assert {site.module for site in runtime_of(model).sites} == {site.module for site in runtime_of(reference).sites}
 
 
