@@ -141,7 +141,7 @@ def test_grouped_products_have_verdicts_of_their_own():
     assert targets.verdicts("rtx5090", program, site)[Gemm.FPROP] == ("simulated", why)
 
 
-def test_gradients_in_e5m2_beside_e4m3():
+def test_gradients_in_e5m2_are_native_beside_e4m3_where_the_kernel_takes_both():
     tensor, row = ({"element": "e4m3", "block": block, "scale": {"format": "fp32"}} for block in ("tensor", "row"))
     policy = one_rule(quantize=tensor, operands={"gradients": {"element": "e5m2"}})
     assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")

@@ -143,7 +143,7 @@ def test_bf16_copies_equal_a_loop_under_autocast(stance, autocast):
 
 
 @stances
-def test_tokens_may_be_broadcast(stance):
+def test_tokens_may_be_broadcast_over_copies(stance):
     model = Gathers(lambda x, w, ids: x.unsqueeze(1) @ w[ids.view(-1, 2)])
     half, policy = tokens(len(IDS) // 2), one_rule(op="grouped", operands={"backward": "keep"})
     y, dx, _ = run(model, policy, half, stance=stance)

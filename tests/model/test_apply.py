@@ -68,7 +68,7 @@ def test_noise_repeats_under_one_seed_and_differs_by_seed_and_forward():
 
 
 @pytest.mark.slow
-def test_two_forwards_before_one_backward():
+def test_two_forwards_before_their_backwards_keep_their_own_noise():
     model, other = (applied(perceptron(), "tetrajet", backend="aot_eager") for _ in range(2))
     alone = [stepped(model, X) for _ in range(2)]
     losses = [other(X).square().mean() for _ in range(2)]

@@ -69,7 +69,7 @@ def test_methods_and_the_call_have_the_same_sites_and_values(first):
     assert len(runtime_of(model).sites) == 10
 
 
-def test_copies_phases_removal_and_bypass():
+def test_methods_follow_copies_phases_removal_and_bypass():
     model = applied({"version": 1, "extends": "tetrajet", "phases": [{"at": 1, "default": "keep", "rules": []}]})
     plain, twin = Clip(), copy.deepcopy(model)
     plain.load_state_dict(model.state_dict(), strict=True)

@@ -122,10 +122,10 @@ def test_state_of_techniques_lives_on_in_a_new_phase(technique: dict[str, Any]) 
 
 
 @pytest.mark.slow
-def test_resumes_bit_for_bit() -> None:
+def test_a_training_resumes_bit_for_bit_before_at_and_in_a_phase() -> None:
     data = policy({"at": 6, "operands": KEEP_BACKWARD}, techniques=[RAMPING])
     whole, _ = run(data, range(12))
-    for at in (4, 6, 8):  # before the phase, at its start, in it
+    for at in (4, 6, 8):
         resumed, _ = run(data, range(at, 12), run(data, range(at))[1])
         assert_equal(resumed, whole[-len(resumed) :])
 
