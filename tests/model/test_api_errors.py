@@ -233,8 +233,6 @@ RULES = (
     "- {{name: first, match: {{{}}}, keep: why}}\n- {{name: second, match: {{{}}}, quantize: {{}}}}"
 )
 INHERITING = "extends: tetrajet\nrules: {before: [{match: {module: '*'}, keep: why}]}"
-
-
 IN_BLOCKS = "op: linear, block: true"
 NO_SITE = "'second' matches no site of this model; "
 

@@ -16,8 +16,6 @@ from tests.helpers.training import applied
 
 MATCHES_NONE, MISSPELT = one_rule(match={"in_features": 12345}), one_rule(match={"module": "frist"})
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-
-
 #: The policy, the example inputs and the error.
 WRONG = {
     "tuple": (MATCHES_NONE, (X,), "'all' matches no site"),

@@ -245,8 +245,6 @@ class Whole(nn.Module):
 
 
 non_reentrant, reentrant = (partial(checkpoint, use_reentrant=each) for each in (False, True))
-
-
 again = partial(applied, seed=3, total_forwards=20)
 
 
