@@ -1,4 +1,4 @@
-"""A loop on Accelerate under a policy, one line added."""
+"""A training loop on Accelerate, with the one line that applies a policy."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def _fresh_accelerator():
 
 @pytest.fixture
 def loop(llama, counting):
-    """Sets a loop up, and gives (accelerator, model, a function that trains some steps and returns their losses)."""
+    """Return a function that makes a loop: (accelerator, model, train); ``train(steps)`` returns the losses."""
 
     def make(policy="tetrajet-qema", *, precision="no", **options):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -54,12 +54,12 @@ def loop(llama, counting):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.long), "bf16"])
-def test_trains_and_goes_on_to_the_last_bit(loop, tmp_path, precision):
+def test_a_loop_trains_and_resumes_to_the_last_bit(loop, tmp_path, precision):
     accelerator, model, train = loop(precision=precision)
     first = train(3)
     accelerator.save_state(str(tmp_path / "state"))
-    rest = train(3)
-    assert rest[-1] < first[0]
+    last = train(3)
+    assert last[-1] < first[0]
     runtime = runtime_of(accelerator.unwrap_model(model))
     assert len({site.module for site in runtime.sites if site.quantized}) == 14
     assert json.loads((tmp_path / "state" / "fp4graph.json").read_text())["seed"] == 0
@@ -67,12 +67,12 @@ def test_trains_and_goes_on_to_the_last_bit(loop, tmp_path, precision):
     accelerator, again, train = loop(precision=precision)
     accelerator.load_state(str(tmp_path / "state"))
     assert runtime_of(again).root_state.count == 3
-    assert train(3) == rest
+    assert train(3) == last
     assert not differences(dict(model.state_dict()), dict(again.state_dict()))
 
 
 @pytest.mark.long
-def test_a_state_of_another_policy_is_refused(loop, tmp_path):
+def test_the_state_of_another_policy_is_refused_unless_allowed(loop, tmp_path):
     accelerator, _, train = loop("tetrajet")
     train(1)
     accelerator.save_state(str(tmp_path / "state"))
@@ -84,7 +84,7 @@ def test_a_state_of_another_policy_is_refused(loop, tmp_path):
     train(1)
 
 
-def test_it_comes_before_prepare(llama):
+def test_a_prepared_model_or_optimizer_is_refused(llama):
     accelerator = accelerate.Accelerator(cpu=True)
     model = llama()
     prepared, wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

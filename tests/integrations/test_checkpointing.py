@@ -1,4 +1,8 @@
-"""transformers adds a hook to the embedding whenever gradient checkpointing is switched on, and leaves the old ones."""
+"""Gradient checkpointing that is switched on repeatedly.
+
+transformers then adds another hook to the embedding and removes none; fp4graph drops the repeated hooks, for each of
+which Dynamo would recompile.
+"""
 
 import pytest
 import torch

@@ -41,14 +41,14 @@ def step(model):
 @pytest.mark.slow
 @pytest.mark.usefixtures("operation_by_operation")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_model_that_apply_makes(folder, dtype):
+def test_from_pretrained_makes_the_model_that_apply_makes(folder, dtype):
     model = loaded(folder, "tetrajet", dtype=dtype)
     expected = fp4graph.apply(loaded(folder, dtype=dtype), "tetrajet", **EAGER)
     assert not differences(*(dict(step(each).named_parameters()) for each in (model, expected)))
 
 
 @pytest.mark.usefixtures("operation_by_operation")
-def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
+def test_a_saved_folder_restores_weights_policy_and_state(folder, tmp_path):
     model = step(fp4graph.apply(loaded(folder, "tetrajet"), "tetrajet-qema", **EAGER))
     model.save_pretrained(tmp_path / "trained")
     written = json.loads((tmp_path / "trained/config.json").read_text())["quantization_config"]
@@ -65,7 +65,7 @@ def test_a_saved_folder_has_the_policy_and_the_state(folder, tmp_path):
 
 
 @pytest.mark.usefixtures("operation_by_operation")
-def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path):
+def test_a_saved_folder_holds_the_given_weights_and_no_removed_policy(folder, tmp_path):
     model, removed = (loaded(folder, "tetrajet") for _ in range(2))
     fp4graph.remove(removed).save_pretrained(folder)
     assert runtime_of(loaded(folder)) is None
@@ -79,7 +79,7 @@ def test_other_weights_are_written_and_a_removed_policy_is_not(folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_it(folder, tmp_path):
+def test_a_trainer_trains_the_model(folder, tmp_path):
     model = loaded(folder, "tetrajet")
     options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1}
     data = [{"input_ids": row, "labels": row} for row in IDS]
@@ -87,6 +87,6 @@ def test_a_trainer_trains_it(folder, tmp_path):
     assert trainer.train().training_loss > 0
 
 
-def test_a_policy_that_cannot_be_loaded_is_refused_at_once():
+def test_a_config_refuses_a_policy_that_cannot_be_loaded():
     with pytest.raises(PolicyError, match="did you mean"):
         FP4GraphConfig("tetrajett")

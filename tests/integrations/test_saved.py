@@ -1,4 +1,4 @@
-"""Hugging Face's save_pretrained and from_pretrained: what techniques keep comes back with the policy."""
+"""Models of Hugging Face's save_pretrained and from_pretrained: ``apply`` restores the state of techniques."""
 
 import pickle
 
@@ -30,24 +30,25 @@ def entries(model):
 
 
 @pytest.mark.slow
-def test_the_same_policy_goes_on_where_it_was(trained, tmp_path):
+def test_the_same_policy_finds_its_state(trained, tmp_path):
     again = fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")  # without a warning
     assert not differences(entries(again), entries(trained))
     with torch.no_grad():
         assert torch.equal(again.eval()(input_ids=TOKENS).logits, trained.eval()(input_ids=TOKENS).logits)
-    # State that a copy brings along stays, whatever the folder holds.
+    # A pickled copy keeps the state that it holds; the folder's state does not replace it.
     again.model.layers[0].mlp.down_proj._fp4graph_q_ema_weight.add_(1)
     copied = fp4graph.apply(pickle.loads(pickle.dumps(again)), "tetrajet-qema", backend="eager")
     assert not differences(entries(copied), entries(again))
 
 
 def another(folder):
-    """A new model from the folder's configuration, which remembers the folder's name."""
+    """Make a model with other weights from the folder's configuration; it remembers the folder's name."""
     torch.manual_seed(5)
     return transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
 
 
 def changed(folder):
+    """Load the model and change one weight."""
     model = loaded(folder)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.add_(1)
@@ -57,7 +58,7 @@ def changed(folder):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [another, changed])
-def test_other_weights_begin_anew(trained, tmp_path, make):
+def test_the_state_begins_anew_with_other_weights(trained, tmp_path, make):
     with pytest.warns(fp4graph.PolicyWarning, match=r"14 of its entries are left out .* is not what the folder holds"):
         model = fp4graph.apply(make(tmp_path), "tetrajet-qema", backend="eager")
     assert model._fp4graph_forwards == 0
@@ -68,10 +69,10 @@ def test_other_weights_begin_anew(trained, tmp_path, make):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_shard_size": "20kB"}, {}], ids=["sharded", "one file"])
-def test_files_of_every_kind(trained, tmp_path, options):
+def test_the_state_is_read_from_every_kind_of_file(trained, tmp_path, options):
     folder = tmp_path / "other"
     trained.save_pretrained(folder, **options)
-    if not options:  # as older versions wrote it
+    if not options:  # the format of older versions
         torch.save(trained.state_dict(), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
     again = fp4graph.apply(loaded(folder), "tetrajet-qema", backend="eager")
@@ -80,11 +81,11 @@ def test_files_of_every_kind(trained, tmp_path, options):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:this state was saved under policy:fp4graph.PolicyWarning")
-def test_what_another_policy_does_not_keep_is_said(trained, tmp_path):
+def test_state_that_the_policy_does_not_keep_is_warned_of(trained, tmp_path):
     with pytest.warns(fp4graph.PolicyWarning, match="14 of its entries are left out .*keeps nothing under these names"):
         fp4graph.apply(loaded(tmp_path), "tetrajet", backend="eager")
 
 
-def test_a_plain_folder_holds_nothing(llama, tmp_path):
+def test_a_folder_without_state_is_not_warned_of(llama, tmp_path):
     llama().save_pretrained(tmp_path)
     fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")  # without a warning

@@ -1,4 +1,4 @@
-"""An unmodified transformers.Trainer under a policy: what it trains, saves, resumes and refuses."""
+"""An unmodified transformers.Trainer with FP4GraphCallback: what it trains, saves, resumes and refuses."""
 
 import json
 import re
@@ -19,13 +19,13 @@ from fp4graph.optim import StableSPAM
 from tests.helpers.processes import python, run
 from tests.helpers.steps import differences
 
-# Options by the names that transformers 4 has too.
+# transformers 5 deprecates this option, and transformers 4 has no other name for it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
 
 @pytest.fixture
 def trainer(llama, counting, tmp_path):
-    """Makes a Trainer; ``callback`` False leaves ours out."""
+    """Return a function that makes a Trainer, without FP4GraphCallback if ``callback`` is False."""
 
     def make(policy="tetrajet-qema", *, callback=True, folder="run", optimizer=None, **options):
         settings = {
@@ -47,7 +47,7 @@ def losses(trainer):
 
 
 @pytest.mark.slow
-def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(trainer, llama, counting, tmp_path):
+def test_trains_nearly_as_in_high_precision_and_resumes_to_the_last_bit(trainer, tmp_path):
     whole = trainer()
     whole.train()
     plain = trainer(callback=False, folder="plain")
@@ -62,7 +62,7 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(trainer, ll
     assert runtime.root_state.count == 6
     evaluated = whole.evaluate()["eval_loss"]
     assert evaluated < losses(whole)[0]
-    assert runtime.root_state.count == 6  # evaluation is no training
+    assert runtime.root_state.count == 6  # evaluation does not count
 
     folder = tmp_path / "run" / "checkpoint-3"
     kept = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["FP4GraphCallback"]
@@ -71,21 +71,21 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(trainer, ll
 
     again = trainer(folder="again")
     again.train(resume_from_checkpoint=str(folder))
-    assert losses(again) == losses(whole)  # the log goes on
+    assert losses(again) == losses(whole)  # the log is restored and continued
     assert not differences(dict(whole.model.state_dict()), dict(again.model.state_dict()))
     layer = whole.model.model.layers[1].mlp.up_proj
     assert not torch.equal(layer._fp4graph_q_ema_weight, layer.weight)
 
 
 @pytest.mark.slow
-def test_what_it_saves_is_a_plain_model_and_more(trainer, llama, tmp_path):
+def test_a_saved_model_is_the_plain_model_and_state(trainer, llama, tmp_path):
     from safetensors.torch import load_file
 
     trained = trainer(max_steps=2, save_strategy="no")
     trained.train()
     trained.save_model(str(tmp_path / "model"))
     entries = load_file(tmp_path / "model" / "model.safetensors")
-    plain = {key for key in llama().state_dict() if key != "lm_head.weight"}  # tied
+    plain = {key for key in llama().state_dict() if key != "lm_head.weight"}  # tied to the embedding
     assert set(fp4graph.strip(entries)) == plain
     assert "model.layers.0.mlp.up_proj._fp4graph_q_ema_weight" in entries
     reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
@@ -106,9 +106,9 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer, llama, tmp_path):
         pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 3, marks=pytest.mark.long),
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
     ],
-    ids=["an optimizer of one's own", "bf16", "accumulation", "checkpointing", "torch_compile", "best"],
+    ids=["custom optimizer", "bf16", "accumulation", "checkpointing", "torch_compile", "best model reloaded"],
 )
-def test_with_options_that_wrap_or_reload_the_model(trainer, options, forwards):
+def test_trains_with_options_that_wrap_or_reload_the_model(trainer, options, forwards):
     trained = trainer(**{"policy": "tetrajet", "max_steps": 3, "save_strategy": "steps", **options})
     trained.train()
     runtime = runtime_of(trained.model)
@@ -124,7 +124,7 @@ PHASES = {"version": 1, "name": "two phases", "extends": "tetrajet", "phases": L
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_phases_know_how_long_training_is(trainer, tmp_path):
+def test_a_phase_at_a_share_begins_at_that_share_of_the_training(trainer, tmp_path):
     whole = trainer(PHASES)
     whole.train()
     runtime = runtime_of(whole.model)
@@ -148,12 +148,12 @@ def test_resuming_under_another_policy_is_refused(trainer, tmp_path):
     with pytest.raises(fp4graph.Error, match=r"callbacks=\[FP4GraphCallback"):
         late.train(resume_from_checkpoint=checkpoint)
     other = trainer(callback=False, max_steps=3, folder="other", save_strategy="no")
-    other.train(resume_from_checkpoint=checkpoint)  # the plain model takes a checkpoint of an applied one
+    other.train(resume_from_checkpoint=checkpoint)  # a plain model loads the checkpoint of an applied model
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_added_late_it_trains_from_the_start(trainer):
+def test_a_callback_added_late_trains_from_the_first_step(trainer):
     late = trainer(callback=False, max_steps=2, save_strategy="no")
     late.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
     with pytest.raises(fp4graph.Error, match="evaluation would be in high precision"):
@@ -163,7 +163,7 @@ def test_added_late_it_trains_from_the_start(trainer):
     assert runtime_of(late.model).root_state.count == 2
 
 
-def test_a_policy_is_checked_where_it_is_written():
+def test_a_callback_refuses_a_policy_that_cannot_be_loaded():
     with pytest.raises(fp4graph.PolicyError, match="tetrajett"):
         FP4GraphCallback("tetrajett")
 

@@ -1,4 +1,4 @@
-"""Toy techniques and a registry that knows nothing but them, so that these tests need no plugin and no model."""
+"""Toy techniques, and a registry without other techniques: these tests need no plugin and no model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import Field
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import OptimizerHook, Overhead, Part, Technique
-from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
+from tests.helpers.techniques import offering
 
 
 class Toy(Technique):
-    """A technique that every quantized operand is handed to, so that the loader does not call it idle."""
+    """A technique that acts on every operand, so that the loader does not warn that it has no effect."""
 
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     weight: ClassVar[float] = 1.0
@@ -68,30 +68,20 @@ class Echo(Toy):
 
 
 class Mutable(Toy):
-    """Breaks the contract: options that cannot be hashed."""
+    """Breaks the contract: its option cannot be hashed."""
 
     name: ClassVar[str] = "mutable"
 
     items: list[int] = Field(default_factory=list)
 
 
-class Toys:
-    """A plugin object."""
-
-    @hookimpl
-    def fp4graph_techniques(self) -> list[type[Technique]]:
-        return [Dither, Average, Ramp, Echo, Mutable]
-
-    @hookimpl
-    def fp4graph_formats(self) -> list[ElementFormat | ScaleFormat]:
-        return [
-            ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, bias=1, max=3.5),
-            ScaleFormat("ue4m2", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0),
-        ]
-
-
 @pytest.fixture(scope="session")
 def registry() -> Registry:
-    registry = Registry(plugins=[("toys", Toys())], entry_point_group=None)
+    formats = [
+        ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, bias=1, max=3.5),
+        ScaleFormat("ue4m2", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0),
+    ]
+    toys = offering(techniques=[Dither, Average, Ramp, Echo, Mutable], formats=formats)
+    registry = Registry(plugins=[("toys", toys)], entry_point_group=None)
     assert not registry.failures
     return registry

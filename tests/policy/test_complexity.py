@@ -1,5 +1,8 @@
-"""Ω: each technique once, however the policy spells it; by the rule of "Elucidating the design space of FP4 training",
-Table 9, against what its Tables 3 to 8 print."""
+"""Ω counts each technique once, however a policy writes it.
+
+With the weights of Table 9 of "Elucidating the design space of FP4 training" it gives the complexity points that Tables
+3 to 8 print, except in rows that contradict themselves.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ STOCHASTIC = {"rounding": "stochastic"}
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
-def test_complexity(content: dict[str, Any], complexity: float, registry: Registry) -> None:
-    found = load_policy({"version": 1, **content}, registry).complexity
-    assert found == complexity
-    assert isinstance(found, float)
+def test_each_technique_counts_once(content: dict[str, Any], complexity: float, registry: Registry) -> None:
+    policy = load_policy({"version": 1, **content}, registry)
+    assert policy.complexity == complexity
+    assert isinstance(policy.complexity, float)
 
 
 def test_the_largest_weight_counts_where_options_differ(registry: Registry) -> None:
@@ -49,7 +52,7 @@ def test_the_largest_weight_counts_where_options_differ(registry: Registry) -> N
         assert load_policy({"version": 1, "rules": rules}, registry).complexity == 0.5
 
 
-def test_names_in_use(registry: Registry) -> None:
+def test_used_has_the_techniques_of_policy_and_rules_and_the_implied_ones(registry: Registry) -> None:
     rule = {"match": {}, "quantize": STOCHASTIC, "techniques": ["echo"]}
     policy = load_policy({"version": 1, "rules": [rule], "techniques": ["average"]}, registry)
     assert {technique.name for technique in policy.used} == {"dither", "echo", "average"}
@@ -67,7 +70,7 @@ def kinds(technique: str, **cells: str) -> dict[str, Entry]:
 
 
 SR = {operands: {"stochastic_rounding": {"operands": operands}} for operands in ("backward", "all_activation")}
-#: Column by column, the entry that each printed cell stands for. Values that only Table 10 has are included.
+#: For each column, the technique that each printed cell stands for. Cells that only Table 10 has are included.
 ENTRIES: dict[str, dict[str, Entry]] = {
     "max_grad": kinds("smooth_max", absmax="absmax", softsoftmax="softmax", hardsoftmax="hybrid"),
     "quant_grad": kinds("step_gradient", baseline="dge", spline="spline"),
@@ -86,10 +89,10 @@ ENTRIES: dict[str, dict[str, Entry]] = {
     "loss_scaling": {"True": {"loss_scaling": {}}},
     "optimiser": {cell: {"stable_spam": {}} for cell in ("StableSPAM", "StablesPAM")},
 }
-#: Cells that stand for no technique, where their column says nothing else.
+#: Cells that stand for no technique, unless :data:`ENTRIES` has them in their column.
 NOTHING = {"STE", "N/A", "None.exact", "None_exact", "TiesToEven", "TowardPositive", "False", "ignore", "Adam"}
 
-#: Rows whose columns contradict their complexity points: those printed, and those of the columns by Table 9.
+#: Rows whose complexity points contradict their columns: the points printed, and the points of the columns by Table 9.
 CONTRADICTORY = {
     "Table 4: llama.1B, Pure FP4, E8M0": (0.0, 1.0),
     "Table 4: llama.350M, Best Score (Neg), E8M0": (1.5, 2.0),
@@ -106,17 +109,17 @@ def name(row: dict[str, str]) -> str:
 
 
 def entries(row: dict[str, str]) -> list[Entry]:
-    """The techniques that a row's columns say are in use."""
+    """Return the techniques that the columns of a row name."""
     assert not [row[column] for column, cells in ENTRIES.items() if row[column] not in {*cells, *NOTHING}]
     return [cells[row[column]] for column, cells in ENTRIES.items() if row[column] in cells]
 
 
-@pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.PolicyWarning")  # a gradient of a scale that has none
+# Some rows name a gradient of scales that have none.
+@pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.PolicyWarning")
 def test_printed_complexity_follows_from_the_columns() -> None:
     printed = {name(row): float(row["complexity_points"].replace(",", ".")) for row in QUANTIZED}
     policies = {name(row): load_policy(one_rule(quantize={}, techniques=entries(row))) for row in QUANTIZED}
-    found = {row: (printed[row], policy.complexity) for row, policy in policies.items()}
-    assert len(found) == 118
-    contradictory = {row: pair for row, pair in found.items() if pair[0] != pair[1]}
-    assert contradictory == CONTRADICTORY
+    assert len(policies) == 118
+    pairs = {row: (printed[row], policy.complexity) for row, policy in policies.items()}
+    assert {row: pair for row, pair in pairs.items() if pair[0] != pair[1]} == CONTRADICTORY
     assert {name(row) for row in QUANTIZED if "complexity points" in row["misprint"]} == CONTRADICTORY.keys()

@@ -1,4 +1,4 @@
-"""Every way in which a policy can be wrong: the error's type, file, line and remedy."""
+"""Every mistake in a policy is an error with file, line and remedy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from fp4graph.errors import Error, PluginError, PolicyError
+from fp4graph.errors import PluginError, PolicyError
 from fp4graph.policy import load_policy
 from fp4graph.technique.registry import Registry
 
 RULE = "version: 1\nrules:\n  - match: {op: linear}\n"
-#: Tables of refusals, by where their fragments stand. A row is a fragment of YAML and words of the message. ``↵`` ends
-#: a line of the fragment; ``#!`` marks the line that the error must name.
+#: Tables of wrong policies. A key is the text of a policy in which each row of its table replaces ``…``. A row has a
+#: fragment of YAML, then words of the message. ``↵`` ends a line of the fragment; ``#!`` marks the line that the error
+#: must name.
 REFUSED = {
     "…": r"""
     - version: 1 #! | the policy must be a mapping
@@ -183,10 +184,11 @@ REFUSED = {
 
 
 def repeated(line: str, times: int) -> str:
+    """Return ``line`` formatted with each number from 1 to ``times``."""
     return "".join(line.format(n) for n in range(1, times + 1))
 
 
-#: Texts that no row can hold: (text, words of the message).
+#: Wrong policies that do not fit into a row: the text, then words of the message.
 ODD = {
     "a tab": ("version: 1\nrules:\n\t- x #!", "not valid YAML", "spaces, not tabs"),
     "a control character": ("version: 1\nname: a\x00b #!\n", "not valid YAML", "remove the character"),
@@ -214,7 +216,7 @@ ODD = {
 
 
 def refusals() -> Iterator[Any]:
-    """Yield the text of a policy and the words of its refusal, for every row of the tables."""
+    """Yield, for each wrong policy, its text and the words of its error."""
     for place, table in REFUSED.items():
         for row in filter(None, map(str.strip, table.splitlines())):
             fragment, *words = row.split(" | ")
@@ -224,7 +226,7 @@ def refusals() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("text", "expected"), [*refusals()])
-def test_wrong_policy(text: str, expected: list[str], tmp_path: Path, registry: Registry) -> None:
+def test_errors_name_file_line_and_remedy(text: str, expected: list[str], tmp_path: Path, registry: Registry) -> None:
     line = next(number for number, content in enumerate(text.splitlines(), 1) if "#!" in content)
     path = tmp_path / "wrong.yaml"
     path.write_text(text.replace("#!", ""))
@@ -241,7 +243,7 @@ def test_wrong_policy(text: str, expected: list[str], tmp_path: Path, registry: 
 
 LEVELS = "".join(f"    a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 KEYS = ", ".join(f"k{n}: 1" for n in range(2000))
-#: Files that are refused as a whole, or where they grow too large.
+#: Files that are refused as a whole, or at the line where they become too large.
 FILES = [
     pytest.param("# nothing\n", r"p.yaml: the file is empty; a policy begins with 'version: 1'", id="empty"),
     pytest.param(b"a\n\x89PNG\xff\xfe", r"p.yaml:2: .*UTF-8", id="an image"),
@@ -251,14 +253,14 @@ FILES = [
         "version: 1\nbomb:\n    a0: &a0 x\n" + LEVELS,
         r"p.yaml:9: too large: .* with aliases and merge keys written out", id="aliases that multiply",
     ),
-    pytest.param(  # 16 million keys, one by one
+    pytest.param(  # merges 16 million keys
         f"version: 1\nx: &x {{{KEYS}}}\ny: {{<<: [{'*x, ' * 8000}]}}\n", r"p.yaml:3: too large", id="merge keys"
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "message"), FILES)
-def test_a_file_is_refused_in_time(content: str | bytes, message: str, tmp_path: Path, registry: Registry) -> None:
+def test_a_file_is_refused_in_seconds(content: str | bytes, message: str, tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "p.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     before = time.process_time()
@@ -267,7 +269,7 @@ def test_a_file_is_refused_in_time(content: str | bytes, message: str, tmp_path:
     assert time.process_time() - before < 10
 
 
-def test_a_chain_of_extends_ends(tmp_path: Path, registry: Registry) -> None:
+def test_at_most_16_policies_extend_one_another(tmp_path: Path, registry: Registry) -> None:
     for n in range(20):
         (tmp_path / f"{n}.yaml").write_text(f"version: 1\nextends: {n + 1}.yaml\n")
     (tmp_path / "20.yaml").write_text("version: 1\ndefault: {}\n")
@@ -295,7 +297,7 @@ def test_a_chain_of_extends_ends(tmp_path: Path, registry: Registry) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_data_is_refused_by_its_path(data: dict[Any, Any], message: str, registry: Registry) -> None:
+def test_an_error_in_data_names_its_path(data: dict[Any, Any], message: str, registry: Registry) -> None:
     policy: dict[Any, Any] = {"version": 1, **data}
     if data.get("rules") == "itself":
         policy["rules"] = [policy]
@@ -305,7 +307,7 @@ def test_data_is_refused_by_its_path(data: dict[Any, Any], message: str, registr
 
 
 @pytest.mark.parametrize("written", ["2024-13-45", "1:20:30", "010", "="])
-def test_what_yaml_1_1_reads_otherwise_is_text(written: str, tmp_path: Path, registry: Registry) -> None:
+def test_scalars_that_only_yaml_1_1_converts_stay_text(written: str, tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(f"version: 1\nname: {written}\ndefault: keep\n")
     policy = load_policy(path, registry)
@@ -325,14 +327,13 @@ def test_what_yaml_1_1_reads_otherwise_is_text(written: str, tmp_path: Path, reg
         (3, ["a path, a shipped name, a dict or a Policy; got int"]),
     ],
 )
-def test_missing_policy(ref: Any, expected: list[str], registry: Registry) -> None:
+def test_a_missing_policy_is_an_error_with_hints(ref: Any, expected: list[str], registry: Registry) -> None:
     with pytest.raises(PolicyError) as caught:
         load_policy(ref, registry)
     assert [words for words in expected if words not in str(caught.value)] == []
 
 
-def test_options_that_cannot_be_hashed_are_the_plugins_fault(registry: Registry) -> None:
+def test_an_option_that_cannot_be_hashed_is_an_error_of_the_plugin(registry: Registry) -> None:
     with pytest.raises(PluginError, match="declare tuples") as caught:
         load_policy({"version": 1, "default": {}, "techniques": [{"mutable": {"items": [1]}}]}, registry)
     assert caught.value.plugin == "toys"
-    assert isinstance(caught.value, Error)

@@ -1,4 +1,4 @@
-"""From a reference to a policy: files, shipped names, data; and what ``extends`` does."""
+"""``load_policy`` takes files, shipped names and data, and merges a policy onto the policy that it extends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def names(policy: Policy) -> list[str]:
 
 
 def test_references_to_a_file(parent: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shipped name wins over a file of that name."""
+    """A shipped name has precedence over a file of that name."""
     monkeypatch.chdir(parent.parent)
     policy = load_policy(parent, registry)
     assert load_policy(policy, registry) is policy
@@ -63,15 +63,14 @@ def test_references_to_a_file(parent: Path, registry: Registry, monkeypatch: pyt
     assert [load_policy(ref, registry).name for ref in ("mxfp4", "./mxfp4")] == ["mxfp4", "mine"]
 
 
-def test_a_name_is_the_files_stem_where_none_is_given(tmp_path: Path, registry: Registry) -> None:
+def test_a_policy_without_a_name_has_the_stem_of_its_file(tmp_path: Path, registry: Registry) -> None:
     assert load_policy(written(tmp_path / "mine.yaml", "version: 1\ndefault: keep\n"), registry).name == "mine"
     unnamed = load_policy({"version": 1, "default": "keep"}, registry)
     assert (unnamed.name, unnamed.quantizes, unnamed.complexity) == ("unnamed", False, 0)
 
 
 def test_plugins_ship_policies(tmp_path: Path) -> None:
-    path = written(tmp_path / "house-recipe.yaml", "version: 1\nextends: mxfp4\ndescription: ours\n")
-
+    path = written(tmp_path / "house-recipe.yaml", "version: 1\nextends: mxfp4\ndescription: house\n")
     registry = Registry([("recipes", offering(policies=[path]))], entry_point_group=None)
     policy = load_policy("house-recipe", registry)
     assert (policy.name, policy.rules) == ("house-recipe", load_policy("mxfp4").rules)
@@ -81,24 +80,24 @@ def test_an_alias_is_the_policy_that_it_names() -> None:
     assert load_policy("baseline") == load_policy("bf16")
 
 
-def test_a_child_without_more_is_its_parent_by_another_name(parent: Path, registry: Registry) -> None:
+def test_a_child_without_changes_is_its_parent_with_another_name(parent: Path, registry: Registry) -> None:
     inherited, original = load_policy(child(parent, ""), registry), load_policy(parent, registry)
-    assert (inherited.name, inherited.description) == ("child", "")  # the description would be of another policy
+    assert (inherited.name, inherited.description) == ("child", "")  # the description is not inherited
     assert inherited.fingerprint == original.fingerprint
     assert inherited.rules[0].file == str(parent)
     assert inherited != original
 
 
-def test_what_a_child_says_replaces_what_it_inherits(parent: Path, registry: Registry) -> None:
+def test_keys_of_a_child_replace_inherited_keys(parent: Path, registry: Registry) -> None:
     text = "rules:\n  - {name: two, match: {}, quantize: {}}\ndefault: keep\ndescription: mine\nexpect: {kept: 1}\n"
     policy = load_policy(child(parent, text), registry)
     assert (names(policy), policy.description, policy.default.quantizes) == (["two"], "mine", False)
     assert policy.expect.quantized is None
     assert policy.expect.kept is not None
-    assert load_policy(child(parent, f"rules: [{KEEP}]\n"), registry).quantizes  # by the default that it inherits
+    assert load_policy(child(parent, f"rules: [{KEEP}]\n"), registry).quantizes  # by the inherited default
 
 
-def test_rules_before_go_ahead_of_inherited_ones(parent: Path, registry: Registry) -> None:
+def test_rules_before_are_put_ahead_of_inherited_rules(parent: Path, registry: Registry) -> None:
     path = child(parent, f"rules:\n  before:\n    - {KEEP}\n")
     policy, original = load_policy(path, registry), load_policy(parent, registry)
     assert places(policy) == [("mine", str(path), 5), ("one", str(parent), 7)]
@@ -137,7 +136,7 @@ def test_data_extends_a_shipped_policy(registry: Registry) -> None:
     assert (policy.rules, policy.default.quantizes) == (load_policy("mxfp4", registry).rules, True)
 
 
-#: A child of the parent above, a text of the parent to be replaced by another, and the error.
+#: Text of the child, a replacement in the text of the parent, and the error.
 NONE = ("", "")
 CIRCLE = "version: 1\n\nextends: ./child.yaml\n"
 MISTAKES = [
@@ -158,7 +157,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("text", "change", "message"), MISTAKES)
-def test_a_mistake_is_blamed_on_its_file(
+def test_an_error_names_the_file_of_the_mistake(
     text: str, change: tuple[str, str], message: str, parent: Path, registry: Registry
 ) -> None:
     written(parent, PARENT.replace(*change))
@@ -166,7 +165,7 @@ def test_a_mistake_is_blamed_on_its_file(
         load_policy(child(parent, text), registry)
 
 
-def test_an_inherited_expectation_names_the_policy_that_inherits_it(parent: Path, registry: Registry) -> None:
+def test_the_error_of_an_inherited_expectation_names_both_policies(parent: Path, registry: Registry) -> None:
     with pytest.raises(PolicyError, match=r"child.yaml:1: .*found 0 of 3.*inherited from .*parent.yaml:11\)"):
         load_policy(child(parent, ""), registry).expect.check(0, 3)
     with pytest.raises(PolicyError, match=r"parent.yaml:11: .*found 0 of 3.*expectation$"):
@@ -176,7 +175,6 @@ def test_an_inherited_expectation_names_the_policy_that_inherits_it(parent: Path
 REPLACED = r"p.yaml:3: no rule quantizes, .* replace those of 'tetrajet'; .*before: "
 INHERITED = r"p.yaml:1: expected .*no rule .*inherited from .*tetrajet.yaml:28"
 EVERYTHING = r"p.yaml:3: a rule without a match keeps every site.*default: keep"
-
 SAID = "default: keep\nexpect: {kept: {min: 0}}"
 
 
@@ -185,7 +183,7 @@ SAID = "default: keep\nexpect: {kept: {min: 0}}"
     [
         (f"extends: tetrajet\nrules: [{KEEP}]", REPLACED),
         ("extends: tetrajet\nrules: []", REPLACED),
-        (f"extends: tetrajet\nrules: [{KEEP}]\ndefault: keep", INHERITED),  # copied from shipped policies
+        (f"extends: tetrajet\nrules: [{KEEP}]\ndefault: keep", INHERITED),  # the line that shipped policies have
         ("extends: tetrajet\nrules: []\ndefault: keep", INHERITED),
         ("extends: tetrajet\nrules:\n  before: [{name: all, match: {}, keep: why}]", EVERYTHING),
         *((f"extends: tetrajet\nrules: {rules}\n{SAID}", None) for rules in (f"[{KEEP}]", "[]")),
@@ -193,7 +191,7 @@ SAID = "default: keep\nexpect: {kept: {min: 0}}"
         ("rules: [{match: {}, keep: why}, {match: {op: linear}, quantize: {element: e2m1}}]", None),
     ],
 )
-def test_a_baseline_has_to_say_so(text: str, message: str | None, tmp_path: Path) -> None:
+def test_a_policy_that_quantizes_nothing_must_say_so(text: str, message: str | None, tmp_path: Path) -> None:
     path = written(tmp_path / "p.yaml", f"version: 1\n{text}\n")
     if message is None:
         assert not load_policy(path).ever_quantizes
@@ -202,15 +200,16 @@ def test_a_baseline_has_to_say_so(text: str, message: str | None, tmp_path: Path
             load_policy(path)
 
 
-def test_techniques_of_a_policy_that_quantizes_nothing(registry: Registry) -> None:
+def test_techniques_of_a_policy_that_quantizes_nothing_are_warned_of(registry: Registry) -> None:
     data = {"version": 1, "default": "keep", "techniques": ["average"]}
     with pytest.warns(PolicyWarning, match="no rule quantizes, so average has no effect here"):
         load_policy(data, registry)
     load_policy({**data, "phases": [{"at": 5, "default": {}}]}, registry)
 
 
-def test_merge_keys_and_aliases_are_yaml(tmp_path: Path, registry: Registry) -> None:
-    """https://yaml.org/type/merge.html: own keys, then earlier mappings of the list. PyYAML's versions disagree."""
+def test_merge_keys_and_aliases_follow_yaml(tmp_path: Path, registry: Registry) -> None:
+    """https://yaml.org/type/merge.html: a mapping's own keys win, then those of earlier mappings in the list. PyYAML's
+    versions disagree."""
     text = """
 version: 1
 default: &a {block: 8, ties: even}
@@ -228,5 +227,5 @@ rules:
     ]
     merged = load_policy(written(tmp_path / "p.yaml", text), registry)
     plain = load_policy({"version": 1, "name": "p", "default": base, "rules": rules}, registry)
-    assert merged.to_yaml() == plain.to_yaml()  # says in a few lines where they differ
+    assert merged.to_yaml() == plain.to_yaml()  # a failure shows the lines that differ
     assert merged == plain

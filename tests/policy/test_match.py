@@ -1,4 +1,4 @@
-"""Which rule speaks of a site."""
+"""Predicates of rules, and the rule that decides about a site."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def matches(predicates: Match, site: SiteView) -> bool:
     return Policy(name="one rule", rules=(Rule(name="it", match=predicates),)).decide(site).index == 0
 
 
-#: By predicate, values that hold of the site and values that do not.
+#: For each predicate, values with which it holds for :data:`SITE`, and values with which it does not.
 VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "op": (["linear", ["sdpa", "linear"]], ["matmul", ["sdpa", "matmul"]]),
     "module": (
@@ -52,8 +52,11 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "min_numel": ([192 * 576], [192 * 576 + 1]),
     "producer": (["layer_norm", ["gelu", "layer_norm"]], ["gelu"]),
 }
-CASES = [({name: value}, {}, holds) for name, both in VALUES.items() for holds in (0, 1) for value in both[1 - holds]]
-#: What is unknown of a site satisfies no predicate; without a predicate it does not matter.
+CASES = [
+    *(({name: value}, {}, 1) for name, (holding, _) in VALUES.items() for value in holding),
+    *(({name: value}, {}, 0) for name, (_, failing) in VALUES.items() for value in failing),
+]
+#: For each field of a site that may be unknown, predicates that hold if it is known.
 UNKNOWN: dict[str, dict[str, Any]] = {
     "in_features": {"in_features": {"min": 0}},
     "out_features": {"out_features": {"max": 10**9}},
@@ -62,14 +65,14 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "block": {"first_blocks": 100},
     "producer": {"producer": "layer_norm"},
 }
-OTHERS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+MORE_CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     *((predicates, {field: None}, 0) for field, predicates in UNKNOWN.items()),
     *((predicates, {}, 1) for predicates in UNKNOWN.values()),
     *(({}, {field: None}, 1) for field in UNKNOWN),
     *(({"block": block}, {"block": None}, not block) for block in (True, False)),
-    ({"module": "*"}, {"module": ""}, 1),  # the root has a name
+    ({"module": "*"}, {"module": ""}, 1),  # the name of the root is empty, not unknown
     ({"module": "?*"}, {"module": ""}, 0),
-    ({}, {"op": "sdpa"}, 0),  # fused attention is taken apart only on request
+    ({}, {"op": "sdpa"}, 0),  # fused attention is quantized only if a rule names it
     ({"op": "sdpa"}, {"op": "sdpa"}, 1),
     ({}, {}, 1),
     ({"first_blocks": 4, "last_blocks": 4}, {}, 0),
@@ -77,9 +80,9 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("predicates", "change", "holds"), [*CASES, *OTHERS], ids=str)
-def test_holds(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
-    """Of :data:`SITE` with a ``change``."""
+@pytest.mark.parametrize(("predicates", "change", "holds"), [*CASES, *MORE_CASES], ids=str)
+def test_predicates_hold(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
+    """For :data:`SITE` with a ``change``."""
     assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
@@ -95,16 +98,16 @@ def test_a_share_is_rounded_up_to_whole_blocks(share: float, total: int, blocks:
     assert [matches(first, place) for place in places] == [True] * blocks + [False] * (total - blocks)
 
 
-def test_places_look_at_modules_only(registry: Registry) -> None:
-    others = {"in_features": 1, "min_numel": 10**9, "producer": "x"}
-    predicates = match(registry, op="matmul", module="*.qkv", first_blocks=4, **others)
+def test_holds_at_looks_only_at_module_and_block(registry: Registry) -> None:
+    failing = {"op": "matmul", "in_features": 1, "min_numel": 10**9, "producer": "x"}
+    predicates = match(registry, module="*.qkv", first_blocks=4, **failing)
     assert predicates.holds_at(SITE)
     fifth = BlockPosition("blocks.*", 4, 12)
     elsewhere = [{"module": "head"}, {"module": None}, {"block": None}, {"block": fifth}]
     assert [change for change in elsewhere if predicates.holds_at(replace(SITE, **change))] == []  # type: ignore[arg-type]
 
 
-def test_in_words(registry: Registry) -> None:
+def test_predicates_in_words(registry: Registry) -> None:
     for words, predicates in {
         "module a or b, in_features at least 1": {"module": ["a", "b"], "in_features": {"min": 1}},
         "in_features 3": {"in_features": 3},
@@ -143,7 +146,7 @@ def test_unmatched_sites_get_the_default_which_keeps_fused_attention(registry: R
     assert "op: sdpa" in str(quantizing.decide(replace(SITE, op="sdpa")).rule.keep)
 
 
-def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry) -> None:
+def test_a_rule_that_keeps_decides_about_every_kind_of_operation(registry: Registry) -> None:
     keeping = {"name": "first", "match": {"first_blocks": 1}, "keep": "sensitive"}
     found = policy(registry, keeping, {"name": "attention", "match": {"op": "sdpa"}, "quantize": {}})
     for op in ("linear", "matmul", "sdpa", "_grouped_mm"):
@@ -152,7 +155,7 @@ def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry)
     assert found.decide(replace(SITE, op="_grouped_mm")).index == -1
 
 
-def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(registry: Registry) -> None:
+def test_a_weight_has_a_decision_for_each_producer_that_a_rule_or_technique_names(registry: Registry) -> None:
     found = policy(
         registry,
         {"name": "down", "match": {"producer": "gelu"}, "quantize": {"block": 16}},
@@ -163,7 +166,7 @@ def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(r
     assert decided == {"gelu": "down", "swiglu": "rest", None: "rest"}
 
 
-def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry) -> None:
+def test_a_site_may_be_quantized_if_a_rule_quantizes_its_place_at_some_size(registry: Registry) -> None:
     wide = {"name": "wide", "match": {"module": "*.fc", "in_features": 12345}, "quantize": {}}
     found = policy(registry, wide)
     fc = SiteView("blocks.0.fc", "linear", None, None, None)
@@ -180,7 +183,7 @@ NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1
 
 
 @pytest.mark.parametrize("module", ["head", "*.qkv", ["classifier", "head"], "classifier"], ids=str)
-def test_modules_that_exist_or_need_not(module: Any, registry: Registry) -> None:
+def test_modules_of_the_model_and_optional_modules_are_accepted(module: Any, registry: Registry) -> None:
     rule = {"match": {"module": module}, "quantize": {}, "required": module != "classifier"}
     check_modules(policy(registry, rule), NAMES)
 
@@ -194,7 +197,7 @@ def test_modules_that_exist_or_need_not(module: Any, registry: Registry) -> None
         ("zzz", ["", *(f"a{i}" for i in range(6))], r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"),
     ],
 )
-def test_modules_that_do_not_exist(
+def test_a_glob_for_no_module_is_an_error(
     glob: str, names: list[str], message: str, tmp_path: Path, registry: Registry
 ) -> None:
     path = tmp_path / "p.yaml"
@@ -216,7 +219,7 @@ def test_modules_that_do_not_exist(
         ({"kept": {"max": 1}}, 1, 3, "expected at most 1 kept site(s), found 2 of 3"),
     ],
 )
-def test_expectations(
+def test_an_expectation_that_is_not_met_is_an_error(
     expect: dict[str, Any], quantized: int, total: int, message: str, registry: Registry, tmp_path: Path
 ) -> None:
     path = tmp_path / "p.yaml"
@@ -226,7 +229,7 @@ def test_expectations(
         expected.check(quantized, total)
 
 
-def test_expectations_met(registry: Registry) -> None:
+def test_expectations_that_are_met(registry: Registry) -> None:
     expect = policy(registry, default={}, expect={"quantized": {"min": 1, "max": 3}, "kept": 2}).expect
     expect.check(1, 3)
     expect.check(3, 5)

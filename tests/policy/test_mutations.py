@@ -1,4 +1,4 @@
-"""Shipped policies with random mistakes: every one loads, or is an error that says where, and none takes long."""
+"""Shipped policies with random mistakes: each loads or is an error with a place, within seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.registry import default_registry
 
 TEXTS = [path.read_text() for path in sorted(default_registry().policies.values())]
-#: Values that are wrong almost everywhere, as YAML writes them.
+#: YAML of values that are wrong in almost every place.
 ODD = (
     "9" * 30, "9" * 5000, f"0x{'f' * 20_000}", str(2**62), "-1", "0", "1.5", ".nan", "-.inf", "1.0e+400", "1e-3", "010",
     "1:20:30", "2024-13-45", "null", "~", "true", "no", "''", "a" * 5000, "{}", "[]", "[[]]", "{a: {b: [1]}}",
@@ -47,16 +47,16 @@ def mutated(text: str, chance: random.Random) -> str:
             lines[at] = line[:cut] + chance.choice(["", *":,{}[]&*!#|>'\"%-?\x00\ufeff\ud800"]) + line[cut + 1 :]
         elif kind == 4:
             del lines[at + 1 :]
-        elif words:  # most often: a word for another
+        elif words:  # the most frequent mistake replaces a word
             word = chance.choice(words)
-            theirs = re.findall(r"[\w.-]+", other)
-            new = chance.choice(ODD) if kind > 5 or not theirs else chance.choice(theirs)
+            shipped = re.findall(r"[\w.-]+", other)
+            new = chance.choice(ODD) if kind > 5 or not shipped else chance.choice(shipped)
             lines[at] = line[: word.start()] + new + line[word.end() :]
     return "\n".join(lines)
 
 
 def mutated_data(text: str, chance: random.Random) -> dict[str, Any]:
-    """Return a policy as data with one to three mistakes, some of which no file could have."""
+    """Return a policy as data with one to three mistakes. No file could have some of them."""
     data = yaml.safe_load(text)
     for _ in range(chance.randint(1, 3)):
         holder, key = chance.choice([*places(data)])
@@ -67,14 +67,14 @@ def mutated_data(text: str, chance: random.Random) -> dict[str, Any]:
         elif kind == 1 and isinstance(holder, dict):
             holder[chance.choice(["odd", 3, None, "x" * 999, ("a",), key])] = holder.pop(key)
         elif kind == 2:
-            holder[key] = chance.choice([data, holder])  # which then contains itself
+            holder[key] = chance.choice([data, holder])  # a container that contains itself
         elif kind == 3:
             odd = [10**30, -(2**70), float("nan"), {1}, b"x", object, 1j, "\ud800", [[]] * 200_000]
             holder[key] = chance.choice(odd)
         else:
-            other, theirs = chance.choice(values)
-            holder[key] = other[theirs]
-        data = data if data else {"version": 1}
+            other, other_key = chance.choice(values)
+            holder[key] = other[other_key]
+        data = data or {"version": 1}
     return data
 
 

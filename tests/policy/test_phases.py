@@ -1,4 +1,4 @@
-"""Phases: what a policy becomes in the course of a training."""
+"""Phases: changes of a policy during a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def policy(*phases: dict[str, Any], **more: Any) -> Policy:
     return load_policy(one_rule(quantize=NVFP4, operands=operands, phases=list(phases), **more))
 
 
-def test_exceptions_of_a_phase_come_after_those_of_every_rule() -> None:
+def test_exceptions_of_a_phase_apply_after_those_of_each_rule() -> None:
     whole = policy({"at": 0.9, "operands": {"backward": "keep"}})
     (phase,) = whole.phases
     (before,), (after,) = whole.rules, phase.policy.rules
@@ -30,7 +30,7 @@ def test_exceptions_of_a_phase_come_after_those_of_every_rule() -> None:
     assert phase.policy.phases == ()
 
 
-def test_rules_are_replaced_and_techniques_added() -> None:
+def test_a_phase_replaces_rules_and_adds_techniques() -> None:
     keep = {"name": "first", "match": {"first_blocks": 1}, "keep": "sensitive", "required": False}
     rule = {"name": "rest", "match": {"op": "linear"}, "quantize": NVFP4}
     whole = policy(
@@ -47,10 +47,10 @@ def test_rules_are_replaced_and_techniques_added() -> None:
     )
     assert [t.model_dump(exclude_unset=True) for t in with_more.phases[0].policy.techniques] == [{"headroom": 0.5}, {}]
     assert with_more.weights == {"tensor_scaling": 0.5, "hadamard": 1.0, "stochastic_rounding": 0.5}
-    assert with_more.complexity == 2.0  # what any phase uses
+    assert with_more.complexity == 2.0  # counts the techniques of every phase
 
 
-def test_which_phase_it_is() -> None:
+def test_phase_counts_the_phases_that_have_begun() -> None:
     whole = policy({"at": 3, "operands": {"dgrad": "keep"}}, {"at": 0.5, "operands": {"wgrad": "keep"}})
     assert [whole.phase(count, 20) for count in (0, 2, 3, 9, 10, 19)] == [0, 0, 1, 1, 2, 2]
     assert whole.in_phase(0) is whole

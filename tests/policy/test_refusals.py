@@ -1,4 +1,4 @@
-"""Techniques that do not fit what they are asked of: one clear error at load, or a warning that nothing happens."""
+"""A technique that does not fit its rule is an error at load, and a technique without effect a warning."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("data", "message"), REFUSED)
-def test_refused(data: dict[str, Any], message: str) -> None:
+def test_a_technique_that_does_not_fit_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         load_policy(data)
 
@@ -69,7 +69,7 @@ FP32 = {"format": "fp32"}
         (policy({"step_gradient": {"kind": "clip"}}, scale=FP32), "not rounded, and clip nothing"),
     ],
 )
-def test_warned_of(data: dict[str, Any], reason: str) -> None:
+def test_a_technique_without_effect_is_warned_of(data: dict[str, Any], reason: str) -> None:
     with pytest.warns(PolicyWarning, match=f"no effect here: .*{reason}"):
         load_policy(data)
 
@@ -78,12 +78,12 @@ def test_warned_of(data: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        policy("smooth_swiglu"),  # acts where the input is a SwiGLU's product
+        policy("smooth_swiglu"),  # acts if the input is the product of a SwiGLU
         policy("q_ema", match={"op": ["matmul", "linear"]}),
         policy({"outlier_fallback": {"operands": ["forward"]}}, operands={"fprop.input": "keep"}),
     ],
 )
-def test_what_acts_somewhere_is_not_warned_of(data: dict[str, Any]) -> None:
+def test_a_technique_that_can_act_is_not_warned_of(data: dict[str, Any]) -> None:
     load_policy(data)
 
 
@@ -92,11 +92,11 @@ def test_what_acts_somewhere_is_not_warned_of(data: dict[str, Any]) -> None:
     ("plugin", "message"),
     [("stranger", "'q_ema' is already offered by plugin"), ("q_ema", "plugin 'q_ema': another plugin has this name")],
 )
-def test_a_technique_that_two_plugins_claim_is_refused_by_name(plugin: str, message: str, first: bool) -> None:
-    ours: list[tuple[str, Any]] = [("q_ema", q_ema), ("hadamard", hadamard)]
+def test_a_technique_of_two_plugins_is_refused_and_others_stay_usable(plugin: str, message: str, first: bool) -> None:
+    shipped: list[tuple[str, Any]] = [("q_ema", q_ema), ("hadamard", hadamard)]
     impostor = (plugin, Offers(technique("q_ema")))
-    plugins = [impostor, *ours] if first else [*ours, impostor]
+    plugins = [impostor, *shipped] if first else [*shipped, impostor]
     registry = Registry(plugins, entry_point_group=None)
     with pytest.raises(PolicyError, match=f"{message}.*; uninstall or rename"):
         load_policy(policy("q_ema"), registry)
-    load_policy(policy({"hadamard": {"block": 16}}), registry)  # the others stay usable
+    load_policy(policy({"hadamard": {"block": 16}}), registry)

@@ -1,4 +1,4 @@
-"""What a rule comes to: exceptions in their order, formats looked up, techniques overridden."""
+"""How a rule is resolved: exceptions apply in order, formats are looked up, and techniques replace namesakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BY_EIGHT = QuantSpec(block=8)
 TO_ONE = ScaleSpec(E4M3, "nearest_even", zero="to_one")
 
 
-#: A quantize block, exceptions by operand, and the specs of some operands.
+#: A quantize block, exceptions by operand, and the expected specs of some operands.
 SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None]]] = [
     ({}, {}, dict.fromkeys(Operand, QuantSpec())),
     (
@@ -47,14 +47,14 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
     ),
     ({}, {"fprop.weight": "keep", "dgrad.weight": FROM_FPROP}, {Q2: None, Q4: QuantSpec(source="fprop")}),
     ({}, {"dgrad.other": {"block": 8}}, {Q3: QuantSpec(), Q4: BY_EIGHT, Q5: QuantSpec()}),
-    # A single operand wins over groups, wherever it stands.
+    # An exception for a single operand applies after those for groups, wherever it is written.
     (
         {}, {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}},
         {Q4: QuantSpec(block=1, ties="up"), Q3: QuantSpec(block=2, ties="up")},
     ),
     ({}, {"backward": "keep"}, {Q1: QuantSpec(), Q2: QuantSpec(), **dict.fromkeys((Q3, Q4, Q5, Q6))}),
     ({}, {"dgrad.weight": "keep", "backward": {"block": 8}}, {Q3: BY_EIGHT, Q4: None}),
-    # Groups act in the order written.
+    # Exceptions for groups apply in the order in which they are written.
     ({}, {"backward": {"block": 1}, "weights": {"block": 2}}, {Q4: QuantSpec(block=2)}),
     ({}, {"weights": {"block": 2}, "backward": {"block": 1}}, {Q4: QuantSpec(block=1)}),
     (
@@ -62,7 +62,7 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
         {Q4: QuantSpec(ties="up"), Q6: None},
     ),
     ({"block": 16}, {"backward": {}}, dict.fromkeys(Operand, QuantSpec(block=16))),
-    # Scales are merged, and bring their rounding and their maximum.
+    # Scales are merged field by field; a scale of another format has the default rounding and maximum of that format.
     (
         {"scale": NEAREST},
         {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
@@ -72,7 +72,7 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
         ({"scale": base}, {"weights": {"scale": exception}}, {Q2: QuantSpec(scale=scale)})
         for base, exception, scale in (
             ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
-            ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
+            ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # floor was the default of e8m0, not written
             ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec(E8M0, "floor")),
             ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
             ({}, {"convention": "encode"}, ScaleSpec(E8M0, "nearest_even", "encode")),
@@ -86,7 +86,7 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
 
 
 @pytest.mark.parametrize(("quantize", "operands", "expected"), SPECS, ids=str)
-def test_specs(
+def test_exceptions_change_the_specs_of_their_operands(
     quantize: dict[str, Any], operands: dict[str, Any], expected: dict[Operand, QuantSpec | None], registry: Registry
 ) -> None:
     found = specs(registry, operands, quantize)
@@ -97,7 +97,7 @@ def test_specs(
 
 
 @pytest.mark.parametrize("address", [*GROUPS, *Operand])
-def test_addresses(address: str, registry: Registry) -> None:
+def test_an_address_stands_for_its_operands(address: str, registry: Registry) -> None:
     found = specs(registry, {str(address): {"block": 8}}, {})
     expected = GROUPS.get(str(address), (address,))
     assert {operand for operand in Operand if found[operand] == BY_EIGHT} == set(expected)
@@ -108,12 +108,12 @@ def test_formats_of_plugins(registry: Registry) -> None:
     assert spec == QuantSpec(registry.elements["e1m2"], scale=ScaleSpec(registry.scales["ue4m2"], "nearest_even"))
 
 
-def policy_with(registry: Registry, shared: list[Any], own: list[Any]) -> Policy:
-    rule = {"match": {}, "quantize": {}, "techniques": own}
+def policy_with(registry: Registry, shared: list[Any], of_rule: list[Any]) -> Policy:
+    rule = {"match": {}, "quantize": {}, "techniques": of_rule}
     return load_policy({"version": 1, "rules": [rule], "techniques": shared}, registry)
 
 
-def test_techniques_of_a_rule_come_after_the_policys_or_replace_namesakes(registry: Registry) -> None:
+def test_techniques_of_a_rule_follow_those_of_the_policy_or_replace_namesakes(registry: Registry) -> None:
     with pytest.warns(PolicyWarning, match="'average' has no effect here: no rule quantizes its sites"):
         policy = policy_with(registry, [{"average": {"beta": 0.5}}, "dither"], ["echo", {"average": {"beta": 0.9}}])
     assert [technique.name for technique in policy.techniques] == ["average", "dither"]
@@ -122,7 +122,7 @@ def test_techniques_of_a_rule_come_after_the_policys_or_replace_namesakes(regist
     assert policy.techniques[0].beta == 0.5  # type: ignore[attr-defined]
 
 
-def test_options_without_value_are_no_options_and_lists_become_tuples(registry: Registry) -> None:
+def test_null_stands_for_no_options_and_lists_become_tuples(registry: Registry) -> None:
     assert policy_with(registry, [{"average": None}], []) == policy_with(registry, ["average"], [])
     policy, again = (policy_with(registry, [{"dither": {"scope": ["a", "b"]}}], []) for _ in range(2))
     assert policy.techniques[0].scope == ("a", "b")  # type: ignore[attr-defined]

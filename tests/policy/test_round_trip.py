@@ -1,4 +1,4 @@
-"""A policy is its content: equality, fingerprints, and text that loads as the same policy."""
+"""Policies are equal if their content is equal; the YAML that a policy writes loads as an equal policy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCALES: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
         *({"ties": "even"}, {"ties": "up"}),
     ]
 )
-#: What may be wrong with a policy that is drawn.
+#: Words of the only errors that policies drawn from :data:`POLICIES` may have.
 _BY_CHANCE = (
     *("all six operands", "decode scales", "mantissa bits", "chooses between elements", "scale ties"),
     "no rule quantizes",
@@ -102,10 +102,10 @@ POLICIES = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(content=POLICIES)
-def test_random_policies(content: dict[str, Any], registry: Registry) -> None:
+def test_random_policies_round_trip(content: dict[str, Any], registry: Registry) -> None:
     try:
         policy = load_policy(content, registry)
-    except PolicyError as error:  # drawn by chance: nothing else may be wrong with these
+    except PolicyError as error:
         if not any(words in str(error) for words in _BY_CHANCE):
             raise
         reject()
@@ -113,7 +113,7 @@ def test_random_policies(content: dict[str, Any], registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "microscaling", "tetrajet", "tetrajet-qema", "mxfp4", "nvfp4"])
-def test_shipped_policies(name: str) -> None:
+def test_shipped_policies_round_trip(name: str) -> None:
     check_round_trip(load_policy(name))
 
 
@@ -130,9 +130,9 @@ LARGEST = {"scale": {"format": "e4m3", "max": 240.0}}
         ({"default": {}, "techniques": [{"ramp": {"steps": 3}}]}, {"techniques": [{"ramp": {"steps": 3}}]}),
         ({"default": {"scale": {"format": "e4m3", "max": 240}}}, {"default": LARGEST}),
     ],
-    ids=["only what differs", "options by their names", "a maximum with its format"],
+    ids=["only differences from defaults", "options by their aliases", "a maximum beside its format"],
 )
-def test_what_is_written(content: dict[str, Any], written: dict[str, Any], registry: Registry) -> None:
+def test_to_yaml_writes_the_shortest_data(content: dict[str, Any], written: dict[str, Any], registry: Registry) -> None:
     policy = load_policy({"version": 1, "name": "x", **content}, registry)
     found = yaml.safe_load(policy.to_yaml())
     assert {key: found[key] for key in written} == written
@@ -149,14 +149,14 @@ EVEN = {**NEAREST, "ties": "even"}
         (EVEN, {**ENCODE, "ties": "even"}, "even"),
         (EVEN, {"zero": "to_one"}, "even"),
         (EVEN, {"ties": "up"}, None),
-        (EVEN, ENCODE, None),  # another rule has its own
+        (EVEN, ENCODE, None),  # another rounding has its own ties
         (EVEN, {"rounding": "stochastic"}, None),
         (EVEN, {"format": "e4m3"}, None),
         ({**ENCODE, "ties": "even"}, {"convention": "decode"}, None),
         (NEAREST, {"ties": "even"}, "even"),
     ],
 )
-def test_ties_of_scales_belong_to_their_rule(
+def test_ties_of_scales_are_inherited_only_with_their_rounding(
     scale: dict[str, str], exception: dict[str, str], expected: str | None, registry: Registry
 ) -> None:
     content = {"version": 1, "default": {"scale": scale, "operands": {"weights": {"scale": exception}}}}
@@ -171,21 +171,21 @@ RULES = [{"name": "r", "match": {"op": "linear"}, "quantize": {"block": 16}}]
 BASE: dict[str, Any] = {"version": 1, "name": "x", "default": "keep", "rules": RULES}
 BASE |= {"techniques": ["average"], "expect": {"quantized": 3}}
 OF_THE_RULE = {"match": {"op": "matmul"}, "quantize": {"block": 32}, "required": False, "techniques": ["dither"]}
-TECHNIQUES_OF_IT = ([], [{"average": {"beta": 0.5}}], ["average", "dither"], ["dither", "average"])
+TECHNIQUE_LISTS = ([], [{"average": {"beta": 0.5}}], ["average", "dither"], ["dither", "average"])
 CHANGES: list[dict[str, Any]] = [
     *({"default": {}}, {"expect": {"quantized": 4}}),
     *({"rules": [{**RULES[0], key: value}]} for key, value in OF_THE_RULE.items()),
-    *({"techniques": techniques} for techniques in TECHNIQUES_OF_IT),
+    *({"techniques": techniques} for techniques in TECHNIQUE_LISTS),
 ]
 
 
-def test_fingerprints_see_what_changes_behaviour(registry: Registry) -> None:
-    """The order of techniques, too."""
+def test_each_change_of_behaviour_changes_the_fingerprint(registry: Registry) -> None:
+    """The order of techniques is one such change."""
     policies = [load_policy({**BASE, **change}, registry) for change in ({}, *CHANGES)]
     assert len({policy.fingerprint for policy in policies}) == len(set(policies)) == len(policies)
 
 
-def test_names_and_places_change_no_behaviour(tmp_path: Path, registry: Registry) -> None:
+def test_names_and_places_do_not_change_the_fingerprint(tmp_path: Path, registry: Registry) -> None:
     base = load_policy(BASE, registry)
     renamed = load_policy({**BASE, "name": "y", "description": "z"}, registry)
     assert renamed.fingerprint == base.fingerprint
@@ -197,7 +197,7 @@ def test_names_and_places_change_no_behaviour(tmp_path: Path, registry: Registry
         base.name = "y"  # type: ignore[misc]
 
 
-def test_a_format_that_changes_under_its_name_changes_the_fingerprint() -> None:
+def test_a_format_with_the_same_name_and_another_maximum_changes_the_fingerprint() -> None:
     def fingerprint(largest: float) -> str:
         odd = ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=largest)
         registry = Registry([("formats", offering(formats=[odd]))], entry_point_group=None)
