@@ -1,15 +1,17 @@
-"""Training two blocks of a ViT, for SwiGLU's policy of LLaMA, under Inductor stays by its training under eager.
+"""Training under Inductor stays close to training under eager, for 20 steps.
 
-Every policy and every technique is a case.
+The model is two blocks of a ViT, more where a policy keeps the ends, or two blocks of a LLaMA for the policy that acts
+on SwiGLUs. Each policy is a case, except those for experts, and so is each technique that changes a forward or a
+backward.
 
-Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so no fixed tolerance is honest. The measure is
-what one ulp does to the losses of 20 steps in eager, at the output of every linear and norm and at its gradient:
-there compiled code sums in another order. It may move the losses by three times that. An ulp of the pixels alone
-would be less than what compiled code does, for the quantizers of the first layers swallow it. When an ulp moves an
-element over a rounding threshold is a matter of chance, on both sides: one training says little. So both are medians
-over five sets of images. Recipes that differ in one rounding are beyond the bound
-(``test_the_measure_sees_a_wrong_recipe``). A case takes most of a minute, so one runs by default, over three sets:
-``make parity`` runs them all over five and prints the figures.
+Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so a fixed tolerance would be arbitrary. The unit
+is the change of the losses under eager when the output of every linear and norm, and its gradient, moves by one ulp:
+compiled code sums there in another order. Compiled code may change the losses by three units. An ulp of the pixels
+would be too small a unit, because the quantizers of the first layers round it away. Whether an ulp moves an element
+over a rounding threshold is a matter of chance, so that one training says little. Both changes are therefore medians
+over five sets of images. Recipes that differ in one rounding exceed the bound, as
+``test_a_wrong_recipe_exceeds_the_bound`` shows. A case takes most of a minute: ``make long`` runs one over three sets,
+``make parity`` runs all over five and prints the figures.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from fp4graph_plugins.smooth_swiglu import ChannelScales
 from torch import nn
 
 import fp4graph
-from tests.helpers.policies import depth_of, without_experts
+from fp4graph.technique.registry import default_registry
+from tests.helpers.policies import MXFP4, NVFP4, depth_of, one_rule, without_experts
+from tests.helpers.steps import descend
+from tests.helpers.training import prepared
 
 pytestmark = pytest.mark.compiler
 
@@ -37,14 +42,11 @@ SETS = 5
 BOUND = 3
 WIDTH = {"embed_dim": 192, "num_heads": 3}
 POLICIES = without_experts(sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml")))
-BY_DEFAULT = ("tetrajet",)
 
-MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
 FLOOR = {**MXFP4, "scale": {"format": "e8m0"}}
-ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
+ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
 NOISE = {"sigma_start": 1e-2, "sigma_end": 1e-3, "stages": 3, "steps_per_stage": 5}
-#: Each technique on a format that it is for, with what it requires.
+#: For each technique, a format that suits it, and the techniques that it requires before it.
 TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "stochastic_rounding": (MXFP4, [{"stochastic_rounding": {"operands": "all_activation", "bits": 8}}]),
     "stochastic_scale_rounding": (NVFP4, ["stochastic_scale_rounding"]),
@@ -70,37 +72,31 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),
     "out_control": (NVFP4, ["tensor_scaling", {"out_control": {"mode": "wait"}}]),
 }
-#: What takes the place of a technique later, with the forwards before.
+#: Options that replace those of a technique in later phases, by the number of forwards before the phase.
 LATER: dict[str, dict[int, Any]] = {
     "out_control": {2: {"out_control": {"mode": "measure"}}, 5: {"out_control": {"mode": "split"}}}
 }
 
 
 def test_no_shipped_technique_is_left_out() -> None:
-    from fp4graph.technique.registry import default_registry
-
     shipped = {t.name for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
     in_the_optimizer = {"q_ramping", "dampen", "freeze", "osci_reset", "loss_scaling", "stable_spam"}
     assert shipped - in_the_optimizer == TECHNIQUES.keys()
 
 
 def losses(make: Callable[[], nn.Module], policy: Any, backend: str, images: torch.Tensor) -> torch.Tensor:
-    """fp64 ``[STEPS]``: the losses of a training on ``images``."""
+    """Return the losses of a training on ``images``, fp64 ``[STEPS]``; fp32 would hide differences below its ulp."""
     torch._dynamo.reset()
     model = fp4graph.apply(make(), policy, backend=backend, total_forwards=STEPS)
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    labels, values = torch.arange(len(images)) % 10, []
-    for _ in range(STEPS):
-        loss = nn.functional.cross_entropy(model(images).double(), labels)  # fp32 would hide what is below its ulp
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
+    labels = torch.arange(len(images)) % 10
+    values = descend(
+        lambda: nn.functional.cross_entropy(model(images).double(), labels), prepared(model, lr=1e-3), STEPS
+    )
     return torch.tensor(values, dtype=torch.float64)
 
 
 def nudged(model: nn.Module) -> nn.Module:
-    """Move each number that a linear or a norm of ``model`` puts out, and its gradient, by up to an ulp."""
+    """Return ``model`` with hooks that move each output of a linear or a norm, and its gradient, by up to an ulp."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.LayerNorm):
@@ -116,9 +112,9 @@ def nudged(model: nn.Module) -> nn.Module:
 
 
 def ratio(name: str, make: Callable[[], nn.Module], policy: Any, other: Any, backend: str, sets: int = SETS) -> float:
-    """Return how far ``other`` under ``backend`` is from ``policy`` under eager, in units of what an ulp does there.
+    """Return the distance of ``other`` under ``backend`` from ``policy`` under eager, in units of one ulp's effect.
 
-    Of each pair of trainings the largest difference of a loss counts; of these, the medians over the sets of images.
+    The distance of two trainings is the largest difference of their losses; its median is over the sets of images.
     """
     compiled, ulp = [], []
     for seed in range(1, 1 + sets):
@@ -152,13 +148,13 @@ class Llama(nn.Module):
         return self.head(self.blocks(inputs_embeds=self.patches(rows)).last_hidden_state.mean(1))
 
 
-#: Policies with a technique that has nothing to do in a ViT.
+#: Policies with a technique that acts on no site of a ViT.
 LLAMAS = ("nvfp4-smooth-swiglu",)
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_technique_for_swiglus_has_one_to_act_on(
+def test_smooth_swiglu_acts_in_the_llama_and_not_in_the_vit(
     monkeypatch: pytest.MonkeyPatch, vit: Callable[..., nn.Module]
 ) -> None:
     widths, pair_context = [], ChannelScales.pair_context
@@ -177,8 +173,7 @@ def test_the_technique_for_swiglus_has_one_to_act_on(
     assert widths == []
 
 
-CASES = [pytest.param(name, 3) for name in BY_DEFAULT]
-CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIES]
+CASES = [("tetrajet", 3), *(pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIES)]
 
 
 @pytest.mark.long
@@ -193,16 +188,17 @@ def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:
 def test_techniques(name: str, vit: Callable[..., nn.Module]) -> None:
     quantize, techniques = TECHNIQUES[name]
     options = {"mlp_layer": timm.layers.SwiGLU} if name == "smooth_swiglu" else {}
-    rule = {"match": {"op": "linear", "module": "blocks.*.mlp.*"}, "quantize": quantize, "techniques": techniques}
-    phases = [
+    policy = one_rule(*techniques, quantize=quantize, match={"op": "linear", "module": "blocks.*.mlp.*"})
+    (rule,) = policy["rules"]
+    policy["phases"] = [
         {"at": at, "rules": [{**rule, "techniques": [*techniques[:-1], technique]}]}
         for at, technique in LATER.get(name, {}).items()
     ]
-    policy = {"version": 1, "name": name, "rules": [rule], **({"phases": phases} if phases else {})}
     check(name, lambda: vit(**WIDTH, **options), policy)
 
 
-#: Pairs of shipped policies: the second has another scale rule, one quantizer less, or other roundings of gradients.
+#: Pairs of shipped policies: the second has another scale rule, lacks a quantizer, rounds gradients otherwise, or has
+#: another scale format and block.
 WRONG = [
     ("mxfp4", "mxfp4-round-up"),
     ("tetrajet", "tetrajet-no-wq"),
@@ -213,6 +209,6 @@ WRONG = [
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("right", "wrong"), WRONG)
-def test_the_measure_sees_a_wrong_recipe(right: str, wrong: str, vit: Callable[..., nn.Module]) -> None:
-    """Eager alone: what a compiled program of another recipe would be found to be."""
+def test_a_wrong_recipe_exceeds_the_bound(right: str, wrong: str, vit: Callable[..., nn.Module]) -> None:
+    """Both recipes run under eager; the second stands for a program that was compiled wrongly."""
     assert ratio(f"{right} as {wrong}", lambda: vit(**WIDTH), right, wrong, "eager") > BOUND

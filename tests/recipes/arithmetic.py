@@ -1,9 +1,9 @@
 """Primitives of block-scaled quantization in NumPy float64, written from tables of values.
 
-The module is a reference that shares no code with the package: a value is rounded by finding its two neighbours in a
-sorted table, never by arithmetic on bits. Inputs are expected to be float32-representable; then every comparison that
-decides a rounding (an element with a midpoint, an ideal scale with a midpoint) is decided as in exact arithmetic,
-because quotients of float32 values and the formats' few-bit values cannot reach a midpoint by rounding in float64.
+The module shares no code with the package: a value is rounded to one of its two neighbours in a sorted table, without
+arithmetic on bits. Inputs must be float32-representable. Every comparison that decides a rounding (of an element or an
+ideal scale with a midpoint) then has the result of exact arithmetic, because rounding to float64 cannot turn a quotient
+of a float32 value and a format's few-bit value into a midpoint.
 
 Short names: OCP = OCP Microscaling Formats v1.0; EL = "Elucidating the design space of FP4 training"; TJ =
 "Oscillation-reduced MXFP4 training for vision transformers".
@@ -45,8 +45,8 @@ ELEMENTS: dict[str, np.ndarray] = {
 # Emax, the exponent of the largest value of an element format (OCP 6.3: scale = 2^(floor(log2 amax) - Emax)).
 EMAX: dict[str, int] = {"e2m1": 2, "e3m0": 4, "int4": 2, "e4m3": 8}
 
-# Scale formats. All but E8M0 contain zero; "fp32" is no table, its scales are only rounded to float32.
-# E8M3 has float32's exponents and so float32's subnormals and reserved top exponent (no source prints them).
+# Scale formats. All but E8M0 contain zero. "fp32" has no table: its scales are rounded to float32. E8M3 has float32's
+# exponents, and therefore float32's subnormals and reserved top exponent (no source prints either).
 SCALES: dict[str, np.ndarray] = {
     "e8m0": np.ldexp(1.0, np.arange(-127, 128)),
     "e4m3": _scale_table(4, 3, 7, 448.0),
@@ -106,10 +106,10 @@ def round_stochastic(u: np.ndarray, element: str, uniform: np.ndarray) -> np.nda
 def round_scale(ideal: np.ndarray, fmt: str, rule: str = "nearest_even", zero: str = "nearest_subnormal") -> np.ndarray:
     """Returns non-negative ideal scales (any shape) rounded to a scale format.
 
-    `rule` is "nearest_even" (ties to the even mantissa; E8M0 has none and goes up from 1.5*2^k, as ml_dtypes does) or
-    "toward_positive". Overflow saturates. What rounds to zero becomes the smallest subnormal ("nearest_subnormal",
-    EL 3.1) or 1 ("to_one", Chmiel et al.). E8M0 has no zero: small positive scales become 2^-127 under both rules,
-    and only an ideal scale of exactly zero is subject to `zero`.
+    `rule` is "nearest_even" or "toward_positive". Ties of the former go to the even mantissa; E8M0, which has no
+    mantissa, goes up from 1.5*2^k, as in ml_dtypes. Overflow saturates. A scale that rounds to zero becomes the
+    smallest subnormal ("nearest_subnormal", EL 3.1) or 1 ("to_one", Chmiel et al.). E8M0 has no zero: small positive
+    scales become 2^-127 under both rules, and `zero` decides only about an ideal scale of exactly zero.
     """
     ideal = np.asarray(ideal, dtype=np.float64)
     if fmt == "fp32":
@@ -154,7 +154,7 @@ def block_scales(
     decode: S = q(z/Qmax), to be multiplied after rounding (OCP). encode: s = q(Qmax/z), to be multiplied before
     rounding (EL sec. 2). Two rules give E8M0 decode scales directly: `floor` 2^(floor(log2 z) - Emax) (OCP 6.3; TJ
     Eq. 2) and `ceil` 2^ceil(log2(2z/(Qp - Qn))), the smallest power of two with z/S <= Qmax (TJ 3.2). The values of a
-    zero block are zeros whatever its scale; its encode scale saturates at the largest of the format.
+    zero block are zeros with any scale; its encode scale saturates at the largest of the format.
     """
     z = np.asarray(z, dtype=np.float64)
     qmax = element_max(element)
@@ -181,9 +181,8 @@ def block_scales(
 def block_ids(shape: tuple[int, int], axis: int, block: Block) -> np.ndarray:
     """Returns the number of the block that each element of a 2-D array belongs to, an integer array of that shape.
 
-    An int l makes 1 x l blocks along `axis`, a tuple (r, c) makes r x c tiles whatever the axis is, "row" makes one
-    block per line along `axis`, "tensor" one in all. A ragged end is a smaller block, which is the same as one padded
-    with zeros.
+    An int l makes 1 x l blocks along `axis`, a tuple (r, c) makes r x c tiles with either axis, "row" makes one block
+    per line along `axis`, "tensor" one block. A ragged end is a smaller block, equivalent to a block padded with zeros.
     """
     row, column = np.indices(shape)
     if block == "tensor":

@@ -1,7 +1,7 @@
 """The random numbers that a site of an applied model draws, for references that take them as arguments.
 
-Noise is a pure function of names and counters, so a test can ask for it: these are the bits that the engine's rounding
-compares with, and nothing of how it rounds.
+Noise is a pure function of names and counters, so that a test can compute the bits with which the engine's rounding
+compares. How the engine rounds plays no role here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNWISE = ("dgrad.weight", "wgrad.grad_output", "wgrad.input")
 
 
 def salt(key: str) -> int:
-    """The salt of a part of a technique, NAME.KIND: 32-bit FNV-1a, the top bit cleared and the next one set."""
+    """Return the salt of part NAME.KIND of a technique: 32-bit FNV-1a with the top bit cleared and the next bit set."""
     value = 2166136261
     for byte in key.encode():
         value = ((value ^ byte) * 16777619) % 2**32
@@ -29,11 +29,11 @@ def salt(key: str) -> int:
 
 @dataclass
 class SiteBits:
-    """What the only product of module ``site`` draws in one forward and its backward.
+    """The random numbers of the only product of module ``site``, in one forward and its backward.
 
     Attributes:
-        site: fully qualified name. forward: how many forwards with gradients came before. seed: of ``apply``.
-        signs_per_block: g of the random Hadamard. constant_signs: whether they are the same in every forward.
+        site: the module's full name. forward: the number of earlier forwards with gradients. seed: that of ``apply``.
+        signs_per_block: g of the random Hadamard. constant_signs: whether its signs are the same in every forward.
     """
 
     site: str
@@ -43,7 +43,7 @@ class SiteBits:
     constant_signs: bool = False
 
     def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
-        """Numbers in [0, 1) for an operand of ``shape``; with less than 24 bits the middles of their intervals."""
+        """Return numbers in [0, 1) for an operand of ``shape``: below 24 bits, the middles of 2^bits intervals."""
         stored = shape[::-1] if operand in COLUMNWISE else shape
         index = Blocking(stored, "row").index("cpu").reshape(stored)
         words = noise.hash_bits(self._key(operand, 0), index).numpy().astype(np.int64) & 0xFFFFFFFF
@@ -51,22 +51,20 @@ class SiteBits:
         return numbers.T if operand in COLUMNWISE else numbers
 
     def signs(self, gemm: str, n: int) -> np.ndarray:
-        """``n`` signs: g of them, repeated."""
+        """Return ``n`` signs: g signs, repeated."""
         left = next(operand for operand in Operand if operand.value.startswith(gemm))
         key = self._key(left.value, salt("hadamard.PairTransform"), constant=self.constant_signs)
         words = noise.hash_bits(key, torch.arange(self.signs_per_block, dtype=torch.int32)).numpy()
         return np.resize(1.0 - 2.0 * (words & 1), n)
 
     def normal(self, operand: str, n: int) -> np.ndarray:
-        """``n`` standard normal numbers."""
+        """Return ``n`` standard normal numbers."""
         key = self._key(operand, salt("adaptive_quantization_noise.Wrapper"))
         return noise.gaussian(key, torch.arange(n, dtype=torch.int32)).numpy().astype(np.float64)
 
     def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
-        """Numbers in [0, 1) for the blocks of an operand of ``lines`` along its contraction axis: [lines, blocks].
-
-        They are those of ``ms_eden``.
-        """
+        """Return the numbers in [0, 1) that ``ms_eden`` draws for an operand's blocks along its contraction axis:
+        [lines, blocks]."""
         key = self._key(operand, salt("ms_eden.BlockScale"))
         drawn = noise.Noise(key, Blocking((lines, 16 * blocks), 16), "cpu").block_bits()
         words = drawn.numpy().reshape(lines, blocks).astype(np.int64) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""One linear layer in the middle of three blocks, under a policy: what goes in and what comes out, in NumPy."""
+"""The linear layer in the middle of three blocks under a policy: its inputs and results, in NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SITE = "blocks.1.fc"
 
 
 class Expert(nn.Module):
-    """The only expert of a mixture: all tokens are its own."""
+    """The only expert of a mixture, which gets all tokens."""
 
     def __init__(self, weight: np.ndarray) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Expert(nn.Module):
 
 
 class Block(nn.Module):
-    """A linear or an expert, and other linears so that it passes for a block."""
+    """A linear or an expert, and other linears, so that the module counts as a block of the model."""
 
     def __init__(self, weight: np.ndarray, expert: bool = False) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Three blocks and a head, side by side, the same input to each.
+    """Three blocks and a head side by side, each with the same input.
 
-    The first and the last block are there for policies that treat them otherwise, the head for what no rule matches.
+    The first and the last block serve policies that treat them differently. No rule matches the head.
 
     Args:
         experts: the block that has an expert in place of its linear, if any.
@@ -70,9 +70,9 @@ class Data:
 
     @staticmethod
     def wide(seed: int) -> Data:
-        """Gaussian numbers, with rows and columns far larger and far smaller than the rest, and blocks of zeros.
+        """Gaussian numbers, with some rows and columns far larger or far smaller than the others, and blocks of zeros.
 
-        The small ones are below what block scales with few exponents reach.
+        The small rows and columns underflow in block scales with few exponents.
         """
         generator = np.random.default_rng(seed)
 
@@ -91,7 +91,7 @@ class Data:
 
     @staticmethod
     def large(seed: int) -> Data:
-        """Gaussian numbers times 2^22, whose encode scales are below what formats with five exponent bits reach."""
+        """Gaussian numbers times 2^22, whose encode scales underflow in formats with five exponent bits."""
         generator = np.random.default_rng(seed)
 
         def matrix(rows: int, columns: int) -> np.ndarray:
@@ -106,11 +106,11 @@ class Data:
         peaks: tuple[float, float, float] | None = (10.5, 10.5, 10.5),
         every: int | None = None,
     ) -> Data:
-        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are.
+        """Multiples of a quarter up to ``largest``, with all ties of the elements; every block of 16 holds ``largest``.
 
-        The first elements of x, w and dy are ``peaks``, if given, which make γ = peak/(Qmax·target) powers of two:
-        dividing by them breaks no tie. With E2M1 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256.
-        With ``every`` each run of so many elements, in rows and in columns, has its peak.
+        ``peaks``, unless None, are the first elements of x, w and dy. They make γ = peak/(Qmax·target) a power of two:
+        dividing by it breaks no tie. With E2M1 they are 10.5 for a target of 448·headroom, 12 for a target of 256. With
+        ``every``, each run of that many elements of a row or a column holds the peak.
         """
         generator = np.random.default_rng(seed)
         steps = int(4 * largest)
@@ -133,10 +133,10 @@ def applied(policy: Any, data: Data, experts: int | None = None) -> Blocks:
 
 
 def begin_anew(model: Blocks, data: Data) -> None:
-    """Bring a model that was trained to the beginning, with the weights of ``data``, without another capture."""
+    """Return a trained model to its first step, with the weights of ``data``, without another capture."""
     model.zero_grad()
-    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters()))  # steps after the first ask for it
-    model.load_state_dict(Blocks(data.w, model.experts).state_dict())  # a plain checkpoint starts state anew
+    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters()))  # needed from the second step on
+    model.load_state_dict(Blocks(data.w, model.experts).state_dict())  # a checkpoint without state resets the state
     runtime_of(model).count_from(0)
 
 
@@ -157,15 +157,15 @@ def step(model: Blocks, data: Data) -> tuple[np.ndarray, ...]:
 
 
 def tolerances(data: Data, added: float = 0.0, rotated: int = 1) -> tuple[np.ndarray, ...]:
-    """How far an fp32 product may be from the exact one of the same operands, for every element of y, dx and dw.
+    """Return bounds on the error of an fp32 product of given operands, for every element of y, dx and dw.
 
-    A sum of n products in fp32, in any order, errs by at most n·2^-24·Σ|aᵢbᵢ| and a term for each operand's own
-    rounding to fp32; Σ|aᵢbᵢ| is at most the product of the two vectors' lengths. Dequantized vectors are at most twice
-    as long as the originals: the scales of no recipe are more than doubled by their rounding.
+    A sum of n products in fp32, in any order, errs by at most n·2^-24·Σ|aᵢbᵢ| and a term for the rounding of each
+    operand to fp32; Σ|aᵢbᵢ| is at most the product of the two vectors' lengths. Dequantized vectors are at most twice
+    as long as the originals, because no recipe's rounding more than doubles a scale.
 
     Args:
-        added: what a recipe adds to every weight of fprop, at most.
-        rotated: elements of a block that results are rotated back in, and over which their errors spread.
+        added: the largest number that a recipe adds to a weight of fprop.
+        rotated: the number of elements in a block in which results are rotated back, which spreads their errors.
     """
 
     def bound(a: np.ndarray, b: np.ndarray, n: int) -> np.ndarray:
@@ -183,13 +183,13 @@ def mismatches(
     rotated: int = 1,
     parts: Data | None = None,
 ) -> list[str]:
-    """What differs beyond the order of sums: ``["dw: 12 of 32768, ..."]``, empty if nothing does.
+    """Return the results that differ by more than fp32 sums explain, such as ``["dw: 12 of 32768, ..."]``.
 
     Args:
-        got: as :func:`run` gives it; the head must be the exact product.
-        expected: (y, dx, dw) of a reference; several where it depends on how a number next to a threshold is rounded,
-            between the least and the greatest of which every element may lie.
-        parts: numbers as large as the parts that operands are the sum of, where they are quantized in parts.
+        got: the result of :func:`run`; the head must be the exact product.
+        expected: (y, dx, dw) of a reference, in several versions if they depend on how numbers next to a threshold are
+            rounded. Each element must lie between the least and the greatest version.
+        parts: data as large as the parts of the operands, for a recipe that quantizes operands in parts.
     """
     found = []
     y, dx, dw = tolerances(parts or data, added, rotated)

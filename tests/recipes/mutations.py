@@ -1,7 +1,8 @@
 """Changes each key of each shipped policy once, and counts the changes that no reference notices.
 
-``python -m pytest tests/recipes`` holds the policies to the references; this says how tightly. Run it by hand, in
-minutes: ``python -m tests.recipes.mutations``. A change that the loader refuses counts as noticed.
+``python -m pytest tests/recipes`` compares the policies with the references; this script says how many mistakes the
+comparison would miss. Run it by hand, with ``python -m tests.recipes.mutations``; it takes minutes. A change that the
+loader refuses counts as noticed.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ _OTHER: dict[str, dict[Any, Any]] = {
     "operands": {"backward": "all_activation"},
     "default": {"keep": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}}},
 }  # fmt: skip
-#: Keys that say nothing about values.
+#: Keys that change no values.
 _NAMES = ("version", "name", "description", "extends", "expect", "match", "keep", "at")
 
 
 def mutants(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
-    """(path of the key, what is done to it, its new value), None for a key that is left out."""
+    """Yield (path of a key, the change in words, the new value); the value None leaves the key out."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         here = (*path, key)
@@ -77,15 +78,12 @@ def mutants(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         elif value in table:
             yield here, f"{value} -> {table[value]}", table[value]
         elif isinstance(value, int | float):
-            yield (
-                here,
-                f"{value} -> {value / 2 if isinstance(value, float) else value * 2}",
-                (value / 2 if isinstance(value, float) else value * 2),
-            )
+            other = value / 2 if isinstance(value, float) else value * 2
+            yield here, f"{value} -> {other}", other
 
 
 def changed(document: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """``document`` with ``value`` at ``path``, or without the key if that is None."""
+    """Return ``document`` with ``value`` at ``path``, or without the key if ``value`` is None."""
     document = copy.deepcopy(document)
     node: Any = document
     for step in path[:-1]:
@@ -108,9 +106,9 @@ def main(names: list[str]) -> None:
             total += 1
             torch._dynamo.reset()
             try:
-                given = forms(fp4graph.load_policy(changed(document, path, value)))
-                noticed = given.keys() != known.keys() or any(
-                    differences(form, given[form], data, references) for form, data, references in cases
+                mutant = forms(fp4graph.load_policy(changed(document, path, value)))
+                noticed = mutant.keys() != known.keys() or any(
+                    differences(form, mutant[form], data, references) for form, data, references in cases
                 )
             except fp4graph.Error:
                 noticed = True

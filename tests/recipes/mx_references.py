@@ -49,7 +49,7 @@ Reference = Callable[[np.ndarray, np.ndarray, np.ndarray, Draw], Gradients]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """One quantizer: what `arithmetic.quantize` needs, apart from the array, its axis and its random numbers.
+    """One quantizer: the arguments of `arithmetic.quantize` except the array, its axis and its random numbers.
 
     `headroom` (None: no tensor scaling) chooses gamma = amax(X)/(Qmax * scale_max * headroom) in float32.
     """
@@ -182,9 +182,9 @@ def tetrajet(
         dx = QS3(dY) QS4(QD2(W))
         dw = QS5(dY)^T QS6(QD1(X))
     Q1 and Q2 in blocks along K, Q3 and Q4 along N, Q5 and Q6 along T. A quantizer that is not `enabled` is the
-    identity, so without Q2 Q4 quantizes W itself, and with Q2 alone dgrad reads Q2(W): the straight-through gradient
-    of the forward pass that ran (TJ 3.4, Eq. 8-9). `element` is the format of X and W in all GEMMs, that of dY is
-    `gradient_element` (TJ Table 7: "A&W" and "Grad"). `weight` replaces Q2 (Q-EMA).
+    identity: without Q2, Q4 quantizes W itself, and with Q2 alone dgrad reads Q2(W), the straight-through gradient of
+    the forward pass (TJ 3.4, Eq. 8-9). `element` is the format of X and W in all GEMMs, `gradient_element` that of dY
+    (TJ Table 7: "A&W" and "Grad"). `weight` replaces Q2 (Q-EMA).
     """
     forward = replace(TETRAJET, element=element)
     backward = replace(forward, stochastic=True)
@@ -279,8 +279,8 @@ def w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Gradients
 # --- EL -------------------------------------------------------------------------------------------------------------
 
 # EL sec. 2: f(X) = Q(s_q X)/s_q with s_q = q(FP4max/Z(X)), q to nearest ("TiesToEven"): the encode convention.
-# E8M0 has no mantissa to be even; ties go up (Decision, as ml_dtypes and torch cast). A tie is Z = 2^k, for which
-# 6/Z = 1.5 * 2^(2-k) becomes 2^(3-k): the block's maximum is scaled to 8 and clipped to 6.
+# E8M0 has no mantissa that could be even; ties go up (Decision, as ml_dtypes and torch cast). A tie is Z = 2^k:
+# 6/Z = 1.5 * 2^(2-k) becomes 2^(3-k), and the block's maximum is scaled to 8 and clipped to 6.
 EL_MXFP4 = Quantizer(fmt="e8m0", rule="nearest_even", block=32, convention="encode")
 EL_NVFP4 = Quantizer(fmt="e4m3", rule="nearest_even", block=16, convention="encode")
 EL_UE5M3 = Quantizer(fmt="ue5m3", rule="nearest_even", block=32, convention="encode")  # Decision: max 114688
@@ -352,8 +352,8 @@ REFERENCES: dict[str, Reference] = {
     "mxfp4-best": partial(rotated, quantizer=EL_MXFP4, block=32, random=True),
     "nvfp4-best": nvfp4_best,
     "ue5m3-best": ue5m3_best,
-    # Table 6, at a product without a SwiGLU: no encode scale underflows beside the tensor scale, so that "to_one" acts
-    # on no block that is not zero. tests/recipes/test_smooth_swiglu.py has the product with one.
+    # Table 6, at a product whose input is not a SwiGLU; tests/recipes/test_smooth_swiglu.py has the product of one. No
+    # encode scale underflows under the tensor scale, so that "to_one" acts on zero blocks alone.
     "nvfp4-smooth-swiglu": nvfp4_best,
     # NAT's ablation.
     "mxfp4-fprop": everywhere(OCP, gemms="fprop"),

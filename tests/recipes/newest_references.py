@@ -11,7 +11,9 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  transformer_engine/pytorch/custom_recipes/{quantizer_factory_zoo,quantizer_factories}.py and
                  transformer_engine/pytorch/tensor/hybrid_tensor.py (HybridQuantizer)
     ModelOpt     NVIDIA/Model-Optimizer at a2fbac7b: modelopt/torch/kernels/quantization/gemm/tensor_quant_mx.{cu,h}
-                 (compute_scale_e8m0_NV, round_to_even), examples/gpt-oss/convert_oai_mxfp4_weight_only.py
+                 (compute_scale_e8m0_NV, round_to_even), examples/gpt-oss/convert_oai_mxfp4_weight_only.py; for LSQ
+                 modelopt_recipes/general/qad/nvfp4_lsq-mse_init-fp8_kv.yaml, modelopt/torch/quantization/calib/mse.py
+                 (NVFP4MSECalibrator), nn/modules/tensor_quantizer.py (StaticBlockScaleQuantizer)
     4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
                  src/fouroversix/quantize/pytorch/reference.py (select_fouroversix, select_intfloat); for nvint4 and
                  if4 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_{nvint4,if4}.json
@@ -21,9 +23,6 @@ Sources, by the short names used below. Facts were read there; no code was copie
     TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
                  kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py;
                  for OutControl linear_mix.py and calibrate.py beside the latter, kernels/csrc/quant_fp8.cu
-    ModelOpt     NVIDIA/Model-Optimizer at a2fbac7b: modelopt_recipes/general/qad/nvfp4_lsq-mse_init-fp8_kv.yaml,
-                 modelopt/torch/quantization/calib/mse.py (NVFP4MSECalibrator), nn/modules/tensor_quantizer.py
-                 (StaticBlockScaleQuantizer)
     Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
                  its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
     UFP4         Zhao et al. 2026, "Rethinking Shrinkage Bias in LLM FP4 Pretraining", arXiv 2606.20381, its abstract,
@@ -31,21 +30,21 @@ Sources, by the short names used below. Facts were read there; no code was copie
 
 Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
-                 TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
-                 block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
-    nvfp4-rl     Weights that servers fuse share a tensor scale; the reference has one weight. Block scales of zero are
-                 replaced as in nvfp4-te-4over6.
+                 As TE, where X and W choose by MAE; in 4/6 gradients choose too, all by MSE. Neither source replaces a
+                 block scale of zero; here it becomes the smallest subnormal, as in nvfp4-te.
+    nvfp4-rl     The policy shares a tensor scale between weights that servers fuse; the reference has one weight. Block
+                 scales of zero are replaced as in nvfp4-te-4over6.
     mxfp8-nvfp4  Signs of the rotation are drawn once, as in nvfp4-te. A dequantized operand is float32, as in TE with
                  float32 parameters.
     mxfp4-w4a16-experts
-                 Rounds ties to even, as the kernel of the training does (the conversion for servers rounds them down).
-    quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
+                 Ties go to even, as in the kernel of the training (the conversion for servers rounds them down).
+    quartet-ii   Quartet II's released layer, which has four over six in the forward (its sweep script turns that off).
                  Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
-                 A factor is clipped with its scale at 448; the code never comes near.
+                 A block scale times its factor is clipped at 448, which the code never reaches.
     tetrajet-v2  A block scale that rounds to zero is the smallest subnormal (the code then gives zeros); ties go to
-                 even, as the hardware's conversion has it. Until channels are chosen, the layer without OutControl
-                 (their TJv2-base). The chosen channels are the nearest number to a tenth, as in the paper; the code
-                 takes whole 128s. Parts are gathered by falling norm, as in the code.
+                 even, as in the hardware's conversion. Until channels are chosen, the layer has no OutControl (the
+                 authors' TJv2-base). The number of chosen channels is the nearest to a tenth, as in the paper; the code
+                 takes a multiple of 128. Channels are gathered by falling norm, as in the code.
     averis       Quantizers are NVFP4 under a tensor scale, to nearest even. The weight gradient's operands are both
                  split and quantized along T (the reproduction has an exact X there, and quantizes dW).
     if4          A block of dY chooses by rounding to nearest, so that its stochastic rounding has the right mean; the
@@ -76,21 +75,24 @@ from tests.recipes.arithmetic import (
     round_stochastic,
 )
 from tests.recipes.mx_references import OPERANDS
-from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair, with_square_weights
+from tests.recipes.other_references import (
+    QMAX,
+    Result,
+    gamma_of,
+    nvfp4_te,
+    rotate_pair,
+    rotated_backward,
+    stochastically,
+    with_square_weights,
+)
 from tests.recipes.other_references import Draw as _Draw
 
 
 class Draw(_Draw, Protocol):
-    """The random numbers of one call of a linear, those of blocks included."""
+    """The random numbers of one call of a linear, including those for blocks."""
 
     def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
         """Returns numbers in [0, 1) for the blocks of an operand's lines along its contraction axis."""
-
-
-def gamma_of(a: np.ndarray, target: float) -> float:
-    """Returns the tensor scale under which the largest block scale is the target: amax/(6 * target)."""
-    amax = float(np.max(np.abs(a)))
-    return amax / (QMAX * target) if amax > 0 else 1.0
 
 
 def gammas_of_rows(a: np.ndarray, target: float) -> np.ndarray:
@@ -104,13 +106,13 @@ def sums_by_block(values: np.ndarray, axis: int, block: Block) -> np.ndarray:
     return np.bincount(ids.ravel(), values.ravel())[ids]
 
 
-def less(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns where one sum of errors is below the other in exact arithmetic.
+def less(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Returns where the sum of errors `left` is below `right` in exact arithmetic.
 
-    Sums of absolute errors are often equal (an element rounded up cancels one rounded down, whatever their values), and
-    then differ by what float64 loses in 256 additions, below 1e-13 of them; sums that differ do so by far more.
+    Sums of absolute errors are often equal (an element rounded up cancels an element rounded down, whatever their
+    values). In float64 equal sums of 256 errors differ by less than 1e-13 of the sum; other sums differ by far more.
     """
-    return one < other * (1 - 1e-11)
+    return left < right * (1 - 1e-11)
 
 
 def four_over_six(
@@ -220,8 +222,7 @@ def linear_beside_experts(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Dr
 def mxfp4_w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns y = x Q(w)^T, dx = dy Q(w) and dw = dy^T x of an expert: E2M1 in blocks of 32 along K, to nearest even,
     scales 2^ceil(log2(amax/6)). Source: ModelOpt."""
-    wq = quantize(w, 1, block=32, fmt="e8m0", rule="ceil")
-    return x @ wq.T, dy @ wq, dy.T @ x
+    return backward_of_forward(x, quantize(w, 1, block=32, fmt="e8m0", rule="ceil"), dy)
 
 
 def nvfp4_qad_lsq(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
@@ -239,7 +240,7 @@ def nvfp4_qad_lsq(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
         value, least = np.where(better, trial, value), np.where(better, error, least)
     wq = gamma_of(w, 448) * value
     xq = quantize(x, 1, block=16, fmt="e4m3", rule="nearest_even", tensor_scale=gamma_of(x, 448))
-    return xq @ wq.T, dy @ wq, dy.T @ xq
+    return backward_of_forward(xq, wq, dy)
 
 
 def ms_eden(a: np.ndarray, axis: int, uniform: np.ndarray, group: int = 128) -> np.ndarray:
@@ -275,15 +276,12 @@ def quartet_ii(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Resu
     dX = M(dY S H) M(H S W'), dW = M(H S dY)^T M(H S X') with W' and X' the forward's dequantized operands, rotations of
     128 along N and T, and M = `ms_eden`.
     """
+
+    def q(a: np.ndarray, axis: int, name: str) -> np.ndarray:
+        return ms_eden(a, axis, draw.block_uniform(name, a.shape[1 - axis], a.shape[axis] // 16))
+
     x_read, w_read = (four_over_six(a, 1, power=2, zero="to_one", ties="away") for a in (x, w))
-    operands = []
-    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
-        a, b = rotate_pair(dy, other, gemm, 128, draw)
-        for role, array, along in (("grad_output", a, axis), (name, b, 0)):
-            lines, length = array.shape[1 - along], array.shape[along]
-            operands.append(ms_eden(array, along, draw.block_uniform(f"{gemm}.{role}", lines, length // 16)))
-    dy_n, w_n, dy_t, x_t = operands
-    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+    return x_read @ w_read.T, *rotated_backward(q, x_read, w_read, dy, 128, draw)
 
 
 def double_block(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:
@@ -305,13 +303,7 @@ def tetrajet_v2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Res
     `double_block` to nearest and R the same, stochastic. Source: TetraJet-v2, linear.py.
     """
     x_read, w_read = double_block(x, 1), double_block(w, 1)
-    operands = []
-    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
-        a, b = rotate_pair(dy, other, gemm, 16, draw)
-        operands.append(double_block(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape)))
-        operands.append(double_block(b, 0, draw.uniform(f"{gemm}.{name}", b.shape)))
-    dy_n, w_n, dy_t, x_t = operands
-    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+    return x_read @ w_read.T, *rotated_backward(stochastically(double_block, draw), x_read, w_read, dy, 16, draw)
 
 
 def mxfp8(a: np.ndarray, axis: int) -> np.ndarray:
@@ -331,7 +323,7 @@ def tetrajet_v2_split(
 ) -> Result:
     """Returns (y, dx, dw) of TetraJet-v2 with OutControl, once channels C are chosen by their norms; R are the others.
 
-    y = D(X_R) D(W_R)^T + M(X_C) M(W_C)^T; W' and X' are what y is made of, in the layer's order;
+    y = D(X_R) D(W_R)^T + M(X_C) M(W_C)^T; W' and X' are the quantized operands of y, in the layer's order of channels;
     dX = R(dY S H) R(H S W'), dW_R = R(H S dY)^T R(H S X'_R), dW_C = M(dY)^T M(X'_C), M `mxfp8` along T there.
     Norms of zero, the default, choose the first channels. Source: TetraJet-v2, linear_mix.py.
     """
@@ -341,15 +333,10 @@ def tetrajet_v2_split(
     y = x_rest @ w_rest.T + x_chosen @ w_chosen.T
     w_read = np.empty_like(w)
     w_read[:, rest], w_read[:, chosen] = w_rest, w_chosen
-    operands = []
-    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_rest, "input")):
-        a, b = rotate_pair(dy, other, gemm, 16, draw)
-        operands.append(double_block(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape)))
-        operands.append(double_block(b, 0, draw.uniform(f"{gemm}.{name}", b.shape)))
-    dy_n, w_n, dy_t, x_t = operands
     dw = np.empty_like(w)
-    dw[:, rest], dw[:, chosen] = dy_t.T @ x_t, mxfp8(dy, 0).T @ mxfp8(x_chosen, 0)
-    return y, dy_n @ w_n, dw
+    dx, dw[:, rest] = rotated_backward(stochastically(double_block, draw), x_rest, w_read, dy, 16, draw)
+    dw[:, chosen] = mxfp8(dy, 0).T @ mxfp8(x_chosen, 0)
+    return y, dx, dw
 
 
 def fp32(a: np.ndarray) -> np.ndarray:
@@ -362,7 +349,7 @@ def averis(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
 
     With mu the mean over tokens of X: M = 1 mu^T, R = X - M, S(X) = Q(R) + Q(M), and likewise for dY;
     y = S(X) Q(W)^T, dX = S(dY) Q(W), dW = S(dY)^T S(X), each Q along the contraction axis of its GEMM under a tensor
-    scale of its own argument. Source: Averis; the split's parts are float32 tensors there and here.
+    scale of its own argument. Source: Averis, where the parts of the split are float32 tensors, as here.
     """
 
     def q(a: np.ndarray, axis: int) -> np.ndarray:
@@ -444,7 +431,7 @@ def ufp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
 
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
-    return x @ w.T, dy @ w, dy.T @ x
+    return backward_of_forward(x, w, dy)
 
 
 def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:

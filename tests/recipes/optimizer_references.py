@@ -69,8 +69,8 @@ def sgd(w: Array, g: Array, state: State, *, lr: float, momentum: float = 0.0) -
     """Returns the weight after one step of SGD; w, g and the result are [N, K].
 
     b ← momentum·b + g;  w ← w − lr·b.
-    `state` keeps "b" [N, K]. The first b is g, which b = 0 before the first step amounts to. Source: the documentation
-    of torch.optim.SGD, without dampening, weight decay and Nesterov.
+    `state` keeps "b" [N, K], which is 0 before the first step. Source: the documentation of torch.optim.SGD, without
+    dampening, weight decay and Nesterov.
     """
     b = g if momentum == 0 else momentum * state.get("b", np.zeros_like(w)) + g
     if momentum != 0:
@@ -146,7 +146,7 @@ def qema_update(average: Array, w: Array, beta: float = 0.998) -> Array:
 
 
 class QemaTraining(NamedTuple):
-    """The result of `train_qema`: for each step the weight and the average after it, and its forward's weight."""
+    """The result of `train_qema`: for each step its forward weight, and the weight and the average after the step."""
 
     weights: list[Array]
     averages: list[Array]
@@ -231,7 +231,7 @@ def train_dampen(
 
 
 class FreezeTraining(NamedTuple):
-    """The result of `train_freeze`: for each step what holds after it, all [N, K]."""
+    """The result of `train_freeze`: values after each step, all [N, K]."""
 
     weights: list[Array]
     frozen: list[npt.NDArray[np.bool_]]

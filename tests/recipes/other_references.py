@@ -4,10 +4,10 @@ Each function of `REFERENCES` has the signature (x, w, dy, draw) -> (y, dx, dw) 
 y = x w^T [T, N], dx = dy w [T, K] and dw = dy^T x [N, K]. The six operands have blocks along the contraction axis of
 their GEMM: fprop.input and fprop.weight along K, dgrad.grad_output and dgrad.weight along N, wgrad.grad_output and
 wgrad.input along T. Arithmetic is exact up to float64; results are not rounded to any training dtype. `VARIANTS` holds
-other readings of the same recipes, under the policy's name, "@" and the reading. Inputs are finite.
+another reading of a recipe, under the policy's name, "@" and the reading. Inputs are finite.
 
-Sources, by the short names used below. Code was read; of the papers of Chmiel, Wang, Tseng and Quartet only abstracts
-were at hand, so what "the paper" says beyond that is what DEF and the docs pages report of it.
+Sources, by the short names used below. Code was read. Of the papers of Chmiel, Wang, Tseng and Quartet only the
+abstracts were at hand; the rest of what "the paper" says is as DEF and the docs pages report it.
     Chmiel       Chmiel et al. 2025, "FP4 All the Way", arXiv 2505.19115; its code as copied in public repositories
     NVIDIA, TE   NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; NVIDIA/TransformerEngine
                  at d0067d0d: docs/features/low_precision_training/nvfp4/nvfp4.rst and
@@ -31,48 +31,47 @@ Decisions, per policy, where sources are silent or disagree:
                  tensor scale of a tensor of zeros is 1 (Graphcore).
     fp4-all-the-way
                  Decode scales (DEF: decode by default). Chmiel's code, as public copies have it, rounds the
-                 ENCODE scale 6/amax to E4M3 and replaces 0 and Inf by 1: VARIANTS["fp4-all-the-way@encode"]. A block
-                 scale that underflows becomes 1 in units of the tensor scale (the order of Chmiel's and Graphcore's
-                 code).
+                 ENCODE scale 6/amax to E4M3 and replaces 0 and Inf by 1. A block scale that underflows becomes 1 in
+                 units of the tensor scale (the order of Chmiel's and Graphcore's code).
     fp4-all-the-way-qaf@phase
                  The backward reads what fprop multiplied with (docs page of the policy; DEF says "backward
                  BF16").
     nvfp4-te     The tensor amax of a wgrad operand is that of the rotated tensor (TE: global_amax_col is computed from
-                 the transformed transpose). Block scales that underflow become the smallest subnormal: TE stores the
-                 scale 0, so the block decodes to zeros, which DEF has no name for; it needs a block 4.6e5 times
-                 smaller than the tensor. W has one set of 16x16 blocks for fprop and dgrad.
-    ue5m3-d50    The magnitude goes up where fraction > uniform; Graphcore's rule is fraction + (2r + 1)/512 >= 1, which
-                 is the same law and differs from it only where the fraction equals a midpoint exactly. dY has one held
-                 tensor amax for both backward GEMMs; without a rotation it is the amax of dY in both. The target of
-                 2048 for some layers in Graphcore's yaml is for one model and left out.
+                 the transformed transpose). Block scales that underflow become the smallest subnormal. TE stores the
+                 scale 0, with which the block decodes to zeros; DEF has no such rule. A scale underflows if the amax of
+                 its block is 4.6e5 times smaller than that of the tensor. W has one set of 16x16 blocks for fprop and
+                 dgrad.
+    ue5m3-d50    The magnitude goes up where fraction > uniform. Graphcore's rule, fraction + (2r + 1)/512 >= 1, is the
+                 same law, except where the fraction equals a midpoint exactly. dY has one held tensor amax for both
+                 backward GEMMs; without a rotation it is the amax of dY in both. The target of 2048 that Graphcore's
+                 yaml gives some layers of one model is left out.
     wang-dge     Quantiles are order statistics of all T*K elements, the places floor((1-a)n) and floor(a n) of the
                  ascending order (MS-AMP's tensor-wise branch; DEF names a quantile and no interpolation).
                  MS-AMP's shipped layer takes quantiles per token, and its weight scale along dim 0 of an [out, in]
                  weight, which is one scale per input channel; the docs page of the policy says per output channel.
-                 The residual multiplies the quantized weight (MS-AMP adds it to the quantized activation before the
-                 GEMM). Ties go to even (DEF, default); MS-AMP's kernel sends them up. abs(u) is limited to 6,
-                 its value in exact arithmetic.
-    mxfp4-rht-sr None: code and DEF agree. Both operands are divided by 3/4 each, which is the 16/9.
-    quartet      Forward scales are OCP's, rounded down (docs page of the policy; no paper text at hand). The paper's,
-                 as the page says, minimize the squared error of Gaussian data (QuEST), and the code's are
-                 2^floor(log2(2.92247856/6 * std)): VARIANTS["quartet@quest"]. That floor misses the purpose: over all
-                 sigma the code's squared error is 2.24% of the signal's, OCP's floor 1.34%, 1.34% with the exponent to
-                 nearest, 1.24% unrounded. W and X of the backward are rotated back before they are requantized
-                 (DEF); the code leaves them in the rotated basis of K: VARIANTS["quartet@rotated"], and
-                 "quartet@quest-rotated" is the code but for its signs. An element is masked where it lies outside +-6
-                 (DEF); the code also masks abs(u) = 6. Ties to even (the code sends them toward zero). Signs
-                 come before H (DEF calls the code's order a defect).
+                 The residual multiplies the quantized weight, because MS-AMP adds it to the quantized activation before
+                 the GEMM (MS-AMP's shipped layers leave it out). Ties go to even (DEF, default); MS-AMP's kernel sends
+                 them up. abs(u) is limited to 6, its value in exact arithmetic.
+    mxfp4-rht-sr No decision: code and DEF agree. Each operand is divided by 3/4, which gives the paper's factor 16/9.
+    quartet      Forward scales are OCP's, rounded down (docs page of the policy; no paper text at hand). The paper's
+                 scales, as the page says, minimize the squared error of Gaussian data (QuEST). The code's scales are
+                 2^floor(log2(2.92247856/6 * std)): VARIANTS["quartet@quest"]. Their floor defeats the purpose: over all
+                 sigma the squared error is 2.24% of the signal's with the code's scales, 1.34% with OCP's floor, 1.34%
+                 with QuEST's exponent rounded to nearest, 1.24% with QuEST's scale unrounded. W and X of the backward
+                 are rotated back before they are requantized (DEF); the code leaves them in the rotated basis of K. An
+                 element is masked where it lies outside +-6 (DEF); the code also masks abs(u) = 6. Ties go to even (the
+                 code sends them toward zero). Signs come before H (DEF calls the code's order a defect).
     mxfp4-rl     All definitions are the project's (docs/reference/techniques): the paper prints none. Scales are OCP's
-                 decode floor; VARIANTS["mxfp4-rl@nearest"] rounds them to nearest.
-                 Fallback wraps the whole quantizer, macro-block factor included, and the second pass has factors of
-                 its own; noise is added once, to the sum (docs/techniques.md: around
-                 before normalizer, after last). Blocks are counted and compared in row-major order, and ceil(n/10) of
-                 them are chosen even where they lose nothing. The noise is sigma_start's: stage 0.
+                 decode floor. Fallback wraps the whole quantizer with its macro-block factor, and the second pass has
+                 macro-block factors of its own; noise is added once, to the sum (docs/combining.md, "Order"). Blocks
+                 are counted and compared in row-major order, and ceil(n/10) of them are chosen even where they lose
+                 nothing. The noise is that of stage 0, with sigma_start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -122,28 +121,44 @@ def rotate_pair(a: np.ndarray, b: np.ndarray, gemm: str, g: int, draw: Draw) -> 
     return rotate(a, 1 if gemm == "dgrad" else 0, g, signs), rotate(b, 0, g, signs)
 
 
+def rotated_backward(
+    q: Callable[[np.ndarray, int, str], np.ndarray], x: np.ndarray, w: np.ndarray, dy: np.ndarray, g: int, draw: Draw
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (dx, dw) of operands rotated in blocks of g, then quantized by q(operand, contraction axis, its name).
+
+    dx = q(dY S H) q(H S W), dw = q(H S dY)^T q(H S X), each GEMM with its own S.
+    """
+    dy_n, w_n = rotate_pair(dy, w, "dgrad", g, draw)
+    dy_t, x_t = rotate_pair(dy, x, "wgrad", g, draw)
+    dx = q(dy_n, 1, "dgrad.grad_output") @ q(w_n, 0, "dgrad.weight")
+    return dx, q(dy_t, 0, "wgrad.grad_output").T @ q(x_t, 0, "wgrad.input")
+
+
+def stochastically(q: Callable[..., np.ndarray], draw: Draw) -> Callable[[np.ndarray, int, str], np.ndarray]:
+    """Returns the quantizer of `rotated_backward` that gives q(operand, axis, uniform) the uniforms of the operand."""
+    return lambda a, axis, name: q(a, axis, draw.uniform(name, a.shape))
+
+
 # NVFP4 and UE5M3 with a tensor scale -----------------------------------------------------------------------------
 
 
-def _tensor_scale(a: np.ndarray, scale_target: float) -> float:
+def gamma_of(a: np.ndarray, target: float) -> float:
     """Returns gamma = amax/(6 * target), under which the largest block scale is the target (TE nvfp4.rst: s_global)."""
     amax = float(np.max(np.abs(a)))
-    return amax / (QMAX * scale_target) if amax > 0 else 1.0
+    return amax / (QMAX * target) if amax > 0 else 1.0
 
 
-def _fp4_all_the_way_quantize(
-    a: np.ndarray, axis: int, uniform: np.ndarray | None = None, convention: str = "decode"
-) -> np.ndarray:
+def _fp4_all_the_way_quantize(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:
     """Returns NVFP4 with gamma = amax/(6 * 448 * 0.5), blocks of 16, E4M3 scales to nearest even, zero to one.
 
     Source: EL 3.1 (the 0.5 and the zero rule, both credited to Chmiel); DEF (gamma = amax/1344).
     """
-    gamma = _tensor_scale(a, 448 * 0.5)
-    options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even", "zero": "to_one", "convention": convention}
+    gamma = gamma_of(a, 448 * 0.5)
+    options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even", "zero": "to_one"}
     return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
 
 
-def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "decode") -> Result:
+def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of Chmiel: NVFP4 in three GEMMs, stochastic dY in both backward GEMMs and X in wgrad.
 
     y = Q(X) Q(W)^T, dx = SR(dY) Q(W), dw = SR(dY)^T SR(X), each operand quantized from the original along the
@@ -152,7 +167,7 @@ def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *,
     """
 
     def q(name: str, a: np.ndarray, axis: int, stochastic: bool = False) -> np.ndarray:
-        return _fp4_all_the_way_quantize(a, axis, draw.uniform(name, a.shape) if stochastic else None, convention)
+        return _fp4_all_the_way_quantize(a, axis, draw.uniform(name, a.shape) if stochastic else None)
 
     y = q("fprop.input", x, 1) @ q("fprop.weight", w, 1).T
     dx = q("dgrad.grad_output", dy, 1, True) @ q("dgrad.weight", w, 0)
@@ -160,16 +175,13 @@ def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *,
     return y, dx, dw
 
 
-def fp4_all_the_way_qaf_phase(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "decode"
-) -> Result:
+def fp4_all_the_way_qaf_phase(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of Chmiel's last phase (QAF): the same forward, an exact backward.
 
-    y = Q(X) Q(W)^T, dx = dY Q(W), dw = dY^T Q(X). Source: DEF (forward FP4, backward BF16); that the backward
-    reads what fprop multiplied with is said by docs/reference/policies/fp4-all-the-way-qaf.md only.
+    y = Q(X) Q(W)^T, dx = dY Q(W), dw = dY^T Q(X). Source: DEF (forward FP4, backward BF16); only
+    docs/reference/policies/fp4-all-the-way-qaf.md says that the backward reads the operands that fprop multiplied.
     """
-    xq = _fp4_all_the_way_quantize(x, 1, None, convention)
-    wq = _fp4_all_the_way_quantize(w, 1, None, convention)
+    xq, wq = _fp4_all_the_way_quantize(x, 1), _fp4_all_the_way_quantize(w, 1)
     return xq @ wq.T, dy @ wq, dy.T @ xq
 
 
@@ -200,9 +212,8 @@ def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
     """
 
     def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
-        gamma = _tensor_scale(a, 448)
         options = {"block": block, "fmt": "e4m3", "rule": "nearest_even", "zero": "nearest_subnormal"}
-        return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
+        return quantize(a, axis, uniform=uniform, tensor_scale=gamma_of(a, 448), **options)
 
     return with_square_weights(q, x, w, dy, draw)
 
@@ -217,9 +228,8 @@ def ue5m3_d50(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Resul
     """
 
     def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
-        gamma = _tensor_scale(a, 448)
         options = {"block": block, "fmt": "ue5m3_61440", "rule": "nearest_even", "zero": "to_one"}
-        return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
+        return quantize(a, axis, uniform=uniform, tensor_scale=gamma_of(a, 448), **options)
 
     wq = q(w, 1, (16, 16))
     y = q(x, 1, 16) @ wq.T
@@ -251,27 +261,24 @@ def outlier_thresholds(x: np.ndarray, percent: int = 99) -> tuple[float, float]:
     """Returns the elements of x at places floor((1 - a)n) and floor(a n) of the ascending order, a = percent/100.
 
     Source: MS-AMP _apply_quantile_clipping, its tensor-wise branch. (The docs page of outlier_clamp takes the place
-    n - 1 - floor((1 - a)n) at the upper end, which is another one only where 100 divides n.)
+    n - 1 - floor((1 - a)n) at the upper end. The two places differ only where 100 divides n.)
     """
     ordered = np.sort(x, axis=None)
     n = ordered.size
     return float(ordered[(100 - percent) * n // 100]), float(ordered[min(percent * n // 100, n - 1)])
 
 
-def wang_dge(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, residual: bool = True) -> Result:
+def wang_dge(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of Wang.
 
     X_c = clamp(X, x_low, x_high), dX = X - X_c, y = (Q(X_c) + dX) Q(W)^T with one scale amax/6 in FP32 per token of X
     and per output channel of W; dx = dY Q(W); dw = (dY^T (Q(X_c) + dX)) * DGE(w/scale). The residual multiplies the
-    quantized weight, as in MS-AMP (residual_compensation adds it to the quantized activation). `residual` False is
-    what MS-AMP's layers ship. Source: DEF, MS-AMP.
+    quantized weight, as in MS-AMP (residual_compensation adds it to the quantized activation). Source: DEF, MS-AMP.
     """
     options = {"block": "row", "fmt": "fp32", "rule": "nearest_even"}
     low, high = outlier_thresholds(x)
     clamped = np.clip(x, low, high)
-    xq = quantize(clamped, 1, **options)
-    if residual:
-        xq = xq + (x - clamped)
+    xq = quantize(clamped, 1, **options) + (x - clamped)
     wq = quantize(w, 1, **options)
     scale = block_scales(block_amax(w, 1, "row"), fmt="fp32", rule="nearest_even")
     return xq @ wq.T, dy @ wq, (dy.T @ xq) * dge_slope(w / scale)
@@ -297,14 +304,7 @@ def mxfp4_rht_sr(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Re
     y = X W^T, dx = G(dY S H) G(H S W), dw = G(H S dY)^T G(H S X) with G `guarded_stochastic` and the signs of each GEMM
     its own. Source: Tseng (Megatron-LM.patch, mode 3: RHT + scaled SR, a new sign vector per GEMM, originals).
     """
-    operands = []
-    for gemm, axis, other, name in (("dgrad", 1, w, "weight"), ("wgrad", 0, x, "input")):
-        a, b = rotate_pair(dy, other, gemm, 64, draw)
-        a = guarded_stochastic(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape))
-        b = guarded_stochastic(b, 0, draw.uniform(f"{gemm}.{name}", b.shape))
-        operands.append((a, b))
-    (dy_n, w_n), (dy_t, x_t) = operands
-    return x @ w.T, dy_n @ w_n, dy_t.T @ x_t
+    return x @ w.T, *rotated_backward(stochastically(guarded_stochastic, draw), x, w, dy, 64, draw)
 
 
 def quest_scales(a: np.ndarray) -> np.ndarray:
@@ -333,36 +333,23 @@ def _quartet_forward(a: np.ndarray, scales: str) -> tuple[np.ndarray, np.ndarray
     return scale * round_nearest(ratio, "e2m1"), np.abs(ratio) <= QMAX
 
 
-def quartet(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, scales: str = "floor", basis: str = "original"
-) -> Result:
+def quartet(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, scales: str = "floor") -> Result:
     """Returns (y, dx, dw) of Quartet.
 
     Forward: (X_h, M_x) = Q(X H), (W_h, M_w) = Q(W H) along K, y = X_h W_h^T. Backward: dY and W rotated along N by
     signs and H of 32, dY and X along T likewise, all four through `guarded_stochastic`, G:
-        dx = ((G(dY S H) G(H S W')) [in the basis of X H] * M_x) H^-1
-        dw = ((G(H S dY)^T G(H S X')) [in the basis of W H] * M_w) H^-1
-    With `basis` "original", W' = W_h H^-1 and X' = X_h H^-1, and the products are rotated by H before the mask
-    (DEF: multiply by f' in the rotated basis, rotate back; rotate Q2 back before requantizing it). With
-    "rotated", W' = W_h and X' = X_h and the products are in that basis already (backward.py). H is
-    symmetric and orthonormal, so a second rotation undoes the first. `scales`: see `_quartet_forward`.
+        dx = ((G(dY S H) G(H S W') H) * M_x) H^-1,  W' = W_h H^-1
+        dw = ((G(H S dY)^T G(H S X') H) * M_w) H^-1,  X' = X_h H^-1
+    (DEF: multiply by f' in the rotated basis, rotate back; rotate Q2 back before requantizing it). H is symmetric and
+    orthonormal, so a second rotation undoes the first. `scales`: see `_quartet_forward`.
     """
     k = x.shape[1]
     x_h, mask_x = _quartet_forward(x, scales)
     w_h, mask_w = _quartet_forward(w, scales)
-    if basis == "original":
-        x_read, w_read = rotate(x_h, 1, 32)[:, :k], rotate(w_h, 1, 32)[:, :k]
-    else:
-        x_read, w_read = x_h, w_h
-    a, b = rotate_pair(dy, w_read, "dgrad", 32, draw)
-    a = guarded_stochastic(a, 1, draw.uniform("dgrad.grad_output", a.shape))
-    dx = a @ guarded_stochastic(b, 0, draw.uniform("dgrad.weight", b.shape))
-    a, b = rotate_pair(dy, x_read, "wgrad", 32, draw)
-    a = guarded_stochastic(a, 0, draw.uniform("wgrad.grad_output", a.shape))
-    dw = a.T @ guarded_stochastic(b, 0, draw.uniform("wgrad.input", b.shape))
-    if basis == "original":
-        dx, dw = rotate(dx, 1, 32), rotate(dw, 1, 32)
-    return x_h @ w_h.T, rotate(dx * mask_x, 1, 32)[:, :k], rotate(dw * mask_w, 1, 32)[:, :k]
+    x_read, w_read = rotate(x_h, 1, 32)[:, :k], rotate(w_h, 1, 32)[:, :k]
+    dx, dw = rotated_backward(stochastically(guarded_stochastic, draw), x_read, w_read, dy, 32, draw)
+    dx, dw = rotate(dx, 1, 32) * mask_x, rotate(dw, 1, 32) * mask_w
+    return x_h @ w_h.T, rotate(dx, 1, 32)[:, :k], rotate(dw, 1, 32)[:, :k]
 
 
 # MXFP4 for reinforcement learning --------------------------------------------------------------------------------
@@ -386,10 +373,10 @@ def macro_block_factor(a: np.ndarray, axis: int, mantissa_bits: int = 3) -> np.n
     return np.where(g > 0, gamma, 1.0)
 
 
-def _macro_quantize(a: np.ndarray, axis: int, rule: str) -> np.ndarray:
-    """Returns gamma * Q(a/gamma), Q being MXFP4 in blocks of 32 (OCP scales for `rule` "floor"), to nearest even."""
+def _macro_quantize(a: np.ndarray, axis: int) -> np.ndarray:
+    """Returns gamma * Q(a/gamma), Q being MXFP4 in blocks of 32 with OCP's scales, to nearest even."""
     gamma = macro_block_factor(a, axis)
-    return gamma * quantize(a / gamma, axis, block=32, fmt="e8m0", rule=rule)
+    return gamma * quantize(a / gamma, axis, block=32, fmt="e8m0", rule="floor")
 
 
 def fallback_blocks(a: np.ndarray, quantized: np.ndarray, axis: int) -> np.ndarray:
@@ -408,35 +395,22 @@ def fallback_blocks(a: np.ndarray, quantized: np.ndarray, axis: int) -> np.ndarr
     return chosen[position]
 
 
-def mxfp4_rl(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, rule: str = "floor", sigma: float = 1e-2
-) -> Result:
+def mxfp4_rl(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of MXFP4 with macro-block scaling, outlier fallback on X and W of fprop, and noise on W.
 
     h(a) = Q(a) + m Q(a - Q(a)) with m = `fallback_blocks` and Q = `_macro_quantize`; y = h(X) (h(W) + 1 z^T)^T with
-    z = sigma * draw.normal("fprop.weight", K), one value per input channel; dx = Q(dY) Q(W), dw = Q(dY)^T Q(X), from
+    z = 1e-2 * draw.normal("fprop.weight", K), one value per input channel; dx = Q(dY) Q(W), dw = Q(dY)^T Q(X), from
     the originals. Source: docs/reference/techniques (macro_block_scaling, outlier_fallback,
     adaptive_quantization_noise: additive, stage 0) and docs/combining.md, "Order"; DEF.
     """
 
     def with_fallback(a: np.ndarray) -> np.ndarray:
-        first = _macro_quantize(a, 1, rule)
-        return first + np.where(fallback_blocks(a, first, 1), _macro_quantize(a - first, 1, rule), 0.0)
+        first = _macro_quantize(a, 1)
+        return first + np.where(fallback_blocks(a, first, 1), _macro_quantize(a - first, 1), 0.0)
 
-    noise = sigma * draw.normal("fprop.weight", w.shape[1])
+    noise = 1e-2 * draw.normal("fprop.weight", w.shape[1])
     y = with_fallback(x) @ (with_fallback(w) + noise).T
-    dx = _macro_quantize(dy, 1, rule) @ _macro_quantize(w, 0, rule)
-    dw = _macro_quantize(dy, 0, rule).T @ _macro_quantize(x, 0, rule)
-    return y, dx, dw
-
-
-def _with(function: Callable[..., Result], **options: object) -> Callable[..., Result]:
-    """Returns the reference with some options fixed."""
-
-    def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
-        return function(x, w, dy, draw, **options)
-
-    return reference
+    return y, _macro_quantize(dy, 1) @ _macro_quantize(w, 0), _macro_quantize(dy, 0).T @ _macro_quantize(x, 0)
 
 
 REFERENCES: dict[str, Callable[..., Result]] = {
@@ -451,12 +425,5 @@ REFERENCES: dict[str, Callable[..., Result]] = {
     "mxfp4-rl": mxfp4_rl,
 }
 
-# Other readings of the sources; the module's docstring says where each comes from.
-VARIANTS: dict[str, Callable[..., Result]] = {
-    "fp4-all-the-way@encode": _with(fp4_all_the_way, convention="encode"),
-    "wang-dge@no-residual": _with(wang_dge, residual=False),
-    "quartet@quest": _with(quartet, scales="quest"),
-    "quartet@rotated": _with(quartet, basis="rotated"),
-    "quartet@quest-rotated": _with(quartet, scales="quest", basis="rotated"),
-    "mxfp4-rl@nearest": _with(mxfp4_rl, rule="nearest_even"),
-}
+# Another reading of a source; the module's docstring says which.
+VARIANTS: dict[str, Callable[..., Result]] = {"quartet@quest": partial(quartet, scales="quest")}

@@ -1,4 +1,4 @@
-"""Tests of the reference arithmetic against ml_dtypes and against examples printed in the papers."""
+"""The reference arithmetic equals ml_dtypes, examples that papers print, and examples by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _codes(dtype: type, count: int) -> np.ndarray:
     return np.arange(count, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
-def test_tables_are_the_formats_values() -> None:
+def test_tables_have_the_values_of_the_formats() -> None:
     np.testing.assert_array_equal(ELEMENTS["e2m1"][7:], _codes(ml_dtypes.float4_e2m1fn, 8))
     np.testing.assert_array_equal(SCALES["e4m3"], _codes(ml_dtypes.float8_e4m3fn, 127))
     np.testing.assert_array_equal(SCALES["e8m0"], _codes(ml_dtypes.float8_e8m0fnu, 255))
@@ -42,7 +42,7 @@ def test_scale_ranges(fmt: str, smallest: float, largest: float) -> None:
     assert (np.diff(table) > 0).all()
 
 
-def test_e2m1_nearest_even_is_ml_dtypes() -> None:
+def test_e2m1_to_nearest_even_equals_ml_dtypes() -> None:
     u = np.arange(-8, 8, 1 / 64)
     np.testing.assert_array_equal(
         round_nearest(u, "e2m1", "even"), u.astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
@@ -72,18 +72,18 @@ def test_e3m0_and_int4_nearest() -> None:
     np.testing.assert_array_equal(round_nearest(u, "int4"), np.clip(np.rint(u), -7, 7))
 
 
-def test_e4m3_scales_are_ml_dtypes() -> None:
-    """Compares all values, midpoints and their neighbours; ml_dtypes gives NaN beyond 464, the reference saturates."""
+def test_e4m3_scales_equal_ml_dtypes() -> None:
+    """At all values, at all midpoints and beside them; beyond 464 ml_dtypes gives NaN and the reference saturates."""
     table = SCALES["e4m3"]
     middle = ((table[1:] + table[:-1]) / 2).astype(np.float32)
     ideal = np.concatenate([table[1:], middle, np.nextafter(middle, 0), np.nextafter(middle, 448)]).astype(np.float32)
-    theirs = ideal.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    np.testing.assert_array_equal(round_scale(ideal, "e4m3"), np.where(theirs == 0, 2.0**-9, theirs))
+    cast = ideal.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(round_scale(ideal, "e4m3"), np.where(cast == 0, 2.0**-9, cast))
     np.testing.assert_array_equal(round_scale(np.array([464, 1e9]), "e4m3"), 448)
 
 
-def test_e4m3_elements_are_ml_dtypes() -> None:
-    """Compares all values, midpoints and their neighbours, of both signs; beyond 448 the reference saturates."""
+def test_e4m3_elements_equal_ml_dtypes() -> None:
+    """At all values, at all midpoints and beside them, of both signs; beyond 448 the reference saturates."""
     table = ELEMENTS["e4m3"]
     middle = ((table[1:] + table[:-1]) / 2).astype(np.float32)
     beside = (np.nextafter(middle, np.float32(toward)) for toward in (-1000, 1000))
@@ -92,12 +92,11 @@ def test_e4m3_elements_are_ml_dtypes() -> None:
     np.testing.assert_array_equal(round_nearest(np.array([470.0, -1e9]), "e4m3"), [448, -448])
 
 
-def test_e8m0_scales_are_ml_dtypes() -> None:
+def test_e8m0_scales_equal_ml_dtypes() -> None:
     k = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
     for factor in (1, 1.25, np.nextafter(np.float32(1.5), np.float32(1)), 1.5, 1.75):
         ideal = (k * np.float32(factor)).astype(np.float32)
-        theirs = ideal.astype(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        np.testing.assert_array_equal(round_scale(ideal, "e8m0"), theirs)
+        np.testing.assert_array_equal(round_scale(ideal, "e8m0"), ideal.astype(ml_dtypes.float8_e8m0fnu).astype(float))
     np.testing.assert_array_equal(round_scale(np.array([1e-300, 1e300]), "e8m0"), [2.0**-127, 2.0**127])
 
 
@@ -107,14 +106,14 @@ def test_toward_positive_is_the_smallest_value_not_below() -> None:
     np.testing.assert_array_equal(round_scale(ideal[1:4], "e8m0", "toward_positive"), [0.5, 1, 2])
 
 
-def test_zero_scales() -> None:
+def test_a_scale_that_underflows_is_the_smallest_subnormal_or_one() -> None:
     """EL 3.1: an underflow becomes the smallest subnormal, or one (Chmiel et al.); a tie at half of it underflows."""
     ideal = np.array([0, 2.0**-12, 2.0**-10, 1.5 * 2.0**-10])
     np.testing.assert_array_equal(round_scale(ideal, "e4m3"), 2.0**-9)
     np.testing.assert_array_equal(round_scale(ideal, "e4m3", zero="to_one"), [1, 1, 1, 2.0**-9])
 
 
-def test_tetrajets_example_of_truncation() -> None:
+def test_floor_truncates_tetrajets_example_and_ceil_does_not() -> None:
     """TJ 3.2: M = 31 gives S = 4 and 7.75, truncated to 6, by the floor; S = 8 and 3.875 by the ceiling."""
     x = np.array([[31.0, 4.0]])
     z = np.array([31.0])
@@ -125,7 +124,7 @@ def test_tetrajets_example_of_truncation() -> None:
 
 
 def test_floor_and_ceil_are_exact_next_to_their_steps() -> None:
-    """Covers all float32 exponents that stay in E8M0's range, where floor(log2) in floating point is wrong."""
+    """At the exponents of float32 within E8M0's range. There floor(log2 z) in floating point would be wrong."""
     for k in range(-120, 120):
         power, six = np.float32(2.0**k), np.float32(6 * 2.0**k)
         below, above = np.nextafter(power, np.float32(0)), np.nextafter(six, np.float32(np.inf))
@@ -140,15 +139,15 @@ def test_ceil_of_e3m0_divides_by_sixteen() -> None:
     np.testing.assert_array_equal(scales, [1, 2, 2.0**-4, 2.0**-4])
 
 
-def test_ceil_is_toward_positive_of_the_decode_scale() -> None:
+def test_ceil_rounds_the_decode_scale_toward_positive() -> None:
     z = np.abs(np.random.default_rng(0).standard_normal(1000)).astype(np.float32)
     np.testing.assert_array_equal(
         block_scales(z, fmt="e8m0", rule="ceil"), block_scales(z, fmt="e8m0", rule="toward_positive")
     )
 
 
-def test_encode_to_nearest_e8m0_is_the_floor_but_at_powers_of_two() -> None:
-    """DEF. At Z = 2^k the ideal 6/Z is midway and goes up, to twice the inverse of the floor."""
+def test_encode_scales_to_nearest_e8m0_invert_floor_except_at_powers_of_two() -> None:
+    """At Z = 2^k the ideal scale 6/Z is a midpoint and goes up, to twice the inverse of the floor (DEF)."""
     z = np.exp2(np.random.default_rng(1).uniform(-20, 20, 2000)).astype(np.float32)
     z = z[np.frexp(z)[0] != 0.5]
     encode = block_scales(z, fmt="e8m0", rule="nearest_even", convention="encode")
@@ -207,7 +206,7 @@ def test_zero_and_poisoned_blocks(convention: str) -> None:
 
 @pytest.mark.parametrize("element", ["e2m1", "e3m0", "int4"])
 def test_stochastic_rounding_has_the_exact_mean(element: str) -> None:
-    """Averages over equidistant random numbers: the mean is u where the fractions are multiples of their step."""
+    """Over equidistant random numbers the mean is u, because the fractions are multiples of their step."""
     uniform = np.arange(64) / 64
     for u in np.arange(-4, 4, 1 / 16):
         values = round_stochastic(np.full(64, u), element, uniform)
@@ -215,7 +214,7 @@ def test_stochastic_rounding_has_the_exact_mean(element: str) -> None:
         assert len(set(np.abs(values))) <= 2
 
 
-def test_stochastic_rounding_direction() -> None:
+def test_stochastic_rounding_goes_up_where_the_fraction_exceeds_the_random_number() -> None:
     u = np.array([2.5, 2.5, -2.5, -2.5, 2.0, 7.0])
     uniform = np.array([0.49, 0.5, 0.49, 0.5, 0.0, 0.99])
     np.testing.assert_array_equal(round_stochastic(u, "e2m1", uniform), [3, 2, -3, -2, 2, 6])
@@ -229,5 +228,5 @@ def test_hadamard_and_rotation() -> None:
     signs = rng.choice([-1.0, 1.0], 96)
     np.testing.assert_allclose(rotate(a, 1, 32, signs) @ rotate(b, 1, 32, signs).T, a @ b.T, atol=1e-12)
     np.testing.assert_allclose(rotate(a.T, 0, 32, signs), rotate(a, 1, 32, signs).T)
-    # Signs go first: they change magnitudes.
+    # Signs come before H: after H they could not change magnitudes.
     np.testing.assert_allclose(rotate(np.ones((1, 2)), 1, 2, np.array([1, -1.0])), [[0, np.sqrt(2)]], atol=1e-15)

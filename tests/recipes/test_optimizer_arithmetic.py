@@ -1,4 +1,4 @@
-"""Checks of the optimizer-side references against examples worked out by hand, and of AdamW and SGD against torch."""
+"""The references of optimizers and their techniques equal examples by hand; AdamW and SGD equal torch's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_adamw_by_hand():
         (references.sgd, torch.optim.SGD, {"lr": 0.1}),
     ],
 )
-def test_optimizers_are_torchs(reference, torch_class, options):
+def test_optimizers_equal_torchs(reference, torch_class, options):
     rng = np.random.default_rng(0)
     w, state = rng.standard_normal((3, 5)), {}
     p = torch.nn.Parameter(torch.from_numpy(w.copy()))
@@ -67,8 +67,8 @@ def test_optimizers_are_torchs(reference, torch_class, options):
 # Q-EMA
 
 
-def test_scale_of_tetrajets_example():
-    """TJ 3.2: for amax 31, S = 8 and amax/S = 3.875. Powers at the border: 6 has S = 1, the next float has 2."""
+def test_tetrajet_scales():
+    """TJ 3.2: amax 31 has S = 8 and amax/S = 3.875; amax 6 has S = 1, and the next float has S = 2."""
     assert references.tetrajet_scales(matrix(31.0, 1.0)).tolist() == [[8.0, 8.0]]
     assert references.tetrajet_scales(matrix(6.0))[0, 0] == 1
     assert references.tetrajet_scales(matrix(np.nextafter(6.0, 7.0)))[0, 0] == 2
@@ -76,13 +76,13 @@ def test_scale_of_tetrajets_example():
     assert references.tetrajet_scales(matrix(*[0.0] * 32, 5.0))[0, [0, 32]].tolist() == [1.0, 1.0]
 
 
-def test_qema_chooses_by_the_average():
+def test_qema_rounds_to_the_candidate_nearer_to_the_average():
     """TJ Figure 3's threshold: w/S = −0.76 is between −1 and −0.5. The block's maximum 4 makes S = 1."""
     w = matrix(4.0, -0.76, -0.76, -0.76, -0.74, -0.74)
     assert references.tetrajet_weight(w)[0, 1:].tolist() == [-1.0, -1.0, -1.0, -0.5, -0.5]
     average = matrix(4.0, -0.6, -0.75, 5.0, -0.76, -9.0)  # nearer to −0.5; a tie, which goes up; beyond both sides
     assert references.qema_weight(w, average).tolist() == [[4.0, -0.5, -0.5, -0.5, -1.0, -1.0]]
-    # A value of the grid is both of its neighbours, whatever the average.
+    # For a value of the grid both candidates are that value, with any average.
     assert references.qema_weight(matrix(4.0, 1.5), matrix(-4.0, 3.0)).tolist() == [[4.0, 1.5]]
 
 
@@ -141,7 +141,7 @@ def test_train_freeze_by_hand():
     np.testing.assert_allclose(np.ravel(training.frequencies)[:3], [0.0, 0.5, 0.75])
     np.testing.assert_allclose(np.ravel(training.means), [0.5, 0.25, 0.25, 0.25, 0.25])
     assert np.ravel(training.frozen).tolist() == [False, False, True, True, True]
-    # Moving on in one direction is no oscillation, and standing still keeps the direction of the last change.
+    # Changes in one direction are no oscillation; a step without a change keeps the direction of the last change.
     training = references.train_freeze(matrix(0.4), scripted(-1, -1, 0, 0, 1), 5, optimizer, **options)
     np.testing.assert_allclose(np.ravel(training.frequencies), [0, 0, 0, 0, 0.5])
 
@@ -167,7 +167,7 @@ def test_ramping_factors():
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_train_qramping_by_hand(restore):
-    """distQ = 2, distW = 0.04, R = 50, N = 1·3 + 1 = 4: one step of 4·mean(0.1, 0.1, 0.1, 0.3) = 0.6 after four."""
+    """distQ = 2, distW = 0.04, R = 50, N = 1·3 + 1 = 4: the fourth step moves by 4·mean(0.1, 0.1, 0.1, 0.3) = 0.6."""
     training = references.train_qramping(
         matrix(0.49),
         scripted(-0.02, 0.02, 0.1, 0.1, 0.1, 0.3, 0.1, 0.0, 0.0),
@@ -187,7 +187,7 @@ def test_train_qramping_by_hand(restore):
     )
 
 
-def test_qramping_leaves_the_state_of_waiting_elements():
+def test_qramping_keeps_the_moments_of_waiting_elements():
     """One element has N = 2, the other N = 1 and moves as under the plain optimizer."""
     w0, g = matrix(0.49, 3.0), matrix(0.5, 0.5)
     states: list[dict] = []
@@ -217,8 +217,9 @@ def test_qramping_leaves_the_state_of_waiting_elements():
     np.testing.assert_allclose(training.weights[3][0, 0], (before + 2 * (after - before))[0, 0], rtol=1e-14)
 
 
-def test_qramping_pending_gradients():
-    """N = 4 and two gradients collected when the second detection finds N = 4 again; then two more, or four."""
+def test_qramping_drops_or_keeps_gradients_collected_before_a_detection():
+    """Two gradients are collected when the second detection finds N = 4 again; an element steps after four, old ones
+    included if they are kept."""
     arguments = (matrix(0.49), scripted(-0.02, 0.02, 0.1, 0.3, -0.02, 0.02, 0.1, 0.3, 0.0, 0.0), 10)
     options = {"t0": 2, "k2": 1, "n_max": 4, "quantize": round_half_up}
     optimizer = partial(references.sgd, lr=1.0)
@@ -245,7 +246,7 @@ def test_stable_spam_conditioning_by_hand():
     assert g.item() == pytest.approx(0.9007, abs=1e-4)
 
 
-def test_stable_spam_normalizes_the_first_gradient_and_clips_only_what_is_above():
+def test_stable_spam_normalizes_the_first_gradient_and_clips_entries_above_the_average_maximum():
     g = references.stable_spam_condition(matrix(3.0, -4.0), {}, eps=0.0)
     np.testing.assert_allclose(g, matrix(0.6, -0.8), rtol=1e-12)
     state: State = {"n": 1, "m_max": 0.001 * 4.0}
@@ -254,13 +255,13 @@ def test_stable_spam_normalizes_the_first_gradient_and_clips_only_what_is_above(
     np.testing.assert_allclose(g[0, 1] / g[0, 0], -m_max_hat / 3, rtol=1e-12)
 
 
-def test_stable_spam_of_zeros():
+def test_stable_spam_leaves_weights_with_zero_gradients():
     weights = references.stable_spam(matrix(1.0, 2.0), [matrix(0.0, 0.0)] * 2)
     np.testing.assert_array_equal(weights, [matrix(1.0, 2.0)] * 2)
 
 
 def test_stable_spam_resets_adam():
-    """At a reset the step is Adam's first again: lr·sign(g), although all gradients before had the other sign."""
+    """The step at a reset is Adam's first, lr·sign(g), although all earlier gradients had the other sign."""
     grads = [matrix(1.0, 1.0)] * 3 + [matrix(-1.0, -2.0)]
     weights = references.stable_spam(matrix(0.0, 0.0), grads, lr=0.1, eps=1e-15, reset_interval=4)
     np.testing.assert_allclose(weights[3] - weights[2], matrix(0.1, 0.1), rtol=1e-9)
@@ -275,7 +276,7 @@ def test_stable_spam_cosine():
     assert [cosine(t, 4, upstream_period=False) for t in (2, 4, 5, 100)] == pytest.approx([0.75, 0.5, 0.5, 0.5])
 
 
-def test_the_technique_on_adamw_is_the_optimizer():
+def test_stable_spam_on_adamw_equals_the_optimizer():
     rng = np.random.default_rng(2)
     w0, grads = rng.standard_normal((3, 4)), list(rng.standard_normal((12, 3, 4)))
     options = {"lr": 0.01, "weight_decay": 0.1, "total_steps": 8, "reset_interval": 5}
@@ -286,7 +287,7 @@ def test_the_technique_on_adamw_is_the_optimizer():
     assert not np.allclose(adam[-1], technique[-1])
 
 
-def test_the_technique_on_adam_is_torchs_adam_on_conditioned_gradients():
+def test_stable_spam_on_adam_equals_torchs_adam_on_conditioned_gradients():
     rng = np.random.default_rng(3)
     w0, grads = rng.standard_normal((2, 3)), list(rng.standard_normal((6, 2, 3)))
     options = {"lr": 0.01, "weight_decay": 0.1}

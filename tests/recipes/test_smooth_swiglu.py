@@ -1,4 +1,4 @@
-"""nvfp4-smooth-swiglu by value, where it differs from nvfp4-best: at the product whose input is a SwiGLU."""
+"""nvfp4-smooth-swiglu by value at the product whose input is a SwiGLU; elsewhere it equals nvfp4-best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):
-    """The product of a SwiGLU with a weight, and another linear, so that it passes for a block."""
+    """The product of a SwiGLU with a weight, and other linears, so that the module counts as a block of the model."""
 
     def __init__(self, weight: np.ndarray) -> None:
         super().__init__()
@@ -38,15 +38,20 @@ class Blocks(nn.Module):
         return self.blocks[1](gate, up) + 0.0 * self.blocks[0](gate.detach(), up.detach())
 
 
-def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: SiteBits) -> tuple[np.ndarray, ...]:
-    """(y, dx, dw) of Smooth-SwiGLU (Fishman et al. 2025): y = Q(X/s) Q(W s)^T, s the absolute maximum of each channel.
+def channel_maxima(x: np.ndarray) -> np.ndarray:
+    """Return the absolute maximum of each channel of x [T, K], 1 for a channel of zeros."""
+    s = np.abs(x).max(0)
+    return np.where(s > 0, s, 1.0)
 
-    The backward quantizes the originals, as all of the design-space paper's recipes do: dx = Q(dY) Q(W),
+
+def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: SiteBits) -> tuple[np.ndarray, ...]:
+    """Return (y, dx, dw) of Smooth-SwiGLU (Fishman et al. 2025): y = Q(X/s) Q(W s)^T, s = `channel_maxima`.
+
+    The backward quantizes the originals, as in all recipes of the design-space paper: dx = Q(dY) Q(W),
     dw = Q(dY)^T Q(X), with the tensor scale and the stochastic rounding of Table 4's NVFP4 recipe.
     """
     quantizer = replace(EL_NVFP4, headroom=0.5, zero="to_one")
-    s = np.abs(x).max(0)
-    s = np.where(s > 0, s, 1.0)
+    s = channel_maxima(x)
     # The engine divides and multiplies in fp32.
     smooth, weight = (x / s).astype(np.float32).astype(np.float64), (w * s).astype(np.float32).astype(np.float64)
     y = quantizer(smooth, 1, "fprop.input", draw) @ quantizer(weight, 1, "fprop.weight", draw).T
@@ -54,7 +59,7 @@ def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: SiteBits) -> t
     return y, dx, dw
 
 
-def test_the_product_of_a_swiglu() -> None:
+def test_values_at_the_product_of_a_swiglu() -> None:
     wide = Data.wide(0)
     # At 32 a sigmoid is 1 in fp32: silu(32) = 32, and X = 32·up exactly.
     gate, up = torch.full(wide.x.shape, 32.0), torch.from_numpy(wide.x / 32).float().requires_grad_()
@@ -65,15 +70,12 @@ def test_the_product_of_a_swiglu() -> None:
     weight = model.blocks[1].down.weight
     assert up.grad is not None
     assert weight.grad is not None
-    dx = up.grad / 32
-    got = tuple(t.detach().double().numpy() for t in (y, dx, weight.grad, y))
+    got = tuple(t.detach().double().numpy() for t in (y, up.grad / 32, weight.grad, y))
     expected = reference(data.x, data.w, data.dy, SiteBits("blocks.1.down"))
     # y sums products of X/s and W·s, whose rows have other lengths than those of X and W.
-    s = np.abs(data.x).max(0)
-    smooth = Data(data.x / np.where(s > 0, s, 1), data.w * np.where(s > 0, s, 1), data.dy)
-    found = mismatches(got, [expected], data)
-    in_y = mismatches(got, [expected], smooth)
-    assert [line for line in found if line[:2] in ("dx", "dw")] == []
-    assert [line for line in in_y if line[:2] == "y:"] == []
+    s = channel_maxima(data.x)
+    smooth = Data(data.x / s, data.w * s, data.dy)
+    assert [line for line in mismatches(got, [expected], data) if line[:2] in ("dx", "dw")] == []
+    assert [line for line in mismatches(got, [expected], smooth) if line[:2] == "y:"] == []
     plain = everywhere(replace(EL_NVFP4, headroom=0.5))(data.x, data.w, data.dy, SiteBits("blocks.1.down"))[0]
     assert np.abs(plain - expected[0]).max() > 1  # the technique acts

@@ -1,4 +1,4 @@
-"""The shipped policies operand by operand and option by option; test_values.py computes with them."""
+"""The specs and options of the shipped policies; test_values.py compares their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fp4graph_policies
 import pytest
 
 from fp4graph.graph.plan import plan_site
@@ -18,8 +17,8 @@ from fp4graph.policy import Match, Rule, load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry, default_registry
 from fp4graph.technique.site import SiteView
+from tests.recipes.shipped import POLICIES
 
-FILES = sorted(Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 Specs = tuple[QuantSpec | None, ...]
 
@@ -27,7 +26,7 @@ CEIL = QuantSpec(block=32, scale=ScaleSpec(E8M0, "ceil"), ties="up")
 FLOOR = QuantSpec(block=32, scale=ScaleSpec(E8M0, "floor"))
 NV = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
 NV_ONE = replace(NV, scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"))
-#: The design-space paper rounds s = Qmax/Z to nearest (sec. 2 and 3.1); hardware stores S = Z/Qmax.
+#: The design-space paper rounds encode scales s = Qmax/Z to nearest (sec. 2 and 3.1); hardware stores S = Z/Qmax.
 MX = QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even", "encode"))
 NV_ENCODE = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even", "encode"))
 NV_ENCODE_ONE = replace(NV_ENCODE, scale=ScaleSpec(E4M3, "nearest_even", "encode", "to_one"))
@@ -47,7 +46,7 @@ def sr(spec: QuantSpec) -> QuantSpec:
 
 
 def read(spec: QuantSpec) -> QuantSpec:
-    """Quantize what fprop multiplied with."""
+    """Quantize the dequantized fprop operand instead of the original."""
     return replace(spec, source="fprop")
 
 
@@ -56,7 +55,7 @@ def alike(spec: QuantSpec) -> Specs:
 
 
 def doubly(x: QuantSpec, dy: QuantSpec) -> Specs:
-    """Quantize in the backward what fprop multiplied with, stochastically."""
+    """Quantize the backward's operands stochastically, W and X from the dequantized fprop operands."""
     return x, x, sr(dy), read(sr(x)), sr(dy), read(sr(x))
 
 
@@ -75,7 +74,7 @@ def alone(which: int, spec: QuantSpec) -> Specs:
     return *(None,) * (which - 1), spec, *(None,) * (6 - which)
 
 
-#: The specs of the six operands after what techniques make of them.
+#: The specs of the six operands after techniques have changed them.
 SPECS: dict[str, Specs] = {
     "averis": alike(NV),
     "e8m3": alike(QuantSpec(block=16, scale=ScaleSpec(E8M3, "nearest_even", "encode"))),
@@ -126,7 +125,7 @@ SPECS: dict[str, Specs] = {
     "ufp4": (UNIFORM, UNIFORM, sr(UNIFORM), UNIFORM, sr(UNIFORM), UNIFORM),
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
-#: Operands of the backward that are what fprop multiplied with. With Q1 alone wgrad reads its output, with Q2 dgrad.
+#: Operands of the backward that are dequantized fprop operands: with Q1 alone in wgrad, with Q2 alone in dgrad.
 REUSES = {
     "tetrajet-q1": {Q6},
     **{name: {Q4} for name in ("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts")},
@@ -214,14 +213,14 @@ def options(rule: Rule) -> dict[str, dict[str, Any]]:
 
 
 def test_every_policy_has_its_specs() -> None:
-    assert {*SPECS, *PHASED, "bf16"} == {file.stem for file in FILES}
+    assert {*SPECS, *PHASED, "bf16"} == {*POLICIES}
     bf16 = load_policy("bf16")
     assert (bf16.rules, bf16.techniques, bf16.quantizes) == ((), (), False)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_specs_and_techniques(name: str) -> None:
-    """Linears and experts of the blocks, or experts, are required to be there and quantized, all else is kept."""
+    """Rules quantize the linears and experts of blocks, or experts alone; the default keeps all other sites."""
     policy = load_policy(name)
     rule, *others = (rule for rule in policy.rules if rule.quantizes)
     # Experts lack OutControl, and have other formats than linears.
@@ -243,8 +242,7 @@ def test_specs_and_techniques(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Registry(entry_point_group=None).policies.values()), ids=lambda path: path.stem)
-def test_every_policy_says_what_it_is(path: Path) -> None:
-    """A title, what it reproduces, its complexity and the terms of that; no technique without effect."""
+def test_every_policy_states_its_source_and_complexity_and_loads_without_a_warning(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy = load_policy(path.stem)
@@ -256,26 +254,11 @@ def test_every_policy_says_what_it_is(path: Path) -> None:
     stated = re.search(r"^# Ω = ([\d.]+)(?:: (.*))?", comment, re.MULTILINE)
     assert stated is not None
     assert float(stated[1]) == policy.complexity
-    terms = [float(term) for term in re.findall(r"\d\.\d+", stated[2] or "")]  # one alone goes without its figure
+    terms = [float(term) for term in re.findall(r"\d\.\d+", stated[2] or "")]  # a single term has no number
     assert not terms or sorted(terms) == sorted(policy.weights.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "complexity"),
-    [
-        *(("bf16", 0), ("microscaling", 0), ("mxfp4", 0), ("nvfp4", 0), ("tetrajet", 0.5)),
-        *(("mxfp4-best", 1.5), ("nvfp4-best", 1.5), ("ue5m3-best", 1.5)),
-    ],
-)
-def test_complexity_of_the_papers(name: str, complexity: float) -> None:
-    assert load_policy(name).complexity == complexity
-
-
-def test_if4_costs_what_nvint4_does_and_a_choice() -> None:
-    assert load_policy("if4").complexity == load_policy("nvint4").complexity + 0.5
-
-
-def test_blocks_that_are_kept() -> None:
+def test_policies_keep_the_blocks_of_their_papers() -> None:
     first, last, _ = load_policy("nvfp4-te").rules
     assert (first.match.first_blocks, last.match.last_blocks) == (1, 1)
     share, _ = load_policy("nvfp4-te-last-blocks").rules
@@ -291,7 +274,7 @@ def test_blocks_that_are_kept() -> None:
         ("nvfp4-te-bf16", 0.85, set(Operand)),
     ],
 )
-def test_high_precision_at_the_end(name: str, at: float, kept: set[Operand]) -> None:
+def test_the_last_phase_keeps_operands_in_high_precision(name: str, at: float, kept: set[Operand]) -> None:
     before = load_policy(PHASED[name])
     (phase,) = load_policy(name).phases
     assert phase.at == at
@@ -300,7 +283,7 @@ def test_high_precision_at_the_end(name: str, at: float, kept: set[Operand]) -> 
     if phase.policy.quantizes:
         rule = phase.policy.rules[-1]
         assert dict(rule.specs) == {**before.rules[-1].specs, **dict.fromkeys(kept)}
-        assert set(rule.reuses) == kept & {Q4, Q6}  # the backward of what fprop multiplied with
+        assert set(rule.reuses) == kept & {Q4, Q6}  # the backward reads the dequantized fprop operands
 
 
 def test_tetrajet_v2_measures_before_it_splits() -> None:

@@ -1,4 +1,4 @@
-"""Recipes whose techniques act at the optimizer's step, by value: the weights after steps equal a reference's."""
+"""Recipes whose techniques act at the optimizer's step: the weights after each step equal those of a reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.recipes.shipped import REFERENCES, bits
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-#: Options under which a technique acts within a few steps; the shipped ones of some begin after many.
+#: Options with which a technique acts within a few steps; with the shipped options some act only after many steps.
 QUICK: dict[str, dict[str, Any]] = {
     "tetrajet-qema": {"q_ema": {"beta": 0.5}},
     "tetrajet-qramping": {"q_ramping": {"t_update": 7, "n_max": 3, "t0": 3, "k1": 1, "k2": 1}},
@@ -32,7 +32,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def inputs() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-    """w, and x and dy of every step: gradients of the size of the weights."""
+    """Return w, and x and dy of each step, whose dW is as large as w."""
     generator = np.random.default_rng(3)
 
     def matrix(rows: int, columns: int, scale: float) -> np.ndarray:
@@ -43,7 +43,7 @@ def inputs() -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
 
 
 def trained(policy: Any, make: Callable[..., torch.optim.Optimizer], steps: int) -> tuple[list, list]:
-    """The middle block's output in each step, and its weight after it."""
+    """Return the output of the middle block in each step, and its weight after each step."""
     w, xs, dys = inputs()
     model = fp4graph.apply(Blocks(w), policy, backend="eager")
     weight = model.blocks[1].fc.weight
@@ -60,28 +60,29 @@ def trained(policy: Any, make: Callable[..., torch.optim.Optimizer], steps: int)
 
 
 def gradient(policy: str) -> Callable[[np.ndarray, dict[str, Any]], np.ndarray]:
-    """dW of the step that the references are in; no recipe here lets it depend on the weight."""
+    """Return a function of the references that gives dW of a step; no recipe here lets dW depend on the weight."""
     w, xs, dys = inputs()
 
-    def of(latent: np.ndarray, state: dict[str, Any]) -> np.ndarray:
+    def gradient_of_step(latent: np.ndarray, state: dict[str, Any]) -> np.ndarray:
         step = state["step"] - 1
         return REFERENCES[policy](xs[step], w, dys[step], bits(policy, step))[2]
 
-    return of
+    return gradient_of_step
 
 
 def with_options(policy: str) -> dict[str, Any]:
     return {"version": 1, "extends": policy, "techniques": [QUICK[policy]]}
 
 
-SGD = partial(torch.optim.SGD, lr=0.29)
+SGD, REFERENCE_SGD = partial(torch.optim.SGD, lr=0.29), partial(references.sgd, lr=0.29)
+#: The policy that is trained, the number of steps, and the options of the reference.
 CASES = {
     "shipped": (lambda policy: policy, 2, lambda policy: {}),
     "quick": (with_options, STEPS, lambda policy: next(iter(QUICK[policy].values()))),
 }
-#: What the shipped policies say, where it is not the references' default.
+#: Options of the shipped policies that are not defaults of the references.
 SHIPPED = {
-    "tetrajet-qramping": {"t_update": 1251, "n_max": 1251},
+    "tetrajet-qramping": {"t_update": 1251, "n_max": 1221},
     "tetrajet-dampen": {"total_steps": 112590, "start": 0.25},
     "tetrajet-freeze": {"threshold": 0.1, "final_threshold": 0.01, "total_steps": 112590, "start": 0.25},
 }
@@ -94,24 +95,22 @@ TRAININGS: dict[str, Callable[..., Any]] = {
 
 
 def close(got: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    """Every weight within what fp32 loses in so many steps of sums of 128 products of numbers of size 1."""
-    for step, (mine, reference) in enumerate(zip(got, expected, strict=True)):
-        np.testing.assert_allclose(mine, reference, rtol=0, atol=(step + 1) * 2e-5, err_msg=f"step {step + 1}")
+    """Compare weights within the error of fp32 after so many steps of sums of 128 products of numbers of size 1."""
+    for step, (weight, reference) in enumerate(zip(got, expected, strict=True)):
+        np.testing.assert_allclose(weight, reference, rtol=0, atol=(step + 1) * 2e-5, err_msg=f"step {step + 1}")
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", TRAININGS)
 def test_weights(policy: str, case: str) -> None:
-    given, steps, options = CASES[case]
-    w = inputs()[0]
-    optimizer = partial(references.sgd, lr=0.29, momentum=0.0)
+    variant, steps, options = CASES[case]
+    w, xs, dys = inputs()
     settings = options(policy) or SHIPPED.get(policy, {})
-    result = TRAININGS[policy](w, gradient("tetrajet"), steps, optimizer, **settings)
+    result = TRAININGS[policy](w, gradient("tetrajet"), steps, REFERENCE_SGD, **settings)
     expected = result if isinstance(result, list) else result.weights
-    outputs, weights = trained(given(policy), SGD, steps)
+    outputs, weights = trained(variant(policy), SGD, steps)
     close(weights, expected)
-    if policy == "tetrajet-qema":  # the only one whose forward is not that of its weight alone
-        _, xs, dys = inputs()
+    if policy == "tetrajet-qema":  # the only recipe whose forward depends on more than its weight
         before, averages = [w, *expected[:-1]], [w, *result.averages[:-1]]
         for step in range(steps):
             y = tetrajet_qema(xs[step], before[step], dys[step], bits(policy, step), ema=averages[step])[0]
@@ -119,14 +118,11 @@ def test_weights(policy: str, case: str) -> None:
 
 
 def test_the_quick_options_make_every_technique_act() -> None:
-    """Else the test above would hold plain SGD to plain SGD."""
-    w, plain = inputs()[0], trained("tetrajet", SGD, STEPS)
-    optimizer = partial(references.sgd, lr=0.29, momentum=0.0)
-    ramped = references.train_qramping(
-        w, gradient("tetrajet"), STEPS, optimizer, **QUICK["tetrajet-qramping"]["q_ramping"]
-    )
+    """Otherwise ``test_weights`` would compare plain SGD with plain SGD."""
+    plain, training = trained("tetrajet", SGD, STEPS), (inputs()[0], gradient("tetrajet"), STEPS, REFERENCE_SGD)
+    ramped = references.train_qramping(*training, **QUICK["tetrajet-qramping"]["q_ramping"])
     assert (np.concatenate([factor.ravel() for factor in ramped.factors]) > 1).mean() > 0.1
-    frozen = references.train_freeze(w, gradient("tetrajet"), STEPS, optimizer, **QUICK["tetrajet-freeze"]["freeze"])
+    frozen = references.train_freeze(*training, **QUICK["tetrajet-freeze"]["freeze"])
     assert 0.05 < frozen.frozen[-1].mean() < 0.95
     for policy in ("tetrajet-qramping", "tetrajet-dampen", "tetrajet-freeze"):
         assert np.abs(trained(with_options(policy), SGD, STEPS)[1][-1] - plain[1][-1]).max() > 0.05
@@ -139,8 +135,8 @@ def test_the_quick_options_make_every_technique_act() -> None:
     [("mxfp4-best", "shipped"), ("nvfp4-best", "shipped"), ("ue5m3-best", "shipped"), ("mxfp4-best", "quick")],
 )
 def test_weights_under_stable_spam(policy: str, case: str) -> None:
-    """ε of Adam is large, so that an update does not hang on the sign of a gradient near zero."""
-    given, steps, options = CASES[case]
+    """Adam's ε is large, so that an update does not depend on the sign of a gradient near zero."""
+    variant, steps, options = CASES[case]
     settings = {"lr": 0.3, "betas": (0.9, 0.99), "weight_decay": 0.01}
     expected = references.stable_spam_conditioned_adam(
         inputs()[0],
@@ -150,5 +146,5 @@ def test_weights_under_stable_spam(policy: str, case: str) -> None:
         **settings,
         **(options(policy) if case == "quick" else {}),
     )
-    _, weights = trained(given(policy), partial(torch.optim.AdamW, eps=0.1, **settings), steps)
+    _, weights = trained(variant(policy), partial(torch.optim.AdamW, eps=0.1, **settings), steps)
     close(weights, expected)

@@ -9,7 +9,7 @@ from tests.recipes.linear import applied, begin_anew, step
 from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of, expected, experts_at, forms
 
 pytestmark = pytest.mark.slow
-#: Those that take longest; most are variants of others.
+#: The policies that take longest; most are variants of other policies.
 LONG = {
     "if4", "nvint4", "quartet", "quartet-ii",
     "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop",
