@@ -11,11 +11,33 @@ Short names: OCP = OCP Microscaling Formats v1.0; EL = "Elucidating the design s
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import numpy as np
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
+Result = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Draw(Protocol):
+    """The random numbers of one call of a linear, which the test supplies."""
+
+    def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
+        """Returns the numbers in [0, 1) of an operand such as "dgrad.grad_output", in the layout of x, w or dy."""
+
+    def signs(self, gemm: str, n: int) -> np.ndarray:
+        """Returns n signs, +-1, of a random Hadamard transform of both operands of "fprop", "dgrad" or "wgrad"."""
+
+    def normal(self, operand: str, n: int) -> np.ndarray:
+        """Returns n standard normals."""
+
+    def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
+        """Returns numbers in [0, 1) for the blocks of an operand's lines along its contraction axis."""
+
+
+#: (x, w, dy, draw) -> (y, dx, dw), with x [T, K], w [N, K], dy [T, N].
+Reference = Callable[[np.ndarray, np.ndarray, np.ndarray, Draw], Result]
 
 
 def _signed(magnitudes: list[float]) -> np.ndarray:

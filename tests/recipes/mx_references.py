@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from tests.recipes.arithmetic import (
     ELEMENTS,
     Block,
+    Draw,
+    Reference,
+    Result,
     block_amax,
     block_scales,
     element_max,
@@ -31,20 +33,6 @@ from tests.recipes.arithmetic import (
     rotate,
     scale_max,
 )
-
-
-class Draw(Protocol):
-    """The random numbers of one step, supplied by the test."""
-
-    def uniform(self, operand: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns numbers in [0, 1) for an operand such as "dgrad.grad_output", in the layout of x, w or dy."""
-
-    def signs(self, gemm: str, n: int) -> np.ndarray:
-        """Returns n signs, +1 or -1, for a GEMM ("fprop", "dgrad" or "wgrad"); n is the padded contraction length."""
-
-
-Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
-Reference = Callable[[np.ndarray, np.ndarray, np.ndarray, Draw], Gradients]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +100,7 @@ def tensor_scale(x: np.ndarray, element: str, fmt: str, headroom: float) -> floa
     return float(max(np.float32(amax / (element_max(element) * scale_max(fmt) * headroom)), np.float32(2.0**-126)))
 
 
-def originals(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, quantizers: Mapping[str, Quantizer]
-) -> Gradients:
+def originals(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, quantizers: Mapping[str, Quantizer]) -> Result:
     """Returns (y, dx, dw) with every operand quantized from its original array (TJ Eq. 6-7: Rouhani et al.'s flow).
 
         y = Q1(X) Q2(W)^T,  dx = Q3(dY) Q4(W),  dw = Q5(dY)^T Q6(X),
@@ -134,7 +120,7 @@ def originals(
 
 def rotated(
     x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, quantizer: Quantizer, block: int, random: bool
-) -> Gradients:
+) -> Result:
     """Returns (y, dx, dw) of originals whose operands are rotated along each GEMM's contraction axis, then quantized.
 
         A B^T ~ Q(A (HS)^T) Q(B (HS)^T)^T,
@@ -175,7 +161,7 @@ def tetrajet(
     element: str = "e2m1",
     gradient_element: str = "e2m1",
     weight: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Gradients:
+) -> Result:
     """Returns (y, dx, dw) of TetraJet (TJ Eq. 3-5), with S the stochastic and D the nearest quantizers.
 
         y  = QD1(X) QD2(W)^T
@@ -222,9 +208,7 @@ def q_ema_weight(w: np.ndarray, ema: np.ndarray) -> np.ndarray:
     return scale * np.where(np.abs(e - low) < np.abs(e - high), low, high)
 
 
-def tetrajet_qema(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, ema: np.ndarray | None = None
-) -> Gradients:
+def tetrajet_qema(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, ema: np.ndarray | None = None) -> Result:
     """Returns (y, dx, dw) of TetraJet with Q-EMA in place of Q2; Q4 reads Q-EMA's output (TJ sec. 5, Alg. 1).
 
     `ema` [N, K] is the EMA of W, W itself (e0 = w0) if None. At e = w the rule is round-to-nearest with ties up,
@@ -270,7 +254,7 @@ def everywhere(quantizer: Quantizer, stochastic: tuple[str, ...] = (), gemms: st
 NVFP4_SERVED = Quantizer(fmt="e4m3", rule="nearest_even", block=16, headroom=1.0)
 
 
-def w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Gradients:
+def w4a16(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns y = x Q(w)^T, dx = dy Q(w) and dw = dy^T x: the straight-through estimator of Jacob et al. 2018."""
     served = NVFP4_SERVED(w, 1, "fprop.weight", draw)
     return x @ served.T, dy @ served, dy.T @ x
@@ -287,7 +271,7 @@ EL_UE5M3 = Quantizer(fmt="ue5m3", rule="nearest_even", block=32, convention="enc
 EL_E8M3 = Quantizer(fmt="e8m3", rule="nearest_even", block=16, convention="encode")
 
 
-def nvfp4_best(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "encode") -> Gradients:
+def nvfp4_best(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "encode") -> Result:
     """Returns (y, dx, dw) of EL's NVFP4 + SR backward + tensor scaling with headroom 0.5 (EL-A Table 4, 350M).
 
     Derivation of the tensor scale. EL sec. 3 normalizes U = X/g with g = max_p Z_p, so the ideal encode scale of
@@ -310,7 +294,7 @@ def nvfp4_best(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, conv
 
 def ue5m3_best(
     x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "encode", fmt: str = "ue5m3"
-) -> Gradients:
+) -> Result:
     """Returns (y, dx, dw) of EL's UE5M3, block 32, + SR backward + tensor scaling, zero scales to one (EL-A A.5).
 
     As `nvfp4_best`, whose factor of 0.5 EL 3.1 extends "to any scale format beyond E4M3": gamma = g/(6 * 114688 * 0.5),

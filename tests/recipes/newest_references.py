@@ -58,14 +58,14 @@ Decisions, per policy, where sources are silent or disagree:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import numpy as np
 
 from tests.recipes.arithmetic import (
     SCALES,
     Block,
+    Draw,
+    Reference,
+    Result,
     block_amax,
     block_ids,
     quantize,
@@ -77,7 +77,6 @@ from tests.recipes.arithmetic import (
 from tests.recipes.mx_references import OPERANDS
 from tests.recipes.other_references import (
     QMAX,
-    Result,
     gamma_of,
     nvfp4_te,
     rotate_pair,
@@ -85,14 +84,6 @@ from tests.recipes.other_references import (
     stochastically,
     with_square_weights,
 )
-from tests.recipes.other_references import Draw as _Draw
-
-
-class Draw(_Draw, Protocol):
-    """The random numbers of one call of a linear, including those for blocks."""
-
-    def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
-        """Returns numbers in [0, 1) for the blocks of an operand's lines along its contraction axis."""
 
 
 def gammas_of_rows(a: np.ndarray, target: float) -> np.ndarray:
@@ -439,7 +430,7 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
     return x @ w.T, *nvfp4_te(x, w, dy, draw)[1:]
 
 
-REFERENCES: dict[str, Callable[..., Result]] = {
+REFERENCES: dict[str, Reference] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
     "nvfp4-rl": nvfp4_rl,
     "mxfp8-bf16": mxfp8_bf16,

@@ -72,13 +72,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from tests.recipes.arithmetic import (
     ELEMENTS,
     Block,
+    Draw,
+    Reference,
+    Result,
     block_amax,
     block_ids,
     block_scales,
@@ -89,21 +91,7 @@ from tests.recipes.arithmetic import (
     round_stochastic,
 )
 
-Result = tuple[np.ndarray, np.ndarray, np.ndarray]
 QMAX = 6.0
-
-
-class Draw(Protocol):
-    """The random numbers of one call of a linear."""
-
-    def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
-        """Returns the stochastic-rounding randoms of an operand in [0, 1), in the layout of the array itself."""
-
-    def signs(self, gemm: str, n: int) -> np.ndarray:
-        """Returns n signs, +-1, of a random Hadamard transform of both operands of a GEMM."""
-
-    def normal(self, name: str, n: int) -> np.ndarray:
-        """Returns n standard normals."""
 
 
 def _signs(draw: Draw, gemm: str, length: int, g: int) -> np.ndarray:
@@ -413,7 +401,7 @@ def mxfp4_rl(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
     return y, _macro_quantize(dy, 1) @ _macro_quantize(w, 0), _macro_quantize(dy, 0).T @ _macro_quantize(x, 0)
 
 
-REFERENCES: dict[str, Callable[..., Result]] = {
+REFERENCES: dict[str, Reference] = {
     "fp4-all-the-way": fp4_all_the_way,
     "fp4-all-the-way-qaf": fp4_all_the_way,
     "fp4-all-the-way-qaf@phase": fp4_all_the_way_qaf_phase,
@@ -426,4 +414,4 @@ REFERENCES: dict[str, Callable[..., Result]] = {
 }
 
 # Another reading of a source; the module's docstring says which.
-VARIANTS: dict[str, Callable[..., Result]] = {"quartet@quest": partial(quartet, scales="quest")}
+VARIANTS: dict[str, Reference] = {"quartet@quest": partial(quartet, scales="quest")}
