@@ -11,7 +11,7 @@ from tests.helpers.models import Mlp
 
 
 class Disables(Mlp):
-    """Calls ``first`` in a function that Dynamo must not touch."""
+    """Calls ``first`` in a function for which Dynamo is disabled."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _outside(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Logs(Mlp):
 
 
 class Looping(nn.Module):
-    """Multiplies with a matrix of its own in a loop over the values of a tensor, which no graph shows."""
+    """Multiplies by its weight in a loop over the values of a tensor, which Dynamo captures in no graph."""
 
     def __init__(self) -> None:
         super().__init__()

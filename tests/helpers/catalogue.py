@@ -54,10 +54,10 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "conditional_scaling": {},
     "ms_eden": {"block": [16, 32], "fill": [0.988125, 1.0]},
     "mean_split": {},
-    "out_control": {"mode": ["measure", "wait"], "channels": [0.1, 0.5]},  # the split comes after measuring
+    "out_control": {"mode": ["measure", "wait"], "channels": [0.1, 0.5]},  # "split" reads what "measure" has stored
     "osci_reset": {"every": [4], "track": [1, 2], "threshold": [8.0, 2.0]},
 }
-#: Techniques of a whole training, with the same.
+#: Options of the techniques that a policy names outside of its rules.
 TRAINING: dict[str, dict[str, Any]] = {
     "loss_scaling": {"growth_interval": 2},
     "q_ramping": {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1},
@@ -66,7 +66,7 @@ TRAINING: dict[str, dict[str, Any]] = {
 
 
 def policy_of(*names: str, quantize: Data = NVFP4) -> Data:
-    """Return a policy of one rule with techniques at their first options, and with what they need."""
+    """Return a policy of one rule with the techniques ``names`` and those that they require, at their first options."""
     classes = default_registry().techniques
     every = [*dict.fromkeys([*names, *(other for name in names for other in sorted(classes[name].requires))])]
     scale = quantize["scale"] | ({"convention": "encode"} if "conditional_scaling" in names else {})

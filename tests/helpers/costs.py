@@ -1,4 +1,4 @@
-"""Notices what a test costs beyond its own process, so that its markers can be held to the truth.
+"""Notes what a test costs beyond its own process, so that its markers can be checked.
 
 ``make check`` leaves out tests with one of these markers:
 
@@ -22,7 +22,7 @@ _noticed: set[str] = set()
 
 
 def _of_command(executable: object, words: object) -> str | None:
-    """Return the marker of a command, or None for one that needs none, such as a compiler."""
+    """Return the marker of a test that starts this command; None for commands such as a compiler."""
     first = executable or (words[0] if isinstance(words, (list, tuple)) and words else words)
     name = os.path.basename(os.fsdecode(first)) if isinstance(first, (str, bytes, os.PathLike)) else ""
     if name in ("postgres", "initdb", "pg_ctl") or "chrom" in name:
@@ -38,7 +38,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def install() -> None:
-    """Begin to notice: for the whole life of this process, since an audit hook cannot be removed."""
+    """Begin to note costs. This lasts until the process ends, because an audit hook cannot be removed."""
     sys.addaudithook(_audit)
     start: Callable[..., None] = multiprocessing.process.BaseProcess.start
 
@@ -51,7 +51,7 @@ def install() -> None:
 
 @contextmanager
 def noticing() -> Iterator[set[str]]:
-    """Yield a set that holds, at the end of the block, the markers that the block called for."""
+    """Yield a set; when the block ends, the set holds the markers of what the block did."""
     _noticed.clear()
     before = _inductor()
     found: set[str] = set()
@@ -63,7 +63,7 @@ def noticing() -> Iterator[set[str]]:
 
 
 def _inductor() -> tuple[int, ...]:
-    """Return how often Inductor looked a graph up in its cache, which it does before it compiles one."""
+    """Return how often Inductor looked up a graph in its cache, as it does before each compilation."""
     utilities = sys.modules.get("torch._dynamo.utils")
     if utilities is None:
         return (0, 0, 0)

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """Have the kernel refuse to write more than ``size`` bytes into a file, as on a full disk: after the part that
-    fits."""
+    """Let the kernel write at most ``size`` bytes into a file and then refuse, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

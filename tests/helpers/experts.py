@@ -32,18 +32,18 @@ class Experts(nn.Module):
         return F.silu(hidden if self.scale is None else hidden * self.scale.sum((0, 1)).mean())
 
     def forward(self, x: Tensor, choice: Tensor) -> Tensor:
-        """Return the outputs for tokens ``x [T, K]``, each of its expert ``choice [T]``; of no expert, 0."""
+        """Return the outputs for tokens ``x [T, K]`` of the experts ``choice [T]``; a token without expert gets 0."""
         return FORMS[self.form](self, x, choice)
 
 
 def grouped(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
-    """As torchtitan's: rows sorted by expert, and two grouped products."""
+    """Sort rows by expert and take two grouped products, as torchtitan does."""
     order = torch.argsort(choice, stable=True)
     ends = torch.cumsum((choice[:, None] == torch.arange(EXPERTS)).sum(0), 0, dtype=torch.int32)
-    # Rows that torch's own product leaves unwritten, both ways: masked behind each product and before it.
+    # torch's product leaves these rows unwritten, in forward and backward, so they are masked after and before it.
     dropped = (choice[order] == EXPERTS)[:, None]
     hidden = grouped_mm(x[order].masked_fill(dropped, 0), layer.w1.transpose(-2, -1), offs=ends)
-    # In the order of the tokens, as in the other forms, so that gradients of bias and scale are the same sums.
+    # Tokens are in their own order here, as in the other forms, so that gradients of bias and scale are equal sums.
     hidden = hidden.masked_fill(dropped, 0)[torch.argsort(order)] + layer.bias[choice.clamp(max=EXPERTS - 1)]
     hidden = layer.activation(hidden)[order]
     y = grouped_mm(hidden.masked_fill(dropped, 0), layer.w2, offs=ends).masked_fill(dropped, 0)
@@ -51,13 +51,13 @@ def grouped(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
 
 
 def gathered(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
-    """A copy of its expert's matrices for each token; every token has an expert."""
+    """Copy the matrices of its expert for each token; every token must have an expert."""
     hidden = torch.bmm(layer.w1[choice], x.unsqueeze(-1)).squeeze(-1) + layer.bias[choice]
     return torch.bmm(layer.activation(hidden).unsqueeze(1), layer.w2[choice]).squeeze(1)
 
 
 def loop(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
-    """As transformers' ``eager`` experts: a loop over those with tokens, which Dynamo does not capture."""
+    """Loop over the experts that have tokens, as transformers' ``eager`` form; Dynamo does not capture this loop."""
     y = torch.zeros_like(x)
     for expert in torch.bincount(choice, minlength=EXPERTS)[:EXPERTS].nonzero():
         tokens = torch.where(choice == expert[0])[0]
@@ -67,7 +67,7 @@ def loop(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
 
 
 def unrolled(layer: Experts, x: Tensor, choice: Tensor) -> Tensor:
-    """The loop with a fixed number of experts, which Dynamo captures."""
+    """Loop over a fixed list of experts, which Dynamo captures."""
     y = torch.zeros_like(x)
     for expert in (0, 2, 3):
         hidden = layer.activation(F.linear(x, layer.w1[expert]) + layer.bias[expert])
@@ -97,7 +97,7 @@ class Mixture(nn.Module):
     """Blocks with experts.
 
     Args:
-        checkpointed: what is computed again in the backward: nothing, the "experts" or each "block".
+        checkpointed: the modules that the backward recomputes: "experts", "block", or None for no module.
         repeats: how often the blocks are called.
     """
 
@@ -122,7 +122,7 @@ class Mixture(nn.Module):
 
 
 def tokens(seed: int = 0, *, dropped: bool = False) -> tuple[Tensor, Tensor]:
-    """Return 70 tokens and the expert of each: the second has none; ``dropped`` leaves a quarter without expert."""
+    """Return 70 tokens and their experts. Expert 1 has no token; with ``dropped``, a quarter has no expert."""
     generator = torch.Generator().manual_seed(seed)
     choice = torch.tensor([0, 2, 3, EXPERTS])[torch.randint(0, 3 + dropped, (70,), generator=generator)]
     return torch.randn(70, WIDTH, generator=generator, requires_grad=True), choice

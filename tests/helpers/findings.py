@@ -1,4 +1,4 @@
-"""The scripts behind the findings, which import each other from their folder."""
+"""Imports the scripts behind the findings, which import each other from their folder."""
 
 from __future__ import annotations
 

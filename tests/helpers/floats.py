@@ -11,7 +11,7 @@ from fp4graph.numerics.formats import ElementFormat
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to the last bit, signs of zeros included; one NaN is as good as another."""
+    """Compare two tensors to the last bit, signs of zeros included; all NaNs count as equal."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     nan = expected.isnan()
@@ -26,7 +26,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def any_floats(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Finite fp32 numbers of uniformly random bits: all exponents, subnormals included."""
+    """Return finite fp32 numbers of uniformly random bits: all exponents, subnormals included."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).to(torch.int32)
     x = bits.view(torch.float32)
@@ -34,14 +34,14 @@ def any_floats(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def around(values: list[float]) -> list[float]:
-    """Each value with its two fp32 neighbours, of both signs."""
+    """Return each value and its two fp32 neighbours, with both signs."""
     t = torch.tensor(values, dtype=torch.float32)
     up, down = t.nextafter(torch.tensor(math.inf)), t.nextafter(torch.tensor(-math.inf))
     return torch.cat([t, up, down, -t, -up, -down]).tolist()
 
 
 def critical_points(element: ElementFormat) -> list[float]:
-    """Every value of a format, every midpoint, what is next to them, and what is far outside."""
+    """Return the values and midpoints of a format, their fp32 neighbours, and numbers far from all values."""
     grid = element.magnitudes()
     middles = [(a + b) / 2 for a, b in itertools.pairwise(grid)]
     far = [0.49999997, 2 * element.max, 1e30, 3.4e38, 1e-30, 2.0**-149, 2.0**-126]
@@ -49,7 +49,7 @@ def critical_points(element: ElementFormat) -> list[float]:
 
 
 def blocks_of_every_scale(size: int) -> torch.Tensor:
-    """``[n, size]``: blocks whose maxima lie at, and one ulp around, the places where a scale rule changes its mind."""
+    """Return blocks ``[n, size]`` whose maxima lie at, and one ulp around, the steps of a scale rule's result."""
     maxima: list[float] = [0.0, 2.0**-149, 3 * 2.0**-149, 2.0**-127, 3.3e38, (2 - 2.0**-23) * 2.0**127]
     exponents = (-140, -128, -127, -126, -125, -124, -30, -18, -17, -16, -14, -9, -8, -6, -1, 0, 1, 5, 8, 11, 18, 120)
     for exponent in exponents:

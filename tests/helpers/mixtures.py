@@ -21,7 +21,7 @@ _DEEPSEEK: dict[str, Any] = {
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
-#: By name, the configuration and options that the model does not share with the others.
+#: By name: the class of the configuration, and its options beyond :data:`SIZES`.
 CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Qwen3-MoE": (transformers.Qwen3MoeConfig, {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 4}),
     "Mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
@@ -31,7 +31,7 @@ CONFIGS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def mixture(name: str = "Qwen3-MoE", form: str = "grouped_mm", **options: Any) -> Any:
-    """Make a mixture of four experts a layer, two for each token, whose experts are computed in ``form``."""
+    """Make a mixture with four experts in each layer, two for each token, and transformers' ``form`` of experts."""
     torch.manual_seed(0)
     make, more = CONFIGS[name]
     config = make(**{**SIZES, "num_experts_per_tok": 2, **more, **options})

@@ -1,4 +1,4 @@
-"""The formats that ml_dtypes has, by their names here."""
+"""The formats that ml_dtypes has too, by fp4graph's names."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
 
 def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
-    """Make a module of a class of its own, with these parts and this ``forward(self, ...)``."""
+    """Make a module of a new class with the submodules ``parts`` and this ``forward(self, ...)``."""
     module = type("Made", (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
         setattr(module, name, part)
@@ -37,7 +37,7 @@ def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 #: From torch 2.15 on, Dynamo compiles the rest of a frame that calls an LSTM.
 RESUMES_AFTER_RNN = _TORCH >= (2, 15)
-#: Torch.compile takes ``F.grouped_mm`` in fp32 from torch 2.15 on.
+#: From torch 2.15 on, torch.compile takes ``F.grouped_mm`` in fp32.
 COMPILES_GROUPED_FP32 = _TORCH >= (2, 15)
 if not COMPILES_GROUPED_FP32:
     import transformers.integrations.moe  # noqa: F401  # registers the operator that grouped_mm() calls

@@ -1,4 +1,4 @@
-"""What compilers take on trust about an operator of fp4graph."""
+"""Checks what compilers take on trust about an operator of fp4graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 
 
 def check_declaration(name: str, arguments: tuple[Any, ...]) -> None:
-    """Check the schema and the fake of an operator; the strides of every result, too, which opcheck compares for dense
-    results alone."""
+    """Check the schema and the fake of an operator, and the strides of all results; opcheck compares only those of dense
+    results."""
     operator = getattr(torch.ops.fp4graph, name).default
     torch.library.opcheck(operator, arguments)
     real = operator(*arguments)

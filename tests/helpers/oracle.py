@@ -33,7 +33,7 @@ def quantize_block(
         values: numbers that fp32 represents.
         spec: its block shape is ignored: ``values`` is the block.
         bits: 32 random bits per value (of either signedness), for stochastic rounding.
-        block_bits: those of the block, for stochastic scales.
+        block_bits: 32 random bits of the block, for stochastic scales.
 
     Returns:
         fp32 numbers as Python floats.
@@ -71,7 +71,7 @@ def round_nearest(u: float, element: ElementFormat, ties: str) -> float:
 
 
 def round_stochastic(u: float, element: ElementFormat, bits: int, random_bits: int) -> float:
-    """Return the value next to ``u`` away from zero if the fraction of the way to it exceeds r, else the other."""
+    """Return the neighbour of ``u`` away from zero if ``u`` is more than r of the way to it, else the other."""
     near, far = sorted(neighbours(u, element), key=abs)
     if near == far:
         return _signed(near, u, element)
@@ -83,7 +83,7 @@ def round_stochastic(u: float, element: ElementFormat, bits: int, random_bits: i
 
 
 def neighbours(u: float, element: ElementFormat) -> tuple[float, float]:
-    """Return the values of ``element`` next to ``u`` on either side, both the same on a value or out of range."""
+    """Return the values of ``element`` below and above ``u``; equal ones if ``u`` is a value or out of range."""
     grid = element.values()
     u = min(max(u, grid[0]), grid[-1])
     above = bisect.bisect_left(grid, u)
@@ -114,7 +114,7 @@ def _power_of_two_scale(z: Fraction, spec: ScaleSpec, element: ElementFormat) ->
     elif spec.rounding == "amax_ceil":
         exponent = _ceil_log2(z) - emax
     else:
-        # Z to as many bits as the element's largest value has, ties away from zero.
+        # Z is rounded to as many bits as the element's largest value has, ties away from zero.
         grid = element.values()
         unit = Fraction(grid[-1]) - Fraction(grid[-2])
         if element.mantissa_bits == 0:

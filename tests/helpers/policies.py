@@ -14,11 +14,11 @@ Data = dict[str, Any]
 
 
 def quantizer(block: int | str = 32, scale: str = "e8m0", rounding: str = "ceil", **more: Any) -> Data:
-    """Return a ``quantize:`` of E2M1 whose block scales have this format and rounding; ``more`` is of its elements."""
+    """Return a ``quantize:`` of E2M1 whose block scales have this format and rounding; ``more`` are further keys."""
     return {"element": "e2m1", "block": block, "scale": {"format": scale, "rounding": rounding}, **more}
 
 
-#: Shipped policies that are tested wherever all are: one for each family, and each form of state and of backward.
+#: Shipped policies for the short runs of tests of all: one for each family, each form of state and of backward.
 FEW = {"bf16", "microscaling", "mxfp4-rl", "nvfp4-te", "quartet", "tetrajet", "tetrajet-qema", "ue5m3-best"}
 
 
@@ -33,15 +33,15 @@ def without_experts(policies: Iterable[str]) -> list[str]:
 
 
 def depth_of(policy: str, blocks: int = 2) -> int:
-    """Return how many blocks a model needs for ``blocks`` of them to be more than a shipped policy keeps: three where
-    the policy keeps the first and the last."""
+    """Return ``blocks``, or the fewest blocks of which a shipped policy quantizes one, if that is more: three where the
+    policy keeps the first and the last."""
     kept = [rule.match for rule in fp4graph.load_policy(policy).rules if not rule.quantizes]
     ends = sum((match.first_blocks is not None) + (match.last_blocks is not None) for match in kept)
     return max(blocks, ends + 1)
 
 
 MXFP4 = quantizer()
-#: TetraJet's: ties go up.
+#: TetraJet's quantizer of the forward: ties go up.
 TIES_UP = quantizer(ties="up")
 NVFP4 = quantizer(16, "e4m3", "nearest_even")
 
@@ -57,7 +57,7 @@ def one_rule(
     """Return a policy that quantizes every site of ``op`` (or ``match``).
 
     Args:
-        techniques: of the rule; those of the policy are ``techniques=`` among ``policy``.
+        techniques: the rule's techniques; ``techniques=`` are the policy's.
         operands: exceptions by operand.
         policy: further keys of the policy, such as ``phases``.
     """

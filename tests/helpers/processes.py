@@ -1,4 +1,4 @@
-"""Processes that tests start: waited for to their end, however busy the machine, and heard out where they fail."""
+"""Starts processes for tests, waits for their end, however busy the machine is, and reports what failed ones said."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-#: Seconds after which a process is taken to hang. No test waits so long for what works, even where others keep every
-#: core busy: it is a bound on how long a broken one takes to fail.
+#: Seconds after which a process counts as hanging. A working process ends long before, even if other processes keep
+#: every core busy; a broken one takes so long to fail.
 PATIENCE = 1800.0
-#: Seconds that one rank waits for the other: in a collective, and to end once the other has failed.
+#: Seconds that a rank waits for the other in a collective, and that it may go on once the other has failed.
 PARTNER = 300.0
-#: What a process is started with so that it can import ``tests``, wherever it runs.
 ROOT = Path(__file__).parents[2]
+#: Variables by which a process finds the package ``tests`` from any folder.
 IMPORTS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-_SHOWN = 6000  # characters of what a process said
+_SHOWN = 6000  # the most characters of a process's output in an error
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write ``file`` whole or not at all: a process that is killed leaves the former one, or none."""
+    """Write ``file`` whole or not at all: if the process is killed meanwhile, the former file stays."""
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
         temporary.write(text)
     os.replace(temporary.name, file)
@@ -61,10 +61,10 @@ def run_ranks(command: Sequence[str | Path], folder: Path, ranks: int = 2) -> li
     :data:`PARTNER` seconds to end by themselves.
 
     Args:
-        folder: where the file and what each rank says are written.
+        folder: where that file and the output of each rank are written.
 
     Returns:
-        How each rank failed, with what it said; "" for one that did not.
+        How each rank failed, with its output; "" for a rank that did not fail.
     """
     running, logs = [], [folder / f"rank{rank}.log" for rank in range(ranks)]
     for rank, log in enumerate(logs):
@@ -96,7 +96,7 @@ def run_ranks(command: Sequence[str | Path], folder: Path, ranks: int = 2) -> li
 
 
 def rendezvous(folder: Path) -> dict[str, object]:
-    """What ``init_process_group`` needs in a process of :func:`run_ranks`."""
+    """Return the arguments of ``init_process_group`` in a process of :func:`run_ranks`."""
     return {
         "init_method": (folder / "rendezvous").absolute().as_uri(),
         "rank": int(os.environ["RANK"]),
@@ -105,7 +105,7 @@ def rendezvous(folder: Path) -> dict[str, object]:
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -114,5 +114,5 @@ def _tail(said: str) -> str:
 
 
 def python(*arguments: str | Path) -> list[str | Path]:
-    """The command that runs this Python."""
+    """Return the command that runs this Python with ``arguments``."""
     return [sys.executable, *arguments]

@@ -15,7 +15,7 @@ Stream = list[list[Tensor | None]]
 def spiky(
     shapes: Sequence[Sequence[int]], steps: int, dtype: torch.dtype = torch.float32, missing: bool = True
 ) -> Stream:
-    """Return gradients of lengths that change, with spikes, and now and then a zero one and (``missing``) none."""
+    """Return gradients whose norms change, with spikes, some zero gradients and, if ``missing``, some None."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(step: int, i: int, shape: Sequence[int]) -> Tensor | None:
@@ -39,7 +39,7 @@ def push(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], stream:
 
 
 def descend(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """Take ``steps`` on the gradients of what ``loss()`` returns, and return the losses."""
+    """Take ``steps`` optimizer steps on the gradients of ``loss()``, and return the losses."""
     losses = []
     for _ in range(steps):
         value = loss()
@@ -51,7 +51,7 @@ def descend(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps:
 
 
 def through_file(value: Any) -> Any:
-    """Return ``value`` as torch saves and loads it."""
+    """Return ``value`` after torch has saved and loaded it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Techniques made in a test: members by name, each in the part to which it belongs."""
+"""Makes techniques from the members of their parts, and plugins that offer techniques."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {stage: kind for kind in KINDS for stage in kind.stages} | {"observe": 
 def technique(
     called: str, operands: frozenset[Operand] = FPROP, state: Iterable[StateEntry] = (), **members: Any
 ) -> type[Technique]:
-    """A technique of that name with these methods and fields of its parts, which act on ``operands``."""
+    """Return a technique ``called`` so, with ``members`` as methods and fields of its parts, which act on ``operands``."""
     kinds: dict[type[Part], dict[str, Any]] = {}
     for stage in _KINDS.keys() & members.keys():
         kinds.setdefault(_KINDS[stage], {})[stage] = members.pop(stage)
@@ -37,7 +37,7 @@ def technique(
 
 
 def _part(kind: type[Part], methods: dict[str, Any], fields: dict[str, Any]) -> type[Part]:
-    """A part of ``kind`` with these methods, that mixes the elements of a block unless a field says otherwise."""
+    """Return a part of ``kind`` with these methods; by default it mixes the elements of a block."""
     declared = {"mixes": "block"} | {name: value for name, value in fields.items() if hasattr(kind, name)}
     if kind is PairTransform:
         declared = {"gemms": frozenset({Gemm.FPROP})} | declared
@@ -65,6 +65,6 @@ class Broken:
 
 
 def offering(**offered: Any) -> object:
-    """A plugin that offers these: lists of ``techniques``, ``formats``, ``policies`` and ``products``."""
+    """Return a plugin that offers lists of ``techniques``, ``formats``, ``policies`` or ``products``."""
     hooks = {f"fp4graph_{kind}": fp4graph.hookimpl(lambda self, items=items: items) for kind, items in offered.items()}
     return type("Plugin", (), hooks)()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp4graph
 
-#: Lets a test run parts of a model, or forwards that Dynamo refuses.
+#: Ignores the warning of a test that runs parts of a model, or forwards that Dynamo refuses.
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 #: Runs a test compiled, and operation by operation.
 stances = pytest.mark.parametrize("stance", ["default", "force_eager"])
@@ -22,8 +22,8 @@ stances = pytest.mark.parametrize("stance", ["default", "force_eager"])
 
 @contextmanager
 def operation_by_operation() -> Iterator[None]:
-    """Run models uncompiled in this context, to the same bits: tests/model compares both ways, and a capture takes a
-    second that a test of something else need not spend."""
+    """Run models uncompiled in this context, which saves a test of something else the second that a capture takes. The
+    bits are the same: tests/model compares both ways."""
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*runs uncompiled", fp4graph.PolicyWarning)
         yield
@@ -70,7 +70,7 @@ def assert_equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
 
 
 def saved_whole(model: nn.Module) -> nn.Module:
-    """Return the model that torch saves, and loads as a pickle."""
+    """Return ``model`` after torch has pickled and unpickled it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
