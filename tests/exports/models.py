@@ -1,4 +1,4 @@
-"""Tiny models to export, trained a little; what their fprop multiplies with, as an observer is shown it."""
+"""Tiny models to export, trained for a few steps, and the operands that an observer sees their fprop multiply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers import mixtures, models
 from tests.helpers.mixtures import SIZES
 from tests.helpers.policies import MXFP4, NVFP4
 from tests.helpers.steps import descend
-from tests.helpers.training import operation_by_operation
+from tests.helpers.training import applied, operation_by_operation, prepared
 
 __all__ = ["MXFP4", "NVFP4"]
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Tied(nn.Module):
-    """Two layers, the second of which an embedding's weight is tied to."""
+    """Two layers after an embedding, whose weight is also the second layer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embed(x)))
 
 
-def _of(config: Any) -> Any:
+def from_config(config: Any) -> Any:
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def llama(**options: Any) -> Any:
-    return _of(transformers.LlamaConfig(**SIZES | options))
+    return from_config(transformers.LlamaConfig(**SIZES | options))
 
 
 def mixture(name: str, **options: Any) -> Any:
@@ -62,7 +62,7 @@ def mixture(name: str, **options: Any) -> Any:
 def gpt2() -> Any:
     """Make a GPT-2, whose blocks are of Conv1D and whose head is an untied nn.Linear."""
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 64}
-    return _of(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False))
+    return from_config(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False))
 
 
 def vit(**options: Any) -> Any:
@@ -92,7 +92,7 @@ def keeping(name: str, *operands: str) -> dict[str, Any]:
 
 
 def inputs(model: Any) -> torch.Tensor:
-    """Return what a model of this file is called with."""
+    """Return the argument that a model of this file is called with."""
     return IMAGES if hasattr(model, "patch_embed") else TOKENS
 
 
@@ -107,9 +107,7 @@ def logits(model: Any) -> torch.Tensor:
 @operation_by_operation()
 def trained(model: Any, under: Any, steps: int = 2) -> Any:
     """Apply a policy, train ``model`` on its inputs, and return it in eval mode, called once."""
-    fp4graph.apply(model, under, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    x = inputs(model)
+    optimizer, x = prepared(applied(model, under), lr=1e-3), inputs(model)
     output = (lambda: model(x)) if x is IMAGES else (lambda: model(x, labels=x).loss)
     descend(lambda: output().square().mean(), optimizer, steps)
     logits(model.eval())
@@ -119,8 +117,8 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
 @operation_by_operation()
 @torch.no_grad()
 def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return what an eval forward multiplies as ``operand`` beside or as a quantized weight, by site in order: as
-    given, and as multiplied."""
+    """Return ``operand`` of an eval forward, before and after its quantizer, by site in order; sites whose weight is not
+    quantized are left out."""
     found = {}
 
     def record(site: str, left: Any, right: Any) -> None:
@@ -138,7 +136,7 @@ def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torc
 def multiplied(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights ``[..., N, K]`` that an eval forward multiplies with, by the names of the parameters.
 
-    A module's second site has #1 after its name; of experts, it is down_proj, and the first is gate_up_proj.
+    Experts have two sites: gate_up_proj, and down_proj, which has #1 after the module's name.
     """
     named = {}
     for site, (_, weight) in recorded(model, Operand.FPROP_WEIGHT).items():
@@ -148,23 +146,27 @@ def multiplied(model: Any) -> dict[str, torch.Tensor]:
     return named
 
 
+def e2m1(packed: np.ndarray) -> np.ndarray:
+    """Return the elements in bytes ``[N, K/2]`` of two codes each, by ml_dtypes, in float64."""
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
 def modelopt_parts(folder: Path, module: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return elements, block scales (one an element) and γ of a weight in ModelOpt's layout, in float64."""
+    """Return elements, block scales (repeated for each element) and γ of a weight in ModelOpt's layout, in float64."""
     found = load_file(folder / "model.safetensors")
-    codes = found[f"{module}.weight"].numpy()
-    elements = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(ml_dtypes.float4_e2m1fn)
     scales = found[f"{module}.weight_scale"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     gamma = found[f"{module}.weight_scale_2"].double().numpy()
-    return elements.astype(np.float64), np.repeat(scales.astype(np.float64), 16, -1), gamma
+    return e2m1(found[f"{module}.weight"].numpy()), np.repeat(scales.astype(np.float64), 16, -1), gamma
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """Return what an export's config.json says of quantization."""
+    """Return the ``quantization_config`` of an export."""
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
     return content
 
 
-#: By name, each made anew by a call.
+#: Functions that make a model, by name.
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen3-moe": lambda: mixture("Qwen3-MoE"),

@@ -1,4 +1,4 @@
-"""What else an export writes: bytes, sizes, tokenizers, and the constants of activations."""
+"""The bytes, sizes and tokenizers of exports, and the constants of activations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_the_bytes_are_those_of_our_own_packer(tmp_path):
-    """``fp4graph.pack`` is another way to the same codes and scales."""
+def test_codes_and_scales_are_those_of_fp4graph_pack(tmp_path):
     model, name = trained(llama(), policy()), "model.layers.1.mlp.up_proj"
     fp4graph.export(model, tmp_path / "out")
     spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"))
@@ -32,13 +31,13 @@ def test_the_bytes_are_those_of_our_own_packer(tmp_path):
 
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4}
-#: Models of 4 blocks of width 256, each with how many times 256² elements the matrices of one block have.
+#: Models of 4 blocks of width 256, and the number of elements in the matrices of one block, in units of 256².
 WIDE = {
     "vit": (lambda: vit(embed_dim=256, depth=4), 12),
     "llama": (lambda: llama(**SIZES, intermediate_size=512), 4 + 3 * 2),
     "qwen3-moe": (lambda: mixture("Qwen3-MoE", **SIZES, moe_intermediate_size=256, head_dim=64), 4 + 4 * 3),
 }
-#: Shipped policies, with the blocks of four that they quantize and the bits of an element.
+#: Shipped policies: how many of the 4 blocks they quantize, and the bits per element with its block scale.
 UNDER = {"tetrajet": (4, 4 + 8 / 32), "nvfp4-te": (2, 4 + 8 / 16)}
 
 
@@ -46,7 +45,7 @@ UNDER = {"tetrajet": (4, 4 + 8 / 32), "nvfp4-te": (2, 4 + 8 / 16)}
 @pytest.mark.parametrize("under", UNDER)
 @pytest.mark.parametrize("kind", ["vit", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(WIDE)[1:])])
 def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
-    """nvfp4-te keeps the first block and the last. A matrix has 4 bytes of a global scale at most."""
+    """nvfp4-te keeps the first and the last block. A matrix has at most 4 more bytes, of a global scale."""
     (make, of_block), (blocks, bits) = WIDE[kind], UNDER[under]
     model = trained(make(), under, 1)
     fp4graph.export(model, tmp_path / "out", activations=False, sibling_scales="own")
@@ -57,7 +56,7 @@ def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
 
 
 @pytest.mark.long
-def test_the_tokenizer_of_the_folder_is_copied_and_a_given_one_written(tmp_path):
+def test_the_tokenizer_of_the_folder_is_copied_or_the_argument_is_written(tmp_path):
     llama().save_pretrained(tmp_path / "in")
     tokenizer().save_pretrained(tmp_path / "in")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
@@ -78,7 +77,7 @@ def test_the_tokenizer_of_the_folder_is_copied_and_a_given_one_written(tmp_path)
     ids=str,
 )
 def test_calibration_measures_the_scales_of_activations(options, kappa, tmp_path):
-    """1/γ = κ / the largest magnitude of what the layer is given, in any batch; 1 where the policy has no γ."""
+    """1/γ is κ over the amax of the layer's input in all batches; it is 1 where the policy has no tensor scale."""
     data = policy(NVFP4, **WITH_INPUTS)
     without = {"match": {"module": "model.layers.0.mlp.up_proj"}, "quantize": NVFP4}
     data["rules"] = [without, *({**rule, "techniques": [{"tensor_scaling": options}]} for rule in data["rules"])]

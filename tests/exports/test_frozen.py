@@ -1,4 +1,4 @@
-"""Frozen weights that lie in memory as FP4 bytes: the same training to the last bit, and what cannot be packed."""
+"""Frozen weights in memory as FP4 bytes: they train to the same bits, and some weights are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.exports.models import MXFP4, NVFP4, Tied
 from tests.exports.models import by_rule as policy
 from tests.helpers.steps import differences, same, through_file
-from tests.helpers.training import saved_whole
+from tests.helpers.training import gradients, saved_whole
 from tests.model.test_adapters import Lora
 from tests.recipes.arithmetic import quantize
 
@@ -139,7 +139,7 @@ def test_the_bytes_at_rest_are_those_of_the_format(name, bits):
     fp4graph.pack_frozen(net)
     elements = 64 * 96 + 96 * 64 + 64 * 32
     freed = before - at_rest(net)
-    # γ, and where it is taken from the largest weight perhaps that with its place
+    # Each weight has γ, 4 bytes. A weight may also keep the largest element with its place, 12 bytes.
     beside = [0] if name == "tetrajet" else [3 * 4 + 12 * largest for largest in range(4)]
     assert elements * 4 - elements * bits / 8 - freed in beside
     train(net)
@@ -148,7 +148,7 @@ def test_the_bytes_at_rest_are_those_of_the_format(name, bits):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_weights_and_autocast(dtype):
+def test_packed_models_give_the_same_bits_in_16_bits_and_under_autocast(dtype):
     with torch.no_grad():
         assert torch.equal(*(make(net=model().to(dtype))(X.to(dtype)) for make in (applied, packed)))
     with torch.autocast("cpu", dtype):
@@ -156,15 +156,15 @@ def test_16_bit_weights_and_autocast(dtype):
 
 
 @pytest.mark.slow
-def test_parts_run_uncompiled_from_bytes_too():
+def test_a_part_called_by_itself_reads_the_bytes_too():
     nets = applied(), packed()
     with pytest.warns(fp4graph.PolicyWarning, match="called by itself"):
         y, z = (net[0](X) for net in nets)
     assert torch.equal(y, z)
     (y.sum() + z.sum()).backward()
-    a, b = ([p.grad for p in net[0].parameters() if p.grad is not None] for net in nets)
-    assert len(a) == 2
-    assert same(a, b)
+    expected, found = (gradients(net[0]) for net in nets)
+    assert len(expected) == 2
+    assert same(expected, found)
 
 
 @pytest.mark.long
@@ -220,10 +220,11 @@ def test_packed_models_are_copied_adapted_removed_and_applied_again():
 
 
 def late(name, **rule):
+    """Return the changes of a phase with one rule."""
     return {"rules": [{"name": name, "match": {"op": "linear"}, **rule}]}
 
 
-#: A phase that asks the same values.
+#: A phase that needs the same values of weights.
 NEAREST = late("nearest", quantize=MXFP4, operands=FROM_FPROP | {"backward": {"rounding": "nearest"}})
 FLOOR = element("e2m1", 32, "e8m0", rounding="floor")
 
@@ -234,7 +235,7 @@ def phases(*later):
 
 
 CLAMPED = {"outlier_clamp": {"operands": ["fprop.weight"]}}
-#: Policies whose frozen weights cannot be packed, with the reason that is given.
+#: Policies whose frozen weights cannot be packed, with the reason in the error.
 REFUSED = {
     "original": (policy(MXFP4), r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
     "kept": (policy(MXFP4, operands={"dgrad": "keep"}), r"dgrad reads the original.*source: fprop"),
@@ -253,7 +254,7 @@ REFUSED = {
         r"each of its blocks chooses one of the elements e2m1, int4.*with one element",
     ),
 }
-#: Phases under which packed weights would go wrong, with the rule and the reason.
+#: Later phases that need other values of weights than the bytes, with the rule and the reason in the error.
 UNSOUND = {
     "nothing quantized": ({"rules": [], "default": "keep"}, "default", "keeps it in high precision"),
     "the rule keeps": (late("off", keep="exact") | {"default": "keep"}, "off", "keeps it in high precision"),
@@ -268,8 +269,8 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in REFUSED), *UNSOUND])
-def test_what_cannot_be_packed_is_named_and_left(name, tmp_path):
-    """By the line of its rule; every later phase is checked too."""
+def test_weights_that_cannot_be_packed_are_named_and_unchanged(name, tmp_path):
+    """The error names the line of the rule. Every later phase is checked."""
     if name in REFUSED:
         (data, message), rule = REFUSED[name], "the rule"
     else:
@@ -309,7 +310,7 @@ def test_models_that_cannot_be_packed_are_named():
 
 
 @pytest.mark.slow
-def test_what_trains_stays_as_it_is():
+def test_weights_that_train_are_not_packed():
     net = applied(net=model().requires_grad_(True))
     frozen = net[4].requires_grad_(False).weight.detach().clone()
     fp4graph.pack_frozen(net)
@@ -324,7 +325,7 @@ def test_what_trains_stays_as_it_is():
 
 
 @pytest.mark.slow
-def test_weights_stay_packed_through_phases_that_ask_the_same_values():
+def test_weights_stay_packed_through_phases_that_need_the_same_values():
     plain, net = applied(phases(NEAREST)), packed(phases(NEAREST))
     size = at_rest(net)
     assert same(train(plain, 4), train(net, 4))
@@ -334,7 +335,7 @@ def test_weights_stay_packed_through_phases_that_ask_the_same_values():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [{"match": {"module": "0"}}, {"quantize": FLOOR}], ids=["kept", "other scales"])
-def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(changed):
+def test_a_plan_that_needs_other_values_is_an_error_at_every_call(changed):
     """Layer 4 is kept under the changed rule, or has other scales."""
     net = packed()
     train(net, 1)
@@ -425,7 +426,7 @@ def test_a_packed_weight_has_a_dtype(strict):
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_packed_weight_has_no_values(read):
+def test_reading_the_values_of_a_packed_weight_is_an_error(read):
     net = fp4graph.pack_frozen(reading(None))
     with pytest.raises(Error, match=OUTSIDE):
         READS[read](net.wo.weight)
@@ -433,7 +434,7 @@ def test_a_packed_weight_has_no_values(read):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("read", IN_FORWARD)
-def test_a_packed_weight_has_no_values_in_a_forward(read, strict):
+def test_a_forward_that_reads_the_values_of_a_packed_weight_is_an_error(read, strict):
     net = fp4graph.pack_frozen(reading(IN_FORWARD[read], strict))
     for _ in range(2):
         with pytest.raises(Error, match=OUTSIDE):
@@ -454,7 +455,7 @@ def test_unfreezing_beside_packed_weights_warns_once():
     assert "weight" not in net[4]._parameters
 
     net = packed()
-    for unfrozen in (copy.deepcopy(net), net):  # a copy has parameters of its own
+    for unfrozen in (copy.deepcopy(net), net):  # a copy warns about its own parameters
         unfrozen.requires_grad_(True)
         with pytest.warns(fp4graph.PolicyWarning, match=message):
             train(unfrozen)
@@ -473,7 +474,7 @@ def test_a_packed_model_is_pickled_with_its_bytes():
 @pytest.mark.parametrize(
     "convert", [nn.Module.half, nn.Module.bfloat16, lambda net: net.to(torch.float64)], ids=["half", "bfloat16", "to"]
 )
-def test_converting_a_packed_model_names_the_way(convert):
+def test_converting_a_packed_model_is_an_error_with_the_remedy(convert):
     net = packed(net=model().requires_grad_(False))
     message = r"0\.base_layer\.weight is packed as bytes of torch\.float32 and cannot become torch\.\w+; call "
     remedy = r"fp4graph\.unpack_frozen\(model\), convert the model, and call fp4graph\.pack_frozen"

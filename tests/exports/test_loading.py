@@ -1,4 +1,4 @@
-"""Checkpoints that ``fp4graph.load_quantized`` reads with a warning, and those that it names as wrong."""
+"""Checkpoints that ``fp4graph.load_quantized`` reads with a warning, and checkpoints that it refuses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from transformers.pytorch_utils import Conv1D
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from tests.exports.models import NVFP4, Tied, by_rule, policy
+from tests.helpers.steps import same
+from tests.helpers.training import applied
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
-OURS, MODELOPT = "compressed-tensors", "modelopt"
+CT, MODELOPT = "compressed-tensors", "modelopt"
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +28,10 @@ def written(tmp_path_factory):
     """A small model with one layer in NVFP4, in two layouts."""
     folder = tmp_path_factory.mktemp("written")
     data = by_rule(NVFP4, "tensor_scaling", match={"module": "inner"}, operands={"fprop.input": "keep"})
-    model = fp4graph.apply(Tied(), data, backend="eager")
+    model = applied(Tied(), data)
     with torch.no_grad():
         model(torch.arange(4))
-    for layout in (OURS, MODELOPT):
+    for layout in (CT, MODELOPT):
         fp4graph.export(model, folder / layout, format=layout)
     return folder
 
@@ -52,7 +54,7 @@ def load(folder, model=None):
     return fp4graph.load_quantized(Tied() if model is None else model, folder)
 
 
-def test_tied_weights_are_loaded_once_and_old_checkpoints_of_modelopt_say_it_in_another_file(small):
+def test_tied_weights_stay_tied_and_the_older_configuration_file_of_modelopt_is_read(small):
     model = load(small / MODELOPT)
     assert model.head.weight is model.embed.weight
     assert not torch.equal(model.inner.weight, Tied().inner.weight)
@@ -67,29 +69,29 @@ def test_tied_weights_are_loaded_once_and_old_checkpoints_of_modelopt_say_it_in_
         (torch.float16, 1e30, "2 weights"),  # infinite in a shorter dtype
     ],
 )
-def test_numbers_that_another_dtype_changes_are_said(dtype, factor, message, small):
+def test_numbers_that_the_dtype_of_the_model_changes_warn(dtype, factor, message, small):
     changed(small / MODELOPT, lambda tensors: tensors["embed.weight"].mul_(factor))
     with pytest.warns(PolicyWarning, match=message):
         load(small / MODELOPT, Tied().to(dtype))
 
 
-OF_OTHERS = ".*dequantized.*and apply"  # formats that are not ours, with the way out
+UNREAD = ".*dequantized.*and apply"  # the remedy for formats that load_quantized does not read
 METHODS = "not one of 'compressed-tensors', 'modelopt', 'mxfp4'"
 CONFIGURATIONS = [
-    (OURS, {"config_groups": ["a"]}, r"config_groups must be an object; got \['a'\]"),
-    (OURS, {"config_groups": {"group_0": 3}}, "config_groups of group_0 must be an object; got 3"),
-    (OURS, {"format": ["a"]}, r"format is \"\['a'\]\""),
-    (OURS, {"transform_config": "x"}, "transform_config must be an object; got 'x'"),
+    (CT, {"config_groups": ["a"]}, r"config_groups must be an object; got \['a'\]"),
+    (CT, {"config_groups": {"group_0": 3}}, "config_groups of group_0 must be an object; got 3"),
+    (CT, {"format": ["a"]}, r"format is \"\['a'\]\""),
+    (CT, {"transform_config": "x"}, "transform_config must be an object; got 'x'"),
     (MODELOPT, {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}, "quantized_layers must be an object"),
-    (MODELOPT, {"quant_method": "awq"}, f"quant_method is 'awq', {METHODS}{OF_OTHERS}"),
-    (MODELOPT, {"quant_algo": "FP8"}, f"quant_algo is 'FP8', not NVFP4 or W4A16_NVFP4{OF_OTHERS}"),
-    (OURS, {"format": "pack-quantized"}, f"format is 'pack-quantized', not mxfp4-pack-quantized{OF_OTHERS}"),
-    (OURS, {"transform_config": {"config_groups": {"u": {}}}}, f"transform_config changes the weights{OF_OTHERS}"),
+    (MODELOPT, {"quant_method": "awq"}, f"quant_method is 'awq', {METHODS}{UNREAD}"),
+    (MODELOPT, {"quant_algo": "FP8"}, f"quant_algo is 'FP8', not NVFP4 or W4A16_NVFP4{UNREAD}"),
+    (CT, {"format": "pack-quantized"}, f"format is 'pack-quantized', not mxfp4-pack-quantized{UNREAD}"),
+    (CT, {"transform_config": {"config_groups": {"u": {}}}}, f"transform_config changes the weights{UNREAD}"),
 ]
 
 
 @pytest.mark.parametrize(("layout", "values", "message"), CONFIGURATIONS, ids=[str(v) for _, v, _ in CONFIGURATIONS])
-def test_configurations_that_are_damaged_or_others_are_named(layout, values, message, small):
+def test_damaged_and_unread_configurations_are_named(layout, values, message, small):
     file = small / layout / "config.json"
     content = json.loads(file.read_text())
     content["quantization_config"] |= values
@@ -144,12 +146,12 @@ WRONG_TENSORS = {
 @pytest.mark.parametrize("wrong", WRONG_TENSORS)
 def test_wrong_tensors_are_named_with_their_file(wrong, small):
     change, message = WRONG_TENSORS[wrong]
-    changed(small / OURS, change)
+    changed(small / CT, change)
     model = Tied()
-    with pytest.raises(Error, match=rf"(?s){small / OURS}.*{message}"):
-        load(small / OURS, model)
+    with pytest.raises(Error, match=rf"(?s){small / CT}.*{message}"):
+        load(small / CT, model)
     if wrong != "NaN":
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), Tied().parameters(), strict=True))
+        assert same(model.parameters(), Tied().parameters())
 
 
 def sharded(folder):
@@ -164,8 +166,8 @@ def sharded(folder):
     return folder / "model-00002-of-00002.safetensors", index, names
 
 
-def test_shards_that_are_cut_off_or_lost(small):
-    folder = small / OURS
+def test_shards_that_are_cut_off_or_lost_are_named(small):
+    folder = small / CT
     expected = load(folder).inner.weight
     shard, index, names = sharded(folder)
     assert torch.equal(expected, load(folder).inner.weight)
@@ -187,10 +189,10 @@ def test_shards_that_are_cut_off_or_lost(small):
         load(folder)
 
 
-def test_folders_that_hold_no_checkpoint(small):
-    (small / OURS / "config.json").write_text("{}")  # of a plain one
+def test_folders_without_a_quantized_checkpoint_are_named(small):
+    (small / CT / "config.json").write_text("{}")  # as of a checkpoint in high precision
     with pytest.raises(Error, match=r"config\.json: has no quantization_config.*with its own library"):
-        load(small / OURS)
+        load(small / CT)
     with pytest.raises(Error, match="nowhere is not a folder"):
         load(small / "nowhere")
     folder = shutil.copytree(small / MODELOPT, small / "copy")
@@ -202,10 +204,9 @@ def test_folders_that_hold_no_checkpoint(small):
         load(folder)
 
 
-def test_models_that_cannot_be_filled(small):
-    applied = fp4graph.apply(nn.Linear(64, 64), policy(match={"op": "linear"}), backend="eager")
+def test_models_that_cannot_be_filled_are_named(small):
     with pytest.raises(Error, match=r"takes a plain model; call it before fp4graph\.apply"):
-        load(small / MODELOPT, applied)
+        load(small / MODELOPT, applied(nn.Linear(64, 64), policy(match={"op": "linear"})))
     with torch.device("meta"):
         model = Tied()
     with pytest.raises(Error, match=r"'embed\.weight', which has no data \(device meta\)"):
@@ -213,4 +214,4 @@ def test_models_that_cannot_be_filled(small):
     model = Tied()
     model.inner = Conv1D(64, 64)  # a square matrix would fit either way round
     with pytest.raises(Error, match=r"'inner\.weight_packed' is \[out, in\], but inner\.weight belongs to a Conv1D"):
-        load(small / OURS, model)
+        load(small / CT, model)

@@ -1,6 +1,6 @@
-"""What vLLM, SGLang and TensorRT-LLM multiply with after they load an export, held to an eval forward of the engine.
+"""What vLLM, SGLang and TensorRT-LLM multiply after they load an export, compared with an eval forward.
 
-``docs/servers.md`` has the results as a table, which the first test computes again, cell by cell.
+``docs/servers.md`` has the results as a table; test_the_table_of_the_page computes each cell again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
 from fp4graph.technique.operands import Operand
-from tests.exports.models import MXFP4, NVFP4, TOKENS, _of, llama, mixture, multiplied, policy, recorded, trained
+from tests.exports.models import (
+    MXFP4,
+    NVFP4,
+    TOKENS,
+    from_config,
+    llama,
+    mixture,
+    multiplied,
+    policy,
+    recorded,
+    trained,
+)
 from tests.helpers.mixtures import SIZES
 
 pytest.importorskip("compressed_tensors")
@@ -40,7 +51,7 @@ moe = partial(mixture, "Qwen3-MoE", num_hidden_layers=1)
 
 
 def qwen3() -> Any:
-    return _of(transformers.Qwen3Config(**SIZES | {"num_hidden_layers": 1, "head_dim": 16}))
+    return from_config(transformers.Qwen3Config(**SIZES | {"num_hidden_layers": 1, "head_dim": 16}))
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ CASES = [
 
 
 class Exported:
-    """An export of a trained model, and what its eval forward multiplies with."""
+    """An export of a trained model, and the operands that its eval forward multiplies."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.folder, self.layout, model = folder, case.layout, trained(case.make(), case.under, 1)
@@ -82,14 +93,14 @@ class Exported:
         fp4graph.export(model, folder, format=case.layout, **case.options)
 
     def weight(self, layer: Any) -> np.ndarray:
-        """Return the weight of a server's layer, of our eval forward."""
+        """Return the weight that the eval forward multiplies at a server's layer."""
         owner, _, last = layer.name.rpartition(".")
         if last in ("w13", "w2"):
             return self.weights[f"{owner}.{'gate_up_proj' if last == 'w13' else 'down_proj'}"]
         return np.concatenate([self.weights[f"{module}.weight"] for module in layer.modules])
 
     def input(self, layer: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the activations of a server's layer, as given and as multiplied in our eval forward."""
+        """Return the eval forward's activations at a server's layer, before and after their quantizer."""
         owner, _, last = layer.name.rpartition(".")
         given, multiplied_with = self.inputs[{"w13": owner, "w2": f"{owner}#1"}.get(last, layer.modules[0])]
         return given.numpy(), multiplied_with.numpy()
@@ -97,7 +108,7 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Return the export of the first case of this name and, if it is given, layout."""
+    """Return a function that returns the export of the first case with a name and, if it is given, a layout."""
 
     @cache
     def export(index):
@@ -110,7 +121,7 @@ def made(tmp_path_factory):
 
 
 def cell(export: Exported, server: str) -> str:
-    """Return what the page says of an export and a server."""
+    """Return the cell of the page's table for an export and a server."""
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -171,8 +182,8 @@ def test_the_table_of_the_page(name, layout, made):
         ("Llama, NVFP4, `own`", "sglang", "weight_scale_2"),
     ],
 )
-def test_without_sharing_only_one_sibling_is_right(name, server, key, made):
-    """The others are off by the quotient of the tensor scales: the largest stored number serves for all."""
+def test_without_sharing_servers_read_only_one_sibling_right(name, server, key, made):
+    """Servers read the largest stored number for all, so the others are wrong by the quotient of the numbers."""
     export = made(name)
     stored = load_file(export.folder / "model.safetensors")
     layer = read(export.folder, server)["model.layers.0.self_attn.qkv_proj"]
@@ -188,7 +199,7 @@ def test_without_sharing_only_one_sibling_is_right(name, server, key, made):
 
 
 def test_codes_and_scales_by_their_definition():
-    """Each code of E2M1 under each scale, by another library's formats."""
+    """Every code of E2M1 times every scale, by the formats of ml_dtypes."""
     codes = (np.arange(16) | np.arange(16) << 4).astype(np.uint8).repeat(8).reshape(16, 8)
     for scale, kind, block in ((ml_dtypes.float8_e4m3fn, "nvfp4", 16), (ml_dtypes.float8_e8m0fnu, "mxfp4", 32)):
         scales = np.arange(256, dtype=np.uint8).reshape(16, 16)
@@ -203,7 +214,7 @@ def test_codes_and_scales_by_their_definition():
 
 
 def test_activations_by_their_definition():
-    """Random values and all midpoints, in blocks from subnormal scales to the largest, by another library's formats."""
+    """Random values and all midpoints, in blocks from subnormal scales to the largest, by the formats of ml_dtypes."""
     rng = np.random.default_rng(0)
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6]
     blocks = np.concatenate([[ties], rng.standard_normal((64, 16))])
@@ -223,11 +234,11 @@ def test_activations_by_their_definition():
 
 
 def checkpoint(layout: str, scales: Any, names: Any = ("q_proj",), inputs: Any = None, kind: str = "nvfp4") -> Any:
-    """Return tensors and ``config.json`` of modules with these tensor scales, as stored, and constants of activations.
+    """Return tensors and ``config.json`` of the modules ``names``.
 
     Args:
-        names: of the modules.
-        scales: one for each module.
+        scales: the tensor scale of each module, as the layout stores it.
+        inputs: the constant of each module's activations; None quantizes weights alone.
     """
     rng, tensors, last, scale, constant = np.random.default_rng(0), {}, "weight", "weight_scale_2", "input_scale"
     if layout == CT:
@@ -252,7 +263,7 @@ def checkpoint(layout: str, scales: Any, names: Any = ("q_proj",), inputs: Any =
 PAIR = ["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.1.gate_proj", "mlp.experts.1.up_proj"]
 LINEAR = ["q_proj", "k_proj", "v_proj"]
 SAME, CONSTANTS = "its modules have different tensor scales", [0.5, 0.5, 0.25, 0.25]
-#: Layout, modules, tensor scales as stored, constants of activations; by server, γ and the constant, or the refusal.
+#: The arguments of checkpoint(), and by server its γ and constant of activations, or the text of its refusal.
 RULES = {
     "linear in modelopt's layout": (
         (MODELOPT, LINEAR, [2, 4, 1], [1, 2, 4]),
@@ -300,13 +311,13 @@ def test_which_scale_a_server_takes(name, server):
         (layer,) = fuse(tensors, config, server).values()
     assert (layer.multiplier.tolist(), layer.activations.scale) == expected
     assert layer.name == ("qkv_proj" if names is LINEAR else "mlp.experts.w13")
-    # SGLang takes the largest of a linear without a word if activations are quantized.
+    # If activations are quantized, SGLang takes the largest scale of a linear without a warning.
     silent = server == "sglang" and names is LINEAR and inputs is not None
     assert len(heard) == (not silent and scales != [2, 2, 8, 8])
 
 
-def test_torch_tensors_in_memory():
-    """A trainer hands over its packed weights without a file."""
+def test_tensors_of_torch_are_fused_as_arrays_are():
+    """A trainer may pass its packed weights without a file."""
     tensors, config = checkpoint(MODELOPT, [2, 2, 2], LINEAR)
     held = {name: torch.from_numpy(array) for name, array in tensors.items()}
     for name in LINEAR:
@@ -315,7 +326,7 @@ def test_torch_tensors_in_memory():
     np.testing.assert_array_equal(layer.dequantized(), other.dequantized())
 
 
-#: Checkpoints that no server loads, and why.
+#: Checkpoints that no server loads: the layout, a change of the checkpoint, and the reason.
 REFUSED = {
     "method": (MODELOPT, lambda t, c: c.update(quant_method="awq"), "quant_method 'awq'"),
     "algorithm": (MODELOPT, lambda t, c: c.update(quant_algo="FP8"), "quant_algo 'FP8'"),
@@ -351,8 +362,8 @@ def test_a_layer_without_siblings_keeps_its_name():
 
 
 @pytest.mark.slow
-def test_the_older_file_of_modelopt(made, tmp_path):
-    """``hf_quant_config.json`` alone says the same."""
+def test_the_older_configuration_file_of_modelopt_is_read(made, tmp_path):
+    """``hf_quant_config.json`` has the settings that ``config.json`` lacks."""
     folder = made("Qwen3, `nvfp4-w4a16`").folder
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())

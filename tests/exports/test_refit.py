@@ -1,4 +1,4 @@
-"""Packed matrices for a server: decoded by ml_dtypes, they are what an eval forward multiplies."""
+"""Packed matrices for a server: decoded by ml_dtypes, they equal the weights that an eval forward multiplies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ import fp4graph
 from fp4graph.exports import ExportError
 from fp4graph.exports.refit import PackedMatrix
 from fp4graph.graph.siblings import SIBLINGS
-from tests.exports.models import MXFP4, NVFP4, TOKENS, by_rule, llama, mixture, multiplied, policy, trained
+from tests.exports.models import MXFP4, NVFP4, TOKENS, by_rule, e2m1, llama, mixture, multiplied, policy, trained
 
 W4A16 = "nvfp4-w4a16"
 WEIGHTS_ALONE = by_rule(MXFP4, operands={"fprop.input": "keep"})
 
 
 def decoded(matrix: PackedMatrix) -> np.ndarray:
-    """Return the values of a matrix, in float64 and rounded once to fp32."""
-    codes = matrix.codes.numpy()
-    elements = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(ml_dtypes.float4_e2m1fn)
+    """Return the values of a matrix: products in float64, rounded to fp32 before and after γ."""
+    elements = e2m1(matrix.codes.numpy())
     kind = ml_dtypes.float8_e8m0fnu if matrix.global_scale is None else ml_dtypes.float8_e4m3fn
     scales = matrix.scales.view(torch.uint8).numpy().view(kind).astype(np.float64)
     block = elements.shape[1] // scales.shape[1]
-    products = (elements.astype(np.float64) * np.repeat(scales, block, -1)).astype(np.float32)
+    products = (elements * np.repeat(scales, block, -1)).astype(np.float32)
     gamma = 1.0 if matrix.global_scale is None else matrix.global_scale.item()
     return (products.astype(np.float64) * gamma).astype(np.float32)
 
@@ -42,7 +41,7 @@ def names(model: Any, **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     "under", [W4A16, "nvfp4-qad-lsq", policy(MXFP4), policy(NVFP4)], ids=["shared", "learned", "mxfp4", "without γ"]
 )
-def test_a_llama_as_its_forward_multiplies(under):
+def test_decoded_matrices_are_the_weights_of_an_eval_forward(under):
     model = trained(llama(), under)
     weights = multiplied(model)
     packed = list(fp4graph.packed_weights(model))
@@ -65,7 +64,7 @@ def test_each_expert_has_a_name():
 
 
 @pytest.mark.slow
-def test_only_what_changed():
+def test_only_changed_matrices_are_sent_again():
     model, sent = trained(llama(), W4A16), dict[str, bytes]()
     everything = names(model, sent=sent)
     assert names(model, sent=sent) == []
@@ -77,7 +76,7 @@ def test_only_what_changed():
     expected = [*(f"{first}.{name}_proj" for name in "qkv"), second]
     for matrix in fp4graph.packed_weights(model, sent=sent):
         assert matrix.name == expected[0]
-        break  # the transfer failed: the matrix does not count as sent
+        break  # as if the transfer failed: the matrix does not count as sent
     assert names(model, sent=sent) == expected
     assert sent.keys() == {*everything}
 
@@ -100,7 +99,7 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
 
 @pytest.mark.slow
 def test_under_autocast_siblings_share_the_maximum_of_weights_in_bf16():
-    """Of many weights, some of which bf16 rounds up and some down; the export agrees."""
+    """bf16 rounds some of the many maxima up and some down."""
     model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(TOKENS)
@@ -138,7 +137,7 @@ def test_weights_without_a_product_are_named_and_adapters_refused():
 
 
 @pytest.mark.slow
-def test_bad_input():
+def test_wrong_calls_are_named():
     with pytest.raises(fp4graph.Error, match="did you mean 'refuse'"):
         fp4graph.packed_weights(llama(), sibling_scales="refuses")
     with pytest.raises(fp4graph.Error, match="apply"):

@@ -1,4 +1,4 @@
-"""What cannot be exported is an error with the weight, its rule and a remedy, and leaves nothing behind."""
+"""An export that is refused names the weight, its rule and a remedy, and leaves no file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import fp4graph
 from fp4graph.errors import Error
 from fp4graph.exports import ExportError
 from tests.exports.models import MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
+from tests.helpers.training import applied
 
 pytest.importorskip("compressed_tensors")
 X = torch.randn(4, 64)
@@ -30,9 +31,8 @@ class Net(nn.Module):
 
 
 def called(model, data, x):
-    fp4graph.apply(model, data, backend="eager").eval()
     with torch.no_grad():
-        model(x)
+        applied(model, data).eval()(x)
     return model
 
 
@@ -49,7 +49,7 @@ def not_finite():
 
 
 def computed(change):
-    """Its layer would be served in high precision, beside the others in FP4."""
+    """Return a net with a computed weight; exported, its layer would be in high precision beside others in FP4."""
     net = Net()
     change(net.inner)
     return called(net, "mxfp4", X)
@@ -65,7 +65,7 @@ def conv1d(*data, **rule):
 
 ACTIVATIONS = partial(under, MXFP4, operands={"fprop.input": {"element": "e4m3"}})
 OF_WEIGHTS = {"operands": ["fprop.weight"]}
-#: Nets whose inner layer is quantized in a way that its format cannot say, with what is said.
+#: Nets whose inner layer has a quantizer that no format describes, and the error's text.
 INEXPRESSIBLE = {
     "element": (partial(under, MXFP4 | {"element": "int4"}), "int4, block 32.*neither MXFP4"),
     "elements": (partial(under, NVFP4 | {"element": ["e2m1", "int4"]}), r"e2m1\|int4, block 16.*neither MXFP4"),
@@ -91,7 +91,7 @@ INEXPRESSIBLE = {
 
 
 def assert_refused(make, folder, message, error=ExportError, **options):
-    """Export what ``make()`` returns: an error, and no file."""
+    """Export the model of ``make()``: there is an error, and no file."""
     model = make()
     with pytest.raises(error, match=message):
         fp4graph.export(model, folder / "out", **options)
@@ -108,7 +108,7 @@ GROUPED = {"match": {"op": "grouped"}}
 CONV1D = r"h\.0\.attn\.c_\w+\.weight, .*\[in, out\].*Conv1D.*[kK]eep such layers in high precision"
 COMPUTED = r"^cannot export inner, .*computed in the forward.*remove_parametrizations"
 MX, IN_MODELOPT, IN_GPT_OSS = partial(under, MXFP4), {"format": "modelopt"}, {"format": "gpt-oss"}
-#: Models, options of the export, and what is said of a weight.
+#: Models, options of export(), and the text of the error about a weight.
 WEIGHTS = {
     "MXFP4 in modelopt": (MX, IN_MODELOPT, r"rule 'the rule' .*do not support MXFP4.*compressed-tensors"),
     "linear in gpt-oss": (MX, IN_GPT_OSS, r"rule 'the rule' .*only the experts of GPT-OSS.*compressed-tensors"),
@@ -140,7 +140,7 @@ CALLS = {
     "unknown format": (MX, {"format": "modelop"}, r"unknown export format 'modelop'.*modelopt"),
     "unknown scales": (MX, {"sibling_scales": "shared"}, "unknown sibling_scales 'shared'; did you mean 'share'"),
     "not called": (
-        lambda: fp4graph.apply(Net(), "tetrajet", backend="eager"),
+        lambda: applied(Net(), "tetrajet"),
         {},
         r"has not been called since the policy was applied or.*call it once",
     ),
@@ -153,13 +153,12 @@ SLOW = dict.fromkeys(("conv1d", "square conv1d"), pytest.mark.slow) | dict.fromk
 
 
 @pytest.mark.parametrize("wrong", [pytest.param(name, marks=SLOW.get(name, ())) for name in (*WEIGHTS, *CALLS)])
-def test_weights_and_calls_that_are_wrong(wrong, tmp_path):
+def test_wrong_weights_and_calls_are_refused(wrong, tmp_path):
     make, options, message = (WEIGHTS | CALLS)[wrong]
     assert_refused(make, tmp_path, message, Error if wrong in CALLS else ExportError, **options)
 
 
-def test_what_is_no_hindrance(tmp_path):
-    """Activations that nobody knows are left out on request; rotations in the backward do not matter."""
+def test_unsupported_activations_can_be_left_out_and_rotations_in_the_backward_are_accepted(tmp_path):
     fp4graph.export(ACTIVATIONS(), tmp_path / "out", activations=False)
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     fp4graph.export(under(MXFP4, {"hadamard": {"scope": "backward"}}), tmp_path / "other")
@@ -188,8 +187,8 @@ def test_an_interruption_or_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         assert_refused(MX, tmp_path, message, error)
 
 
-def test_a_phase_that_no_forward_has_shown(tmp_path):
-    """The second phase keeps everything: what the first forward multiplied with is no longer what the next one will."""
+def test_a_phase_without_a_forward_is_refused(tmp_path):
+    """The second phase keeps every site, so the next forward does not multiply the weights of the first."""
     phases = [{"at": 1, "rules": [], "default": "keep"}]
     model = called(Net(), by_rule(MXFP4, match={"module": "inner"}) | {"phases": phases}, X)
     fp4graph.export(model, tmp_path / "first")

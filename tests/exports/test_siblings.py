@@ -1,4 +1,4 @@
-"""Tensor scales of matrices that servers fuse, held to float64 arithmetic on the bytes of an export without sharing."""
+"""Tensor scales of matrices that servers fuse, compared with float64 arithmetic on an export without sharing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_scales_that_differ_are_refused_by_name(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shared_scale_is_read_as_float64_says(tmp_path, capsys):
+def test_a_shared_scale_is_read_as_float64_computes_it(tmp_path, capsys):
     model = applied(SCALED)
     fp4graph.export(model, tmp_path / "own", format="modelopt", sibling_scales="own")
     assert capsys.readouterr().out == ""
@@ -100,8 +100,8 @@ def test_a_shared_scale_is_read_as_float64_says(tmp_path, capsys):
     assert all(map(np.array_equal, untouched, again))
 
 
-def test_zeros_have_no_say_in_the_shared_scale(tmp_path):
-    """γ of a matrix of zeros is 1, under which the others would vanish."""
+def test_a_matrix_of_zeros_does_not_change_the_shared_scale(tmp_path):
+    """γ of a matrix of zeros is 1; under this γ the others would become zeros too."""
     model = net()
     nn.init.zeros_(model.attn.v_proj.weight)
     fp4graph.export(applied(SCALED, model=model), tmp_path / "out", format="modelopt", sibling_scales="share")
@@ -114,7 +114,7 @@ def test_zeros_have_no_say_in_the_shared_scale(tmp_path):
 
 @pytest.mark.slow
 def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path):
-    """Its γ of 1 would make zeros of the others: S·γ is below the smallest E4M3 number."""
+    """The sibling's γ is 1; under it the others would become zeros: S·γ is below the smallest E4M3 number."""
     model = applied(PLAIN | {"match": {"module": "attn.q_proj"}}, SCALED)
     model.attn.v_proj.weight.data.copy_(net().attn.v_proj.weight * 50_000)  # as large as q_proj's
     fp4graph.export(model, tmp_path / "out", sibling_scales="share")
@@ -125,7 +125,7 @@ def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path
 
 @pytest.mark.slow
 def test_constants_of_activations_are_shared(tmp_path):
-    """The largest magnitude of the input, over κ; q_proj's is half of the others'."""
+    """A constant is the amax of the input over κ, and q_proj's κ is half of the others'."""
     scaling = {"operands": ["fprop.input"]}
     halved, whole = ({"tensor_scaling": scaling | target} for target in ({"target": 224}, {}))
     model = applied(
@@ -143,7 +143,7 @@ def test_constants_of_activations_are_shared(tmp_path):
 
 
 @pytest.mark.slow
-def test_formats_without_a_tensor_scale_are_not_concerned(tmp_path):
+def test_formats_without_a_tensor_scale_write_no_record_of_siblings(tmp_path):
     for name, spec in {"mxfp4": MXFP4, "nvfp4": NVFP4}.items():
         fp4graph.export(applied(PLAIN | {"quantize": spec}), tmp_path / name)
         assert sorted(os.listdir(tmp_path / name)) == ["config.json", "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Exports hold the values that fprop multiplies with: by our reader, by others, and by a layout's definition."""
+"""Exports hold the values that fprop multiplies, as read by fp4graph, by other libraries and by definition."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of_two_kinds() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """An export: of which model, policy and layout, and of how many weights in FP4."""
+    """An export: its model, policy and layout, and the number of its weights in FP4."""
 
     kind: str
     under: Any
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def inverse(self) -> bool:
-        """Whether the layout has 1/γ. The inverse of the rounded inverse is γ but for an ulp."""
+        """Whether the layout stores 1/γ, whose inverse may differ from γ by an ulp."""
         return self.gamma and self.layout == "compressed-tensors"
 
 
@@ -89,7 +89,7 @@ QUICK = (*VISION, "mxfp4 llama")
 
 
 def cases(*names: str, steps: tuple[int, ...] = (2,), quick: tuple[str, ...] = QUICK) -> Any:
-    """Parametrize by these cases or all, those outside of ``quick``, and trainings of 50 steps, for the long run."""
+    """Parametrize by these cases, or by all. Cases outside of ``quick``, and trainings of 50 steps, are ``long``."""
     marks = {name: () if name in quick else pytest.mark.long for name in names or CASES}
     found = [pytest.param(name, 2, marks=mark, id=name) for name, mark in marks.items()]
     if 50 in steps:
@@ -98,7 +98,7 @@ def cases(*names: str, steps: tuple[int, ...] = (2,), quick: tuple[str, ...] = Q
 
 
 class Exported:
-    """A trained model, its folder, what fprop multiplies with, and all that a plain model would hold of it."""
+    """A trained model, its export, the weights that fprop multiplies, and the state that a reader should get."""
 
     def __init__(self, case: Case, steps: int, folder: Any) -> None:
         self.model, self.folder = trained(MODELS[case.kind](), case.under, steps), folder
@@ -115,7 +115,7 @@ def made(tmp_path_factory):
 
 
 def loaded(name, folder):
-    """Load an export into a model as a user makes it: of another initialization."""
+    """Load an export into a model with other initial weights."""
     model = MODELS[CASES[name].kind]()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,7 +124,7 @@ def loaded(name, folder):
 
 
 @cases(steps=(2, 50))
-def test_our_reader(name, steps, made):
+def test_load_quantized_gives_the_values_of_fprop(name, steps, made):
     case, export = CASES[name], made(name, steps)
     assert len(export.weights) == case.weights
     values = loaded(name, export.folder).state_dict()
@@ -145,7 +145,7 @@ def test_a_training_goes_on_from_what_is_read(name, steps, made):
     trained(model, case.under, 1)
 
 
-# ---------------------------------------------------------------------- other people's readers
+# ---------------------------------------------------------------------- readers of other libraries
 
 
 def plain_folder(folder):
@@ -173,7 +173,7 @@ def by_transformers(name, folder):
 
 @cache
 def by_others(name, folder):
-    """Return a model with the values of others' readers: of the library where transformers has no use for it."""
+    """Return a model as transformers reads it; where transformers cannot, compressed-tensors dequantizes the export."""
     case = CASES[name]
     if case.kind == "vit":
         model = MODELS["vit"]()
@@ -183,9 +183,9 @@ def by_others(name, folder):
 
 
 @cases(*(name for name, case in CASES.items() if case.layout != "modelopt"), steps=(2, 50))
-def test_their_readers(name, steps, made):
-    """To the bit; γ is dequantized to bf16, which holds 8 bits: a weight is off by 2^-9 of itself, or 2^-8 with the
-    roundings of γ and its inverse before."""
+def test_readers_of_other_libraries_give_the_values_of_fprop(name, steps, made):
+    """Values without γ are equal to the bit. Values with γ are dequantized to bf16, which rounds by 2^-9 of the value;
+    the roundings of γ and of its inverse before make it 2^-8 at most."""
     case, export = CASES[name], made(name, steps)
     values = by_others(name, export.folder).state_dict()
     assert export.weights.keys() <= values.keys()
@@ -204,9 +204,9 @@ def with_activations(reader, under):
 
 
 @cases("mxfp4 llama", "mxfp4 moe", "nvfp4 llama", "nvfp4 moe", steps=(2, 50))
-def test_the_logits_are_those_of_our_eval_forward(name, steps, made):
-    """Of NVFP4 but for bf16. Activations are rounded to FP4 after every layer, which amplifies an ulp: no more than
-    three times what any other change of the weights by 2^-9 comes to."""
+def test_the_logits_are_those_of_an_eval_forward(name, steps, made):
+    """In MXFP4 they are equal. In NVFP4 the reader has weights in bf16, and activations rounded to FP4 after every layer
+    amplify the difference; the bound is three times the effect of changing every weight by 2^-9."""
     case, export, bound = CASES[name], made(name, steps), 0.0
     if case.gamma:
         changed, generator = MODELS[case.kind](), torch.Generator().manual_seed(1)
@@ -220,9 +220,9 @@ def test_the_logits_are_those_of_our_eval_forward(name, steps, made):
 
 
 @cases("weights alone", "weights alone, γ", "gpt-oss", "conv1d")
-def test_weights_alone_give_the_logits_of_our_eval_forward(name, steps, made):
-    """Weights rounded to bf16 are off by 2^-9 of themselves; some of it cancels in sums. Where all is in bf16, every
-    activation of three blocks is rounded too."""
+def test_weights_alone_give_the_logits_of_an_eval_forward(name, steps, made):
+    """Rounding weights to bf16 changes them by 2^-9 of their values; some of this cancels in sums. A model in bf16 also
+    rounds every activation of three blocks."""
     export = made(name, steps)
     y, largest = logits(by_transformers(name, export.folder)), export.logits.abs().max().item()
     assert CASES[name].gamma or torch.equal(y, export.logits)
@@ -237,7 +237,7 @@ def test_weights_alone_give_the_logits_of_our_eval_forward(name, steps, made):
 
 
 def matrices(key, weight):
-    """Return the matrices of a parameter by the names of ModelOpt, which has each expert's apart."""
+    """Return the matrices of a parameter by their names in ModelOpt's layout, which names those of each expert."""
     module, _, name = key.rpartition(".")
     if not module.endswith("experts"):
         return {module: weight}
@@ -248,7 +248,7 @@ def matrices(key, weight):
 
 @cases("modelopt vit", "modelopt llama", "modelopt moe", steps=(2, 50))
 def test_modelopts_bytes_by_their_definition(name, steps, made):
-    """Element · weight_scale · weight_scale_2, in float64 by another library's FP4, rounded to fp32."""
+    """A weight is element · weight_scale · weight_scale_2, computed in float64 from ml_dtypes' formats."""
     export = made(name, steps)
     for key, weight in export.weights.items():
         for module, matrix in matrices(key, weight).items():
@@ -297,7 +297,7 @@ def test_shards_and_configurations_of_the_other_layouts(made, tmp_path):
     assert config["quant_method"] == "mxfp4"
     assert "model.layers.0.mlp.experts" in config["modules_to_not_convert"]
     assert "model.layers.1.mlp.experts" not in config["modules_to_not_convert"]
-    # A model that was read is saved as a plain one.
+    # save_pretrained() of a loaded model writes a plain checkpoint.
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     fp4graph.load_quantized(model, folder).save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
@@ -305,7 +305,7 @@ def test_shards_and_configurations_of_the_other_layouts(made, tmp_path):
 
 @pytest.mark.long
 def test_one_projection_in_bf16_leaves_the_other_experts_exact(made, tmp_path):
-    """It shares a tensor of the model with them, and comes first."""
+    """In the model, the projection is the first part of a tensor that holds all experts."""
     folder = shutil.copytree(made("modelopt moe").folder, tmp_path / "out")
     whole = loaded("modelopt moe", folder).state_dict()
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.experts.0.gate_proj"

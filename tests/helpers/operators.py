@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def check_declaration(name: str, arguments: tuple[Any, ...]) -> None:
-    """Check the schema and the fake of an operator, and the strides of all results; opcheck compares only those of dense
-    results."""
+    """Check an operator's schema and fake, and the strides of all results; opcheck compares only dense ones."""
     operator = getattr(torch.ops.fp4graph, name).default
     torch.library.opcheck(operator, arguments)
     real = operator(*arguments)

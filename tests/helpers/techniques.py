@@ -17,7 +17,7 @@ _KINDS = {stage: kind for kind in KINDS for stage in kind.stages} | {"observe": 
 def technique(
     called: str, operands: frozenset[Operand] = FPROP, state: Iterable[StateEntry] = (), **members: Any
 ) -> type[Technique]:
-    """Return a technique ``called`` so, with ``members`` as methods and fields of its parts, which act on ``operands``."""
+    """Return a technique of that name; ``members`` are methods and fields of its parts, which act on ``operands``."""
     kinds: dict[type[Part], dict[str, Any]] = {}
     for stage in _KINDS.keys() & members.keys():
         kinds.setdefault(_KINDS[stage], {})[stage] = members.pop(stage)
