@@ -117,8 +117,8 @@ def trained(model: Any, under: Any, steps: int = 2) -> Any:
 @operation_by_operation()
 @torch.no_grad()
 def recorded(model: Any, operand: Operand) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return ``operand`` of an eval forward, before and after its quantizer, by site in order; sites whose weight is not
-    quantized are left out."""
+    """Return ``operand`` of an eval forward, before and after its quantizer, by site in order, where the weight is
+    quantized."""
     found = {}
 
     def record(site: str, left: Any, right: Any) -> None:

@@ -205,7 +205,7 @@ def with_activations(reader, under):
 
 @cases("mxfp4 llama", "mxfp4 moe", "nvfp4 llama", "nvfp4 moe", steps=(2, 50))
 def test_the_logits_are_those_of_an_eval_forward(name, steps, made):
-    """In MXFP4 they are equal. In NVFP4 the reader has weights in bf16, and activations rounded to FP4 after every layer
+    """In MXFP4 they are equal. In NVFP4 the reader's weights are bf16, and activations rounded to FP4 after every layer
     amplify the difference; the bound is three times the effect of changing every weight by 2^-9."""
     case, export, bound = CASES[name], made(name, steps), 0.0
     if case.gamma:

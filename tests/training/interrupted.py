@@ -1,7 +1,7 @@
 """Trains 2k steps in one process, or the last k of them from a checkpoint: ``interrupted.py BACKEND whole|rest DIR``.
 
 For each recipe the whole run leaves ``NAME.checkpoint`` after k steps and ``NAME.end``; the rest reads the former and
-writes ``NAME.resumed``. An end is losses, parameters, and all state of model, optimizer and scaler.
+writes ``NAME.resumed``. Both ends hold losses and the state of model, optimizer, scheduler and scaler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECIPES: dict[str, tuple[str, list[Any]]] = {
 
 
 def train(name: str, backend: str, saved: dict[str, Any] | None, steps: range) -> tuple[dict[str, Any], Any]:
-    """State after ``steps``, and after the first half of them."""
+    """Return the state after ``steps``, and of a whole run the state after its first half."""
     torch._dynamo.reset()
     base, techniques = RECIPES[name]
     recipe = {"version": 1, "name": name, "extends": base, "techniques": techniques} if techniques else base

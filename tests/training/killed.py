@@ -1,8 +1,9 @@
 """A training that is killed again and again, for test_checkpoint.py: python killed.py FOLDER KILLS.
 
 This process imports everything once and forks a child for each life of the training; each is killed by SIGKILL from
-here. Half of the children die some time between two steps or in one. The others stop in the middle of a save, say so,
-and wait for the kill, so that it meets the save however busy the machine is. The last child is let be.
+here. Half of the children are killed at a random moment, in a step or between two. The others stop in the middle of a
+save, report it, and wait for the kill, so that the kill hits the save however busy the machine is. The last child is
+not killed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ POLICY = fp4graph.load_policy("tetrajet-qema")
 
 
 def train(path: Path, report: int) -> None:
-    """Train to the end from wherever ``path`` is; a byte to ``report`` before each step."""
+    """Train to the end, from the checkpoint ``path`` if it exists; write a byte to ``report`` before each step."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -46,7 +47,7 @@ def train(path: Path, report: int) -> None:
     losses: list[float] = checkpoint.load(path, model, optimizer, **parts)["losses"] if path.exists() else []
     for _ in range(len(losses), STEPS):
         os.write(report, b".")
-        # All three generators decide what is trained on.
+        # The data depends on all three generators.
         x = torch.randn(16, 64) * random.uniform(0.5, 2.0) + float(np.random.randn())
         loss = (model(x) - x).square().mean()
         optimizer.zero_grad()
@@ -60,7 +61,7 @@ def train(path: Path, report: int) -> None:
 
 @dataclass
 class Stopping:
-    """The file of a save, which ``stop`` is called in: at its n-th write, or at its end if there are fewer."""
+    """The file of a save; its ``writes``-th write calls ``stop``."""
 
     file: BinaryIO
     writes: int
@@ -77,7 +78,7 @@ class Stopping:
 
 
 def stop_in_a_save(report: int, saves: int, writes: int) -> None:
-    """Have this process stop at that write of that save, and say so by an "!" to ``report``."""
+    """Let this process write "!" to ``report`` and stop, at that write of that save or after the last write."""
     replacing = checkpoint.replacing
 
     def stop() -> None:
@@ -98,7 +99,7 @@ def stop_in_a_save(report: int, saves: int, writes: int) -> None:
 
 
 def live(path: Path, stops_at: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Fork a child that trains, to its end or to a write of a save: (its pid, where it reports its steps)."""
+    """Fork a child that trains to its end, or stops in a save; return its pid and the end of the pipe with reports."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -118,7 +119,7 @@ def live(path: Path, stops_at: tuple[int, int] | None = None) -> tuple[int, int]
 
 
 def finish(path: Path) -> None:
-    """A life to the end."""
+    """Let a child train to the end."""
     pid, reader = live(path)
     while os.read(reader, 4096):
         pass
@@ -128,7 +129,7 @@ def finish(path: Path) -> None:
 
 
 def kill_one(path: Path, chance: random.Random, while_saving: bool) -> dict[str, object]:
-    """A life that ends at a random moment."""
+    """Kill a child at a random moment, and return what the kill left."""
     if while_saving:
         pid, reader = live(path, (chance.randint(3, 6), chance.choice([1, 2, 3, 5, 8, 13, 1000])))
         while os.read(reader, 1) == b".":

@@ -1,6 +1,6 @@
 """A training on several processes that goes on from a checkpoint: ``run_ranks(python("ranks.py", FOLDER), FOLDER)``.
 
-Each process checks for itself that its second half is the same either way, and leaves what it was.
+Each process checks that its second half is the same from the checkpoint, and writes its tensors after the first half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4graph.training import checkpoint
 from tests.helpers.processes import PARTNER, rendezvous
 from tests.helpers.steps import Blocks, descend
 
-#: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
+#: Held tensor scales depend on the operands of each process, so this state differs from rank to rank.
 HELD = {"version": 1, "name": "held", "extends": "ue5m3-d50", "techniques": [{"tensor_scaling": {"hold_steps": 5}}]}
 
 
@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the state dict, this process's part where it is sharded."""
+    """Return copies of the tensors of the state dict; of sharded ones, this process's part."""
     entries = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     return {key: getattr(value, "_local_tensor", value).clone() for key, value in entries.items()}
 
@@ -61,12 +61,12 @@ def main(folder: Path, sharded: bool) -> None:
     before = tensors(model)
     expected = train(model, optimizer, 3)
 
-    other, its = make(sharded)
-    # A rank that finds its copy missing stops all of them, before any has loaded anything.
+    other, its_optimizer = make(sharded)
+    # If the file of one rank is missing, all ranks stop before any has loaded anything.
     with pytest.raises(fp4graph.Error, match="there is no checkpoint"):
-        checkpoint.load(file if rank == 0 else folder / "none.pt", other, its)
-    assert checkpoint.load(file, other, its) == {"step": 3}
-    assert train(other, its, 3) == expected, f"rank {rank}: the losses differ"
+        checkpoint.load(file if rank == 0 else folder / "none.pt", other, its_optimizer)
+    assert checkpoint.load(file, other, its_optimizer) == {"step": 3}
+    assert train(other, its_optimizer, 3) == expected, f"rank {rank}: the losses differ"
     left, right = tensors(model), tensors(other)
     wrong = [key for key in left if not torch.equal(left[key], right[key])]
     assert not wrong, f"rank {rank}: {wrong} differ after training on"

@@ -1,4 +1,4 @@
-"""Checkpoints: a kill cannot ruin them, training goes on bit for bit, and what does not fit is said."""
+"""Checkpoints: a kill cannot ruin them, training goes on bit for bit, and files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KILLS = 20
 def make(
     policy: Any = "tetrajet-qema", width: int = 64, steps: int = 0, **how: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under a policy (None for a plain one) and its optimizer, after ``steps``."""
+    """Return a model under a policy, or a plain model for None, and its optimizer, after ``steps``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 
 class Kept:
-    """A model with all that a checkpoint restores, and a look at whether any of it has changed."""
+    """A model, and all else that a checkpoint restores."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -151,7 +151,7 @@ OF_ANOTHER_KIND: dict[type, list[Any]] = {
 
 
 def changes(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """Return other values of an entry, by what they are."""
+    """Return wrong values of an entry, by their descriptions."""
     found = {f"is {other!r}": other for other in OF_ANOTHER_KIND.get(type(value), [])}
     if isinstance(value, torch.Tensor):
         found |= {"of another shape": value.new_zeros(3, 3), "of another dtype": value.to(torch.int16)}
@@ -168,7 +168,7 @@ def changes(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 def edits(content: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Drop every entry of a checkpoint, and give it another value: (its name, the change, the content)."""
+    """Yield the content without each entry, and with each wrong value: (the entry's name, the change, the content)."""
 
     def visit(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
         if path and path != ("format",):
@@ -193,8 +193,8 @@ def edits(content: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield next(str(key) for key in reversed(path) if isinstance(key, str)), change, edited
 
 
-#: What a file may lack: the state of a parameter that had no gradient, flags and marks that torch fills in because its
-#: versions differ in them, marks of ours for those who save the optimizer alone, and the caller's own.
+#: Entries that a file may lack: the state of a parameter that had no gradient; flags and marks that torch fills in,
+#: because its versions differ in them; and fp4graph's marks for those who save the optimizer alone.
 OPTIONAL = {
     "state", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
     "initial_lr", "_is_initial", "_get_lr_called_within_step", "fp4graph.forwards", "fp4graph.seed", "fp4graph.policy",
@@ -202,7 +202,7 @@ OPTIONAL = {
 
 
 @pytest.mark.slow
-def test_an_edited_file_is_refused_by_the_name_of_what_is_wrong(file: Path) -> None:
+def test_an_edited_file_is_refused_and_the_wrong_entry_is_named(file: Path) -> None:
     whole = file.with_name("whole.pt")
     Kept(*make(steps=1)).save(whole)
     kept = Kept(*make())
@@ -228,7 +228,7 @@ def test_an_edited_file_is_refused_by_the_name_of_what_is_wrong(file: Path) -> N
             assert not differences(kept.states(), before), (name, change)
     assert len(cases) > 200
     optional = {case for case in loaded if case[1] == "dropped" and case[0] in OPTIONAL}
-    progress = {("step", "dropped"), ("step", "is 'x'")}  # is the caller's
+    progress = {("step", "dropped"), ("step", "is 'x'")}  # an entry of the caller
     assert set(loaded) == optional | progress
 
 
@@ -246,8 +246,8 @@ def test_former_layouts_load_with_a_warning(file: Path) -> None:
     assert not differences(dict(kept.model.state_dict()), content["model"])
 
 
-def test_a_policy_of_a_part_is_that_of_the_checkpoint(file: Path) -> None:
-    """As of a LightningModule. Its count goes on, on which the noise of the next forward depends."""
+def test_the_policy_of_a_part_of_the_model_is_saved_and_checked(file: Path) -> None:
+    """Such a model is a LightningModule. The count goes on, on which the noise of the next forward depends."""
     x = torch.randn(8, 64)
     model, again = (nn.Sequential(make("mxfp4-rht-sr", steps=steps)[0]) for steps in (3, 0))
     checkpoint.save(file, model)
@@ -259,8 +259,8 @@ def test_a_policy_of_a_part_is_that_of_the_checkpoint(file: Path) -> None:
         checkpoint.save(file, nn.Sequential(make()[0], make()[0]))
 
 
-def test_milestones_in_a_sequence_of_schedulers(file: Path) -> None:
-    """Their Counter goes through the file."""
+def test_milestones_in_a_sequence_of_schedulers_are_restored(file: Path) -> None:
+    """MultiStepLR keeps its milestones in a Counter."""
 
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
         parts = LinearLR(optimizer), MultiStepLR(optimizer, [1, 2])
@@ -316,7 +316,7 @@ def cut(file: Path, share: float) -> None:
 
 
 TRUNCATED = r"run\.pt cannot be read as tensors and plain data: it is truncated"
-#: Files that are not a checkpoint of a plain model, made by a call, and what is said of them.
+#: Files that are no checkpoint: the function that makes the file, and the error's text.
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     **{f"cut at {share}": (lambda file, share=share: cut(file, share), TRUNCATED) for share in (0.0, 0.01, 0.5, 0.99)},
     "none": (lambda file: None, r"there is no checkpoint .*run\.pt$"),
@@ -343,12 +343,12 @@ def test_other_files_are_refused(kind: str, file: Path) -> None:
 
 
 def of_a_part() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A plain model, and an optimizer of its first layer."""
+    """Return a plain model, and an optimizer of its first layer."""
     model, _ = plain()
     return model, torch.optim.AdamW(model[0].parameters())
 
 
-#: What is loaded under other circumstances than it was saved: the saved, the call that loads, what is said.
+#: Loads under other circumstances: the parts that are saved, the parts to load, and the error's text.
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "policy": (
         make,
@@ -408,17 +408,17 @@ def test_phases_go_on_where_they_were(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", None])
-def test_another_policy_can_be_asked_for(policy: str | None, file: Path) -> None:
+def test_another_policy_is_accepted_on_request(policy: str | None, file: Path) -> None:
     made, other = make(steps=2), make(policy)
     checkpoint.save(file, *made)
     checkpoint.load(file, *other, same_policy=False)
     assert not differences(*(dict(fp4graph.strip(each.state_dict())) for each, _ in (made, other)))
-    # And back: what the file lacks begins anew.
+    # The other way round, the state that the file lacks begins anew.
     checkpoint.save(file, *other)
     checkpoint.load(file, *make(), same_policy=False)
 
 
-def test_what_cannot_be_read_back_is_refused_on_writing(file: Path) -> None:
+def test_progress_that_could_not_be_read_back_is_refused(file: Path) -> None:
     checkpoint.save(file, nn.Linear(2, 2), progress={"step": 1})
     endless: dict[str, Any] = {}
     endless["again"] = endless
@@ -464,13 +464,13 @@ def test_the_old_file_outlives_a_failed_save(broken: str, file: Path, monkeypatc
 @pytest.mark.process
 def test_every_process_goes_on_from_its_own_state(tmp_path: Path) -> None:
     assert run_ranks(python(HERE / "ranks.py", tmp_path), tmp_path) == ["", ""]
-    # Else the test would show nothing: what one rank held was not what the other did.
+    # The ranks hold different scales; otherwise the test would show nothing.
     left, right = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     held = [key for key in left if "tensor_scaling" in key]
     assert held
     assert any(not torch.equal(left[key], right[key]) for key in held)
     assert all(torch.equal(left[key], right[key]) for key in left if key not in held)
-    # Shards are written whole: one process can go on with what two began.
+    # Sharded tensors are written whole, so that one process can go on with them.
     entries = torch.load(tmp_path / "sharded.pt", weights_only=True)
     model, state = entries["model"], entries["optimizer"]["state"]
     whole = model["blocks.1.rise.weight"], model["blocks.1.rise._fp4graph_q_ema_weight"], state[0]["exp_avg"]

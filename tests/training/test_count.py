@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,21 +13,18 @@ import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.models import Mlp
-from tests.helpers.steps import same, through_file
+from tests.helpers.steps import descend, same, through_file
+from tests.helpers.training import applied, prepared
 
 
-def made(policy="tetrajet", seed=3, prepared=True):
-    model = fp4graph.apply(Mlp(32, 32, 8), policy, backend="eager", seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, fp4graph.prepare_optimizer(model, optimizer) if prepared else optimizer
+def made(policy="tetrajet", seed=3, prepares=True):
+    model = applied(Mlp(32, 32, 8), policy, seed=seed)
+    return model, prepared(model) if prepares else torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def trained(model, optimizer, steps, begin=0):
-    for step in range(begin, begin + steps):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = (torch.randn(8, 32, generator=torch.Generator().manual_seed(step)) for step in itertools.count(begin))
+    descend(lambda: model(next(batches)).square().mean(), optimizer, steps)
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -35,37 +33,37 @@ def count(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared before loading", "prepared after loading"])
-def test_plain_state_dicts_resume_to_the_last_bit(prepared):
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared before loading", "prepared after loading"])
+def test_plain_state_dicts_resume_to_the_last_bit(prepares):
     model, optimizer = made()
     trained(model, optimizer, 3)
     weights, state = through_file(model.state_dict()), through_file(optimizer.state_dict())
     expected = trained(model, optimizer, 2, begin=3)
-    other, its = made(prepared=prepared)
-    other.load_state_dict(weights, strict=True)
-    its.load_state_dict(state)
-    if not prepared:
-        fp4graph.prepare_optimizer(other, its)
-    assert count(other) == 3
-    assert not any(key.startswith("fp4graph") for group in its.param_groups for key in group)
-    assert same(trained(other, its, 2, begin=3), expected)
+    resumed, loaded = made(prepares=prepares)
+    resumed.load_state_dict(weights, strict=True)
+    loaded.load_state_dict(state)
+    if not prepares:
+        fp4graph.prepare_optimizer(resumed, loaded)
+    assert count(resumed) == 3
+    assert not any(key.startswith("fp4graph") for group in loaded.param_groups for key in group)
+    assert same(trained(resumed, loaded, 2, begin=3), expected)
 
 
-def test_the_state_loads_where_nobody_knows_us():
+def test_the_state_loads_without_fp4graph():
     model, optimizer = made()
     trained(model, optimizer, 1)
     plain = Mlp(32, 32, 8)
     plain.load_state_dict(model.state_dict(), strict=True)
-    its = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    its.load_state_dict(optimizer.state_dict())
-    trained(plain, its, 1)
+    loaded = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    loaded.load_state_dict(optimizer.state_dict())
+    trained(plain, loaded, 1)
 
 
 @pytest.mark.parametrize(("other", "what"), [({"seed": 9}, "seed"), ({"policy": "nvfp4"}, "policy")])
-def test_another_origin_is_said(other, what):
-    (_model, optimizer), (_other, its) = made(), made(**other)
+def test_the_state_of_another_seed_or_policy_warns(other, what):
+    (_model, optimizer), (_other, loaded) = made(), made(**other)
     with pytest.warns(PolicyWarning, match=f"another {what}"):
-        its.load_state_dict(optimizer.state_dict())
+        loaded.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("gone", ["removed", "baseline", "collected"])
@@ -85,10 +83,10 @@ def test_without_a_count_the_state_is_the_optimizers_own(gone):
 
 @pytest.mark.parametrize("again", ["the same", "prepared after loading"])
 def test_two_models_keep_their_own_counts(again):
-    def two(prepared=True):
-        models = made(prepared=False)[0], made(seed=4, prepared=False)[0]
+    def two(prepares=True):
+        models = made(prepares=False)[0], made(seed=4, prepares=False)[0]
         optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
-        for model in models if prepared else ():
+        for model in models if prepares else ():
             fp4graph.prepare_optimizer(model, optimizer)
         return models, optimizer
 
@@ -98,16 +96,16 @@ def test_two_models_keep_their_own_counts(again):
     saved = optimizer.state_dict()
     models[0](torch.randn(2, 32))
     if again != "the same":
-        models, optimizer = two(prepared=False)
+        models, optimizer = two(prepares=False)
     optimizer.load_state_dict(saved)
     for model in models if again != "the same" else ():
         fp4graph.prepare_optimizer(model, optimizer)
     assert tuple(map(count, models)) == (2, 1)
 
 
-def test_wrappers_of_optimizers():
-    (model, optimizer), (other, its) = made(prepared=False), made(prepared=False)
-    wrapper, its = fp4graph.prepare_optimizer(model, Lookahead(optimizer)), Lookahead(its)
+def test_a_wrapper_of_an_optimizer_carries_the_count():
+    (model, optimizer), (resumed, loaded) = made(prepares=False), made(prepares=False)
+    wrapper = fp4graph.prepare_optimizer(model, Lookahead(optimizer))
     trained(model, wrapper, 2)
-    fp4graph.prepare_optimizer(other, its).load_state_dict(wrapper.state_dict())
-    assert count(other) == 2
+    fp4graph.prepare_optimizer(resumed, Lookahead(loaded)).load_state_dict(wrapper.state_dict())
+    assert count(resumed) == 2

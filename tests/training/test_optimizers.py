@@ -47,7 +47,7 @@ def prepared(make: Make, *techniques: Any) -> tuple[nn.Module, torch.optim.Optim
 
 
 def gradients(steps: int) -> Stream:
-    """They push weights to and fro, so that weights near a threshold cross it again and again; biases go one way."""
+    """Return gradients that push weights to and fro, again and again over a threshold, and biases one way."""
     generator = torch.Generator().manual_seed(1)
     signs = [1 if t % 2 else -1 for t in range(steps)]
     return [[s * 0.1 + 0.1 * torch.randn(6, 64, generator=generator), torch.ones(6)] for s in signs]
@@ -58,10 +58,10 @@ def test_dampen_is_a_gradient_to_any_optimizer(name: str) -> None:
     model, optimizer = prepared(OPTIMIZERS[name], {"dampen": {"strength": 0.1}})
     plain = nn.Linear(64, 6)
     plain.load_state_dict({"weight": model.weight, "bias": model.bias})
-    its = OPTIMIZERS[name](plain.parameters())
+    reference = OPTIMIZERS[name](plain.parameters())
     for grad, bias in gradients(5):
         weight = plain.weight.detach()
-        push(its, plain.parameters(), [[grad + 0.2 * (weight - fp4graph.fake_quantize(weight, SPEC)), bias]])
+        push(reference, plain.parameters(), [[grad + 0.2 * (weight - fp4graph.fake_quantize(weight, SPEC)), bias]])
         push(optimizer, model.parameters(), [[grad, bias]])
         torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
@@ -81,7 +81,7 @@ def test_freeze_holds_against_any_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_remembered_resumes_with_any_optimizer(name: str) -> None:
+def test_the_state_of_techniques_resumes_with_any_optimizer(name: str) -> None:
     (_, optimizer), _ = assert_resumes(lambda: prepared(OPTIMIZERS[name], DAMPEN, FREEZE), gradients(30), 15)
     state = optimizer.state_dict()["state"][0]
     entries = ("freeze.frozen", "freeze.direction", "freeze.mean", "dampen.steps")
@@ -102,7 +102,7 @@ def test_a_wrapper_that_runs_no_hooks_is_refused_where_something_acts() -> None:
 
 @pytest.mark.parametrize("technique", ["dampen", "freeze", "q_ema", "stable_spam"])
 def test_the_optimizer_in_a_lookahead_can_be_prepared(technique: str) -> None:
-    """It moves weights after the hooks, which see that at the next step."""
+    """Lookahead moves weights after the hooks; the hooks see the move at the next step."""
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = prepared(from_timm("adamw"), technique)
@@ -112,7 +112,7 @@ def test_the_optimizer_in_a_lookahead_can_be_prepared(technique: str) -> None:
     assert lookahead.param_groups[0]["lookahead_step"] == 30
 
 
-def test_preparing_the_wrapper_leaves_nothing_prepared() -> None:
+def test_a_refused_wrapper_leaves_nothing_prepared() -> None:
     model, base = prepared(from_timm("adamw"), DAMPEN)
     runtime = runtime_of(model)
     assert runtime is not None

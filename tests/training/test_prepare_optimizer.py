@@ -1,4 +1,4 @@
-"""What ``prepare_optimizer`` attaches: to several models on one optimizer, to shared weights, for every phase."""
+"""``prepare_optimizer`` for several models on one optimizer, for shared weights, and for every phase."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def policy(*techniques: Any, **more: Any) -> dict[str, Any]:
 
 
 def by_name(**rules: dict[str, Any] | None) -> dict[str, Any]:
-    """A policy with a rule for each child; None keeps it in high precision."""
+    """Return a policy with a rule for each child; None keeps the child in high precision."""
     each = ({"name": name, "match": {"module": name}} | rule for name, rule in rules.items() if rule is not None)
     return {"version": 1, "name": "p", "rules": [{"quantize": TIES_UP} | rule for rule in each], "default": "keep"}
 
 
 def of(*techniques: Any) -> dict[str, Any]:
-    """What a rule says of its techniques."""
+    """Return the part of a rule that declares its techniques."""
     return {"techniques": list(techniques)}
 
 
@@ -76,20 +76,20 @@ descent = partial(references.sgd, lr=0.5)
 
 
 def of_one(stream: Stream, index: int) -> tuple[Any, int]:
-    """The gradients of one parameter, as the references take them, and their number."""
+    """Return the gradients of one parameter, as the references take them, and their number."""
     grads = [grads[index].double().numpy() for grads in stream]
     return lambda w, state: grads[state["step"] - 1], len(grads)
 
 
 def assert_averaged(part: nn.Module, start: Tensor, stream: Stream, index: int) -> None:
-    """Q-EMA's average beside gradient descent."""
+    """Compare Q-EMA's average with the reference beside gradient descent."""
     training = references.train_qema(start.double().numpy(), *of_one(stream, index), descent, beta=BETA)
     expected = torch.from_numpy(training.averages[-1])
     torch.testing.assert_close(part._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 def assert_dampened(weight: Tensor, start: Tensor, stream: Stream, index: int, strength: float = 0.1) -> None:
-    """Gradient descent with the gradient of the dampening term, or with ``strength=0`` plain."""
+    """Compare a weight with gradient descent on the dampening term too; ``strength=0`` leaves the term out."""
     weights = references.train_dampen(start.double().numpy(), *of_one(stream, index), descent, strength=strength)
     torch.testing.assert_close(weight.detach(), torch.from_numpy(weights[-1]).float())
 
@@ -145,8 +145,8 @@ def test_a_technique_of_the_whole_optimizer_acts_once_for_two_models() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
     for part in (model.first, model.second):
         prepare(part, optimizer, SPAM)
-    for which, each in ((optimizer, model), (StableSPAM(reference.parameters(), **ADAM, **OPTIONS), reference)):
-        push(which, each.parameters(), gradients(10))
+    push(optimizer, model.parameters(), gradients(10))
+    push(StableSPAM(reference.parameters(), **ADAM, **OPTIONS), reference.parameters(), gradients(10))
     assert same(model.parameters(), reference.parameters())
 
 
@@ -244,15 +244,15 @@ def test_a_policy_that_disagrees_with_itself_is_refused(case: str) -> None:
     ],
     ids=["no hooks", "other weights"],
 )
-def test_a_later_phase_is_looked_at_when_the_optimizer_is_prepared(make: Any, message: str) -> None:
+def test_a_later_phase_is_checked_when_the_optimizer_is_prepared(make: Any, message: str) -> None:
     model = applied(Two(), policy(phases=[{"at": 1000, "techniques": [Q_EMA]}]))
     with pytest.raises(fp4graph.Error, match=message):
         fp4graph.prepare_optimizer(model, make(model))
 
 
 @pytest.mark.parametrize("second", [None, {"operands": {"fprop.weight": "keep"}, "techniques": []}], ids=str)
-def test_a_use_in_high_precision_has_no_say(second: Any) -> None:
-    """As an output layer that is tied to the embedding."""
+def test_a_use_in_high_precision_does_not_count(second: Any) -> None:
+    """An output layer that is tied to the embedding is such a use."""
     model = applied(Two(tied=True), by_name(first=of(DAMPEN), second=second))
     start, optimizer = started(model), fp4graph.prepare_optimizer(model, sgd(model))
     stream = gradients(1, 1)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a whole run and an interrupted one left."""
+    """Return the folder with the files of a whole and of an interrupted run."""
     path = tmp_path_factory.mktemp(request.param)
     for part in ("whole", "rest"):
         run(python(Path(__file__).with_name("interrupted.py"), request.param, part, path))
@@ -24,7 +24,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("recipe", ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "everything"])
 def test_resumes_bit_for_bit(folder: Path, recipe: str) -> None:
-    """Losses, weights, the state of techniques, optimizer, schedule and scaler."""
+    """Compare losses, weights, and the state of techniques, optimizer, schedule and scaler."""
     files = (folder / f"{recipe}.{kind}" for kind in ("end", "resumed", "checkpoint"))
     whole, resumed, half = (torch.load(file, weights_only=True) for file in files)
     assert len(whole["losses"]) == 6

@@ -1,4 +1,4 @@
-"""StableSPAM against its equations in float64, and as an optimizer among torch's."""
+"""StableSPAM against its equations in float64, and as an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOREACH = pytest.mark.parametrize("foreach", [None, False], ids=["foreach", "sin
 
 
 class Reference:
-    """One parameter in float64 under the equations, also where a step brings no gradient."""
+    """One parameter in float64 under the equations; a step may have no gradient."""
 
     def __init__(self, parameter: Tensor, options: dict[str, Any]) -> None:
         self.w, self.options = parameter.detach().numpy().copy(), options
@@ -78,7 +78,7 @@ def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], toler
     "changed", [{}, {"total_steps": None}, {"reset_interval": None}, {"theta": 0.0, "gamma1": 0.0}], ids=str
 )
 @FOREACH
-def test_equations(foreach: bool | None, changed: dict[str, Any]) -> None:
+def test_steps_follow_the_equations(foreach: bool | None, changed: dict[str, Any]) -> None:
     options, params = OPTIONS | changed, parameters()
     expected = [Reference(p, options) for p in params]
     optimizer = StableSPAM(params, **options, foreach=foreach)
@@ -91,11 +91,11 @@ def test_equations(foreach: bool | None, changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lengths", ["any", "equal"])
 @FOREACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_limit_is_adamw(dtype: torch.dtype, foreach: bool | None, lengths: str) -> None:
-    """θ = 0 clips nothing; no reset, no schedule. Then what is left is AdamW.
+def test_the_limit_without_clipping_is_adamw(dtype: torch.dtype, foreach: bool | None, lengths: str) -> None:
+    """θ = 0 clips nothing. Without reset and schedule too, AdamW is left.
 
     With γ1 = γ2 = 0, m_norm²/v_norm is 1 and AdamW sees G/‖G‖. Where all ‖G‖ are equal, that is so whatever γ1 and γ2,
-    and a factor that all gradients share does not matter to AdamW beside its eps: it may as well see G.
+    and a factor that all gradients share does not matter to AdamW but for its eps: here it sees G.
     """
     stream = [grads for grads in gradients(STEPS, dtype=dtype) if all(g is not None and g.norm() > 0 for g in grads)]
     unit: Stream = [[g / g.norm() for g in grads if g is not None] for grads in stream]
@@ -114,10 +114,10 @@ def test_limit_is_adamw(dtype: torch.dtype, foreach: bool | None, lengths: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_foreach_is_single(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused kernel may contract a product and a sum: some units in the last place of fp32, none after bf16's.
+def test_foreach_and_single_steps_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel may contract a product and a sum, which changes some ulps of fp32, and at most one in 16 bits.
 
-    What runs where reading a scalar would wait for the device, run here, is bit for bit the single path.
+    The code for devices on which reading a scalar would wait, run here on the CPU, gives the bits of single steps.
     """
     stream, options = gradients(STEPS, dtype=dtype), OPTIONS | {"eps": 1e-4}
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6}.get(dtype, torch.finfo(dtype).eps)
@@ -128,8 +128,8 @@ def test_foreach_is_single(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     assert same(trained(stream, dtype, **options), single)
 
 
-def test_any_layout() -> None:
-    """Transposed parameters and gradients of another layout than theirs; what is contiguous goes the other way."""
+def test_gradients_may_have_another_layout_than_parameters() -> None:
+    """A transposed parameter has a contiguous gradient, and a contiguous parameter a transposed one."""
     shapes, results = [(8, 6), (6, 8)], []
     for foreach in (None, False):
         a, b = parameters(torch.float32, shapes)
@@ -149,8 +149,8 @@ def test_batches_keep_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(trained(gradients(12), **OPTIONS), whole)
 
 
-def test_conditioning_serves_torch_adam() -> None:
-    """condition() on gradients and reset_moments() around torch's own AdamW make StableSPAM of it."""
+def test_torchs_adamw_on_conditioned_gradients_is_stable_spam() -> None:
+    """Gradients go through condition(), and reset_moments() resets the moments of torch's AdamW."""
     stream = gradients(35, missing=False)
     params = parameters()
     adam = torch.optim.AdamW(params, **{name: OPTIONS[name] for name in ("lr", "betas", "eps", "weight_decay")})
@@ -193,12 +193,12 @@ def test_resume_is_bit_identical(way: str, at: int, dtype: torch.dtype) -> None:
         options = StateDictOptions(flatten_optimizer_state_dict=way == "flat")
         saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
         set_optimizer_state_dict(other, resumed, saved, options=options)
-    for which, its in ((optimizer, model), (resumed, other)):
-        push(which, its.parameters(), stream[at:])
+    push(optimizer, model.parameters(), stream[at:])
+    push(resumed, other.parameters(), stream[at:])
     assert same(model.parameters(), other.parameters())
 
 
-def test_state_precision_and_place() -> None:
+def test_the_state_has_its_names_and_dtypes() -> None:
     params = parameters(torch.bfloat16)
     optimizer = StableSPAM(params)
     push(optimizer, params, gradients(3, dtype=torch.bfloat16))
@@ -212,7 +212,7 @@ def test_state_precision_and_place() -> None:
 # ---------------------------------------------------------------------- groups, schedules, closures
 
 
-def test_groups_override_and_join_the_schedule() -> None:
+def test_a_later_group_has_its_own_options_and_joins_the_schedule() -> None:
     options = OPTIONS | {"weight_decay": 0.0}
     shapes = [(5, 3), (7,)]
     a, b = parameters(shapes=shapes)
@@ -233,7 +233,7 @@ def test_groups_override_and_join_the_schedule() -> None:
 
 
 @FOREACH
-def test_learning_rate_as_tensor_and_scheduled(foreach: bool | None) -> None:
+def test_a_scheduled_learning_rate_may_be_a_tensor(foreach: bool | None) -> None:
     results = []
     for lr in (0.02, torch.tensor(0.02, dtype=torch.float64)):
         params = parameters()
@@ -247,7 +247,7 @@ def test_learning_rate_as_tensor_and_scheduled(foreach: bool | None) -> None:
     assert same(*results)
 
 
-def test_closure() -> None:
+def test_a_step_calls_its_closure_with_gradients_and_returns_the_loss() -> None:
     w = nn.Parameter(torch.tensor([3.0]))
     optimizer = StableSPAM([w], lr=0.1)
 
@@ -267,7 +267,7 @@ def test_closure() -> None:
 
 
 @FOREACH
-def test_gradient_is_not_written_to(foreach: bool | None) -> None:
+def test_gradients_are_not_written_to(foreach: bool | None) -> None:
     w = nn.Parameter(torch.ones(4))
     optimizer = StableSPAM([w], foreach=foreach)
     for g in ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 400.0]):
@@ -277,7 +277,7 @@ def test_gradient_is_not_written_to(foreach: bool | None) -> None:
 
 
 @FOREACH
-def test_zero_missing_and_empty_gradients(foreach: bool | None) -> None:
+def test_zero_missing_and_empty_gradients_do_no_harm(foreach: bool | None) -> None:
     without, _, w = params = [nn.Parameter(torch.ones(shape)) for shape in ((3,), (0, 3), (3,))]
     optimizer = StableSPAM(params, reset_interval=3, foreach=foreach)
     push(optimizer, params, [[None, torch.ones(0, 3), torch.zeros(3)]] * 7)
@@ -306,7 +306,7 @@ def test_non_finite_gradient_spares_the_statistics(
     push(optimizer, params, [[spike, good[2][1]]])
     hit, other = (optimizer.state[p] for p in params)
     assert {name: hit[name].item() for name in spared} == spared
-    # The failure shows where it happened, and only there.
+    # Only the parameter with the bad gradient fails.
     assert params[0].isnan().all()
     assert params[1].isfinite().all()
     assert other["conditioned"] == 3
@@ -359,7 +359,7 @@ def test_a_refused_group_is_not_added() -> None:
         assert len(optimizer.param_groups) == 1
 
 
-# ---------------------------------------------------------------------- what it is for
+# ---------------------------------------------------------------------- training in bf16
 
 
 def regression_loss(build: Callable[[Any], torch.optim.Optimizer], seed: int) -> float:
@@ -384,13 +384,13 @@ def regression_loss(build: Callable[[Any], torch.optim.Optimizer], seed: int) ->
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_pure_bf16_regression(seed: int) -> None:
+def test_a_regression_in_pure_bf16_converges(seed: int) -> None:
     """ "Elucidating the design space of FP4 training", Table 3, at half its rows: Adam stalls, StableSPAM does not.
 
     Adam ends at 38, 41 and 48 here, StableSPAM at 0.15, 0.52 and 1.06.
     """
     adam = regression_loss(lambda params: torch.optim.Adam(params, lr=1e-2), seed)
-    ours = regression_loss(lambda params: StableSPAM(params, lr=1e-2), seed)
+    stable_spam = regression_loss(lambda params: StableSPAM(params, lr=1e-2), seed)
     assert adam > 25
-    assert ours < 2.5
-    assert adam > 15 * ours
+    assert stable_spam < 2.5
+    assert adam > 15 * stable_spam

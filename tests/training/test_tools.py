@@ -13,12 +13,13 @@ from torch import nn
 import fp4graph
 from tests.helpers.models import vit
 from tests.helpers.steps import descend, same
+from tests.helpers.training import applied, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("operation_by_operation")]
 
 
 def runs(*policies: str, **options: Any) -> list[Any]:
-    """Return every policy with these options of :func:`train`, as parameters; but for ``policies`` all are long."""
+    """Return four policies with these options of :func:`train`, as parameters; all but ``policies`` are ``long``."""
     names = ("tetrajet", "tetrajet-qema", "nvfp4-best", "quartet")
     marks = {name: () if name in policies else pytest.mark.long for name in names}
     what = " ".join(f"{name}={value}" for name, value in options.items())
@@ -36,25 +37,24 @@ def train(
     evaluates: bool = False,
     zeroes: bool = False,
 ) -> list[torch.Tensor]:
-    """Losses and final parameters."""
+    """Return losses and final parameters."""
     model = vit().to(dtype)
     model.set_grad_checkpointing(checkpointing)
-    applied = fp4graph.apply(model, policy, backend="eager")
-    optimizer = fp4graph.prepare_optimizer(applied, torch.optim.AdamW(applied.parameters(), lr=1e-3))
+    optimizer = prepared(applied(model, policy), lr=1e-3)
     labels, losses = torch.arange(len(images)), []
     for _ in range(steps):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            loss = nn.functional.cross_entropy(applied(images.to(dtype)).float(), labels)
+            loss = nn.functional.cross_entropy(model(images.to(dtype)).float(), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=not zeroes)
         losses.append(loss.detach())
         if evaluates:
-            applied.eval()
+            model.eval()
             with torch.no_grad():
-                assert torch.equal(applied(images), applied(images))  # no noise in evaluation
-            applied.train()
-    return [*losses, *(p.detach().clone() for p in applied.parameters())]
+                assert torch.equal(model(images), model(images))  # no noise in evaluation
+            model.train()
+    return [*losses, *(p.detach() for p in model.parameters())]
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,20 @@ def test_checkpointing_evaluation_and_zeroed_gradients_change_nothing(images, po
 
 
 @pytest.mark.long
-def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(images):
-    applied = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
-    ema = timm.utils.ModelEmaV3(applied, decay=0.5)
-    optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.1))
-    expected = applied.head.weight.detach().clone()
+def test_a_model_ema_averages_weights_and_runs_under_the_policy(images):
+    model = applied(vit(), "tetrajet-qema")
+    ema = timm.utils.ModelEmaV3(model, decay=0.5)
+    optimizer = prepared(model, torch.optim.SGD, lr=0.1)
+    expected = model.head.weight.detach().clone()
     for _ in range(3):
-        descend(lambda: applied(images).square().mean(), optimizer, 1)
-        ema.update(applied)
-        expected = 0.5 * expected + 0.5 * applied.head.weight.detach()
+        descend(lambda: model(images).square().mean(), optimizer, 1)
+        ema.update(model)
+        expected = 0.5 * expected + 0.5 * model.head.weight.detach()
     torch.testing.assert_close(ema.module.head.weight, expected)
     state = ema.module.state_dict()
     assert all(value.is_floating_point() for value in state.values())
-    assert not torch.equal(ema.module(images), applied(images))
-    twin = fp4graph.apply(copy.deepcopy(ema.module), "tetrajet-qema", backend="eager").eval()
+    assert not torch.equal(ema.module(images), model(images))
+    twin = applied(copy.deepcopy(ema.module), "tetrajet-qema").eval()
     assert twin(images).isfinite().all()
     with fp4graph.bypass(ema.module):
         assert ema.module(images).isfinite().all()
