@@ -1,4 +1,4 @@
-"""The benchmarks are run from the root of a clone, and are no part of the package."""
+"""Runs benchmarks, which belong to a clone and not to the package."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def command(tmp_path, capsys):
-    """Runs a benchmark's command in this process: (exit code, rows of the file that it wrote, what it printed)."""
+    """Make a function that runs a benchmark's command in this process: (exit code, rows of its file, its output)."""
 
     def run(name, *arguments):
         module = importlib.import_module(f"benchmarks.{name}")

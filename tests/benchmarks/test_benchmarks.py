@@ -1,4 +1,4 @@
-"""Every benchmark on models of a second, run eagerly: that it measures what it says."""
+"""Every benchmark measures what it says, shown on tiny models without compiling."""
 
 import copy
 import itertools
@@ -48,7 +48,7 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command):
     measured = {(row["case"]["linear"], row["case"]["to"]): row["figures"] for row in rows}
     pairs = itertools.product(("bf16", "tetrajet", "nvfp4-te"), ("unquantized", "torchao, compiled"))
     assert measured.keys() == {("unquantized, eager", "unquantized"), *pairs}
-    for policy in ("tetrajet", "nvfp4-te"):  # the second as in a block that its rules for first and last leave alone
+    for policy in ("tetrajet", "nvfp4-te"):  # nvfp4-te as in an inner block, of which it quantizes all
         check_ratio(measured[policy, "unquantized"])
         assert measured[policy, "unquantized"]["quantizes"] == "Q1 to Q6"
     assert measured["tetrajet", "unquantized"]["floor"] > measured["bf16", "unquantized"]["floor"] == 1
@@ -137,7 +137,7 @@ def test_the_steps_of_a_model_train_it():
         assert losses[-1] < losses[0], policy
 
 
-def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
+def test_both_models_of_a_first_step_start_once_with_new_caches_and_once_with_warm_ones():
     calls = []
 
     def start(policy, cache):
@@ -146,7 +146,7 @@ def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
 
     figures = measure(start, "tetrajet", Patience(0, least=3))
     assert [policy for policy, _ in calls] == ["unquantized", "tetrajet"] * 2
-    assert calls[:2] == calls[2:]  # warm with what cold has left
+    assert calls[:2] == calls[2:]  # the warm starts have the caches of the cold starts
     assert len({cache for _, cache in calls}) == 2
     assert figures["cold"]["ratio"] == figures["warm"]["ratio"] == 2.0
     measure(start, "tetrajet", Patience(60, least=2, most=2))
@@ -162,14 +162,14 @@ def test_a_process_times_its_first_step(tmp_path):
 
 
 @pytest.mark.process
-def test_a_process_has_an_environment_of_its_own():
+def test_variables_of_a_process_are_its_own():
     with process(TORCHINDUCTOR_CACHE_DIR="elsewhere") as pool:
         assert pool.submit(os.getenv, "TORCHINDUCTOR_CACHE_DIR").result() == "elsewhere"
     assert os.getenv("TORCHINDUCTOR_CACHE_DIR") != "elsewhere"
 
 
-def test_a_start_that_fails_is_measured_once_for_both_kinds(monkeypatch):
-    fails = Mock(side_effect=[{}, RuntimeError("killed")])  # the first reads libraries into memory
+def test_a_start_that_fails_is_tried_once_and_reported_as_cold_and_warm(monkeypatch):
+    fails = Mock(side_effect=[{}, RuntimeError("killed")])  # the first start only reads libraries into memory
     monkeypatch.setattr(first_step, "run", fails)
     settings = Settings(CPU, "eager", Patience(0), Mock())
     rows = [(case["cache"], figures()) for case, figures in first_step.cases(settings)]
@@ -179,7 +179,7 @@ def test_a_start_that_fails_is_measured_once_for_both_kinds(monkeypatch):
 def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
     assert of_linear(64, 32, 96, "unquantized", CPU, "aot_eager") == (2 * (64 * 32 + 96 * 32), 2 * 64 * 32)
     linear, x = nn.Linear(32, 96, bias=False), torch.randn(64, 32, requires_grad=True)
-    shared = saved(lambda: linear(x) + linear(x), linear.parameters())  # the same memory twice is held once
+    shared = saved(lambda: linear(x) + linear(x), linear.parameters())  # memory that is saved twice counts once
     assert shared == (4 * (64 * 32 + 96 * 32), 4 * 64 * 32)
 
 
@@ -210,7 +210,7 @@ def test_bytes_of_all_linears_and_of_the_model(command):
 
 
 @pytest.mark.slow
-def test_what_acts_at_the_optimizers_step(command):
+def test_techniques_at_the_optimizers_step_are_measured(command):
     code, rows, _ = command("techniques", "--models=trial-vit", "--seconds=0")
     assert code == 0
     assert [row["case"]["what"] for row in rows] == [

@@ -46,7 +46,7 @@ def note(log, text):
         file.write(f"{text}\n")
 
 
-def test_checks_side_by_side():
+def test_checks_run_side_by_side_and_their_failures_are_figures():
     cases = [Case("kernels", {"name": name}, partial(check, name)) for name in ("a", "fails", "b")]
     outcomes = {case.about["name"]: (figures, works) for case, figures, works in side_by_side(cases, CPU, 2)}
     assert {name: works for name, (_, works) in outcomes.items()} == {"a": True, "fails": True, "b": True}
@@ -54,7 +54,7 @@ def test_checks_side_by_side():
     assert outcomes["fails"][0]["failed"] == "RuntimeError: wrong"
 
 
-def test_a_check_whose_process_is_killed():
+def test_a_check_whose_process_is_killed_is_a_failure():
     cases = [Case("kernels", {"name": "killed"}, partial(check, "killed"))]
     ((_, figures, works),) = side_by_side(cases, CPU, 2)
     assert not works

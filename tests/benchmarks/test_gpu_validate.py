@@ -1,4 +1,4 @@
-"""What runs on the day there is a GPU, rehearsed on the CPU."""
+"""``make gpu-validate``, rehearsed on the CPU."""
 
 import json
 import os
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def rehearse(folder, *arguments):
-    """Run the command; returns its exit status, the rows of its file and its page."""
+    """Run the command, and return its exit status, the rows of its file and its page."""
     status = validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
     files = list(folder.glob("gpu_validate.*"))
     assert sorted(file.suffix for file in files) == [".json", ".md"]  # and no half-written one
@@ -31,8 +31,8 @@ def rehearse(folder, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_kernels(tmp_path, monkeypatch):
-    """Each operator beside tensor code; one wrong element is found, and a case that is done is not run again."""
+def test_kernels_are_compared_with_tensor_code(tmp_path, monkeypatch):
+    """One wrong element is found, and a case that has ended is not run again."""
     status, (row,), page = rehearse(tmp_path, "--part=kernels")
     assert status == 0
     assert row["figures"]["equal"]
@@ -40,10 +40,10 @@ def test_kernels(tmp_path, monkeypatch):
     assert row["figures"]["compared"] >= 10 * 8 * 200 * 136 - 200 * 136 * 10  # operators, kinds of values, elements
     assert "1 of 1 cases have the same bits" in page
 
-    own = operators.quantize
+    quantize = operators.quantize
 
     def wrong(x, *arguments):
-        y = own(x, *arguments).clone()
+        y = quantize(x, *arguments).clone()
         y[0, 0] = 0 if y[0, 0].isnan() else torch.nan
         return y
 
@@ -62,8 +62,8 @@ def test_kernels(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_kernels_that_draw():
-    """A draw counts the elements of what is quantized: x along rows, its transpose along columns."""
+def test_kernels_that_draw_have_the_bits_of_tensor_code():
+    """A draw counts the elements of the quantized matrix: x along rows, its transpose along columns."""
     spec = next(spec for spec in checks.kernel_specs().values() if spec.needs_key)
     figures = checks.kernels(spec, torch.float32, CPU)
     assert figures["equal"], figures["differs"]
@@ -71,7 +71,7 @@ def test_kernels_that_draw():
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_every_part(tmp_path):
+def test_every_part_has_rows_and_a_section(tmp_path):
     status, rows, page = rehearse(tmp_path)
     assert status == 0
     assert {row["case"]["part"] for row in rows} == set(validate.PARTS)
@@ -88,7 +88,7 @@ def test_every_part(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_a_training_that_inductor_compiles(tmp_path):
+def test_a_training_that_inductor_compiles_is_within_the_bound(tmp_path):
     status, (row,), _ = rehearse(tmp_path, "--part=parity", "--backend=inductor")
     assert status == 0
     assert 0 < row["figures"]["ratio"] <= 3
@@ -106,7 +106,7 @@ fault = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access\nand
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Give the command these cases and no other, in a list that may be changed."""
+    """Make a function that gives the command only its arguments as cases; it returns their list, which may change."""
 
     def plan(*cases):
         made = list(cases)
@@ -178,7 +178,7 @@ def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path, p
     assert "killed, p, float32: begun and not ended" in file.read_text("utf-8")
 
 
-def test_a_device_that_answers_no_longer_ends_the_command(tmp_path, planned, monkeypatch, capsys):
+def test_the_command_ends_if_the_device_no_longer_answers(tmp_path, planned, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "synchronize", fault)
     assert run.answers(CPU)
     assert not run.answers(torch.device("cuda"))
@@ -194,10 +194,8 @@ def test_a_device_that_answers_no_longer_ends_the_command(tmp_path, planned, mon
     assert models(rehearse(tmp_path)[1]) == ["good", "bad"]  # begins with the other one
 
 
-def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_command_goes_on(
-    tmp_path, planned, monkeypatch, capsys
-):
-    """Four minutes a case: of ten, two fit; of one, one is begun in any event."""
+def test_no_case_begins_that_takes_longer_than_the_minutes_left(tmp_path, planned, monkeypatch, capsys):
+    """A case takes four minutes: two fit into ten, and one begins in any event. The next command goes on."""
     now = [0.0]
 
     def run():
@@ -213,7 +211,7 @@ def test_no_case_is_begun_that_takes_longer_than_what_is_left_and_the_next_comma
         assert (left in capsys.readouterr().out) == bool(expected)
 
 
-def test_a_rehearsal_writes_where_git_looks_away():
+def test_a_rehearsal_writes_into_a_folder_that_git_ignores():
     ignored = (validate.ROOT / ".gitignore").read_text("utf-8").splitlines()
     figures, rehearsal = validate.FOLDERS
     assert f"/{rehearsal.relative_to(validate.ROOT).parts[0]}/" in ignored
@@ -235,7 +233,7 @@ def test_a_compiler_and_headers_that_are_missing_are_named(monkeypatch, tmp_path
     assert headers.startswith(f"no Python.h in {tmp_path}, which Triton needs: install python3-dev")
 
 
-@pytest.mark.parametrize(  # for the last what is missing is said once
+@pytest.mark.parametrize(  # status 2, of a missing package, ends the command at once
     ("statuses", "expected", "parts"),
     [("0 0 0 0 0", 0, 5), ("0 3 0 0 0", 3, 5), ("3 1 3 0 0", 1, 5), ("0 137 3 0 0", 1, 5), ("2 2 2 2 2", 2, 1)],
 )
@@ -251,7 +249,7 @@ def test_the_exit_status_of_every_part_together(tmp_path, statuses, expected, pa
     command = ["make", "gpu-validate", f"GPU_PYTHON={python}"]
     done = subprocess.run(command, cwd=validate.ROOT, capture_output=True, text=True)
     assert (tmp_path / "parts").read_text("utf-8").split() == list(validate.PARTS[:parts])
-    assert done.returncode == (2 if expected else 0)  # make's own for any
+    assert done.returncode == (2 if expected else 0)  # make ends with 2 for any failure
     assert ("Error" in done.stderr) == bool(expected)
     assert not expected or f"Error {expected}\n" in done.stderr
 
@@ -271,26 +269,26 @@ def test_the_prediction_stands_beside_what_was_measured():
     figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
     figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
     figures |= {"busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
-    about = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
-    rows = [{"case": about, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
+    timed = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
+    rows = [{"case": timed, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
     machine = {"device": "NVIDIA H200", "python": "3.12.1", "cuda": "12.8", "versions": {"torch": "2.11.0"}}
-    own = {"block": "vit-b", "dtype": "bfloat16", "policy": "tetrajet", "card": "H200"}
+    block = {"block": "vit-b", "dtype": "bfloat16", "policy": "tetrajet", "card": "H200"}
     predicted = [
-        {"case": {**own, "quantizers": "tensor code"}, "figures": {"estimate": 1.68}},
-        {"case": {**own, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
+        {"case": {**block, "quantizers": "tensor code"}, "figures": {"estimate": 1.68}},
+        {"case": {**block, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
     ]
     page = markdown({"machine": machine, "rows": rows}, predicted)
     line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.10 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
     assert line in page
     page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
-    found = predictions(results.RESULTS)  # for all models that are timed
+    found = predictions(results.RESULTS)  # there is a prediction for every model that is timed
     blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
     assert set(steps.PREDICTED.values()) <= blocks
 
 
-def test_the_cases_on_a_card():
-    """Every part has its cases: models, policies, dtypes and switches that docs/gpu.md lists."""
+def test_the_cases_on_a_card_are_those_of_the_page():
+    """docs/gpu.md lists parts, with their numbers of cases, and switches."""
     made = [one.name for one in validate.cases(list(validate.PARTS), CPU, "inductor", False, 1.0)]
     steps = [one for one in made if one["part"] == "steps"]
     assert {one["model"] for one in steps} == {"deit-small", "deit-base", "llama-350m"}

@@ -1,4 +1,4 @@
-"""Timing by turns, rows that stay, floors counted by hand."""
+"""Timing by turns, rows of results, and floors counted by hand."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
 
 
 def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch):
-    """By a clock that only their calls move."""
+    """Only the calls move the clock."""
     lasts, calls, now = {"base": 1e-5, "own": 2e-5}, {"base": 0, "own": 0}, 0.0
 
     def count(name):
@@ -62,7 +62,7 @@ def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(mo
     options = {"patience": Patience(60, least=1, most=1), "warm_up": 2, "sample": 1e-3}
     comparison = timing.compare(lambda: count("base"), lambda: count("own"), torch.device("cpu"), **options)
     assert list(comparison.pairs) == [pytest.approx((1e-5, 2e-5))]
-    # Two calls to warm up, one to see how long it takes, and a millisecond of calls.
+    # There are two calls to warm up, one to learn the duration, and a millisecond of calls.
     assert calls["base"] == pytest.approx(3 + 100, abs=1)
     assert calls["own"] == pytest.approx(3 + 50, abs=1)
 
@@ -97,7 +97,7 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path, capsys):
+def test_a_failure_sets_the_exit_code_and_a_case_that_does_not_apply_does_not(tmp_path, capsys):
     def cases(settings, fails: bool = True):
         yield {"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))
         if fails:
@@ -115,13 +115,13 @@ def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_
 
 @pytest.mark.slow
 def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    own = results(tmp_path)
-    own.add({"policy": "a"}, {"ratio": 1.0})
-    before = own.file.read_bytes()
+    stored = results(tmp_path)
+    stored.add({"policy": "a"}, {"ratio": 1.0})
+    before = stored.file.read_bytes()
     monkeypatch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        own.add({"policy": "b"}, {"ratio": 2.0})
-    assert own.file.read_bytes() == before
+        stored.add({"policy": "b"}, {"ratio": 2.0})
+    assert stored.file.read_bytes() == before
 
 
 def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():

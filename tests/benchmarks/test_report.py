@@ -45,7 +45,7 @@ def test_tables_come_from_the_files(tmp_path):
     assert "Some CPU, 2 cores, 2 threads used, AVX512, amx_bf16; 8.0 GiB; Linux." in text
     assert "| deit-tiny | 16 | float32 | tetrajet | 1.23 | 1.22–1.24 ~ | 12 | 1000 | 500 | 1.1 | 48 of 62 |" in text
     assert "- deit-tiny, 16, bfloat16, tetrajet: not measured: OSError: full" in text
-    assert "9.00" not in text  # what was tried out without compiling is no result
+    assert "9.00" not in text  # a trial without compiling is no result
     assert "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; " in text
     assert "; g++ 12, without CPU kernels; load before 0.25." in text
 
@@ -65,7 +65,7 @@ def test_targets_are_met_missed_or_not_measured(tmp_path):
     assert verdicts[target.what] == "missed"
 
 
-def test_only_what_is_between_the_marks_changes(tmp_path, capsys):
+def test_only_text_between_the_marks_changes(tmp_path, capsys):
     document = tmp_path / "performance.md"
     plan = f"{report.PLAN_BEGIN}\nold\n{report.PLAN_END}\n"
     document.write_text(f"before\n{plan}between\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -87,8 +87,8 @@ def test_the_document_is_up_to_date():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_commands_exist_and_give_the_rows_that_targets_are_about(device):
-    """Their options are parsed as the commands would, without running them."""
+def test_the_commands_exist_and_measure_the_cases_of_the_targets(device):
+    """The commands' options are parsed, and the commands are not run."""
     parsed = {}
     for name, *arguments in (*targets.COMMANDS[device], *targets.EVERYTHING):
         module = importlib.import_module(f"benchmarks.{name}")

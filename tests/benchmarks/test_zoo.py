@@ -1,13 +1,10 @@
-"""The survey of image models: what works, what is refused, and that a survey goes on where it stopped."""
+"""The survey of image models finds what works and what is refused, and goes on where it stopped."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.processes import ROOT, python, run
 
 
 @pytest.mark.long
@@ -19,8 +16,8 @@ def test_models_work_or_are_refused(tmp_path):
     earlier = {"model": "timm/beit_base_patch16_224", "tetrajet": stored, "tetrajet-qema": stored}
     file.write_text(json.dumps(earlier) + "\n")
     chosen = "vit_tiny_patch16_224,timm/resnet10t,torchvision/swin_t"
-    command = [sys.executable, "-m", "benchmarks.zoo", f"--models={chosen}", f"--folder={tmp_path}"]
-    subprocess.run([*command, f"--document={page}"], cwd=ROOT, check=True, timeout=600)
+    options = (f"--models={chosen}", f"--folder={tmp_path}", f"--document={page}")
+    run(python("-m", "benchmarks.zoo", *options), cwd=ROOT)
     rows = {row.pop("model"): row for row in map(json.loads, file.read_text().splitlines())}
     outcomes = {name: [under["outcome"] for under in row.values()] for name, row in rows.items()}
     assert outcomes == {

@@ -1,4 +1,4 @@
-"""What the tests of all clients check: the quantized products, the warnings, and the parameters that train."""
+"""Fixtures of the tests of all clients: the quantized products, the warnings, and the parameters that train."""
 
 import warnings
 from collections import Counter

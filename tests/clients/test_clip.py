@@ -53,7 +53,7 @@ def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, policy_wa
     assert losses[-1] < losses[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert runtime_of(model).count == runtime_of(other).count == 3
-    # Once for each module that its methods call.
+    # There is a warning for each module that the methods call.
     assert {text.split("'")[1].split(".")[0] for text in policy_warnings()} == {"visual", "transformer"}
 
 

@@ -29,7 +29,7 @@ def dit():
     )  # fmt: skip
 
 
-#: The U-Net's linears are in no repeated block, so a policy of ours names them.
+#: The U-Net's linears are in no repeated block, so this policy's rule matches all linears.
 ATTENTION = one_rule(quantize={"element": "e2m1", "block": 32}, extends="tetrajet")
 
 
@@ -53,7 +53,7 @@ def test_train_and_average(make, policy, tmp_path, products, policy_warnings, wa
         ema.step(model.parameters())
     assert torch.isfinite(loss)
     assert len(products) >= 12
-    # A DiT asks the first block's embedding of times a second time, for its output.
+    # A DiT calls the first block's embedding of times a second time, for its output.
     assert all(count == (6 if "0.norm1.emb" in site else 3) for site, count in products.items())
     assert runtime_of(model).count == 3
     assert len(changed()) > len(products)

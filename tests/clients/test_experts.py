@@ -27,7 +27,7 @@ def prepared(name, policy, backend="eager", layers=3, form="grouped_mm"):
 
 
 def of_experts(sites):
-    """(module, whether it is quantized) of each grouped product; no router is quantized."""
+    """Return (module, is quantized) of each grouped product, and the number of routers, none of which is quantized."""
     routers = [site for site in sites if (site.module or "").endswith((".gate", ".router"))]
     assert not any(site.quantized for site in routers)
     return [(site.module, site.quantized) for site in sites if site.op == "grouped"], len(routers)
@@ -43,7 +43,7 @@ def test_every_product_of_experts_is_listed_and_quantized(name):
 
 @pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te", "mxfp4-best", "tetrajet-qema"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_trains_and_resumes(name, policy):
+def test_mixtures_train_and_resume(name, policy):
     """The loss falls, differs from the unquantized one, and goes on bit for bit from a checkpoint."""
     model, optimizer = prepared(name, policy)
     losses = train(model, optimizer, 20)
@@ -51,7 +51,7 @@ def test_trains_and_resumes(name, policy):
     exact = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), 20)
     assert losses[-1] < losses[0] - 0.5
     assert not torch.equal(losses, exact)
-    # FP4 training with small experts: no worse than half of what the exact one gains is lost.
+    # FP4 training with small experts loses less than half of what exact training gains.
     assert losses[-1] - exact[-1] < (exact[0] - exact[-1]) / 2
     weights, moments = through_file((model.state_dict(), optimizer.state_dict()))
     resumed, second = prepared(name, policy)
@@ -60,7 +60,7 @@ def test_trains_and_resumes(name, policy):
     assert torch.equal(train(resumed, second, 3), train(model, optimizer, 3))
 
 
-#: The others take minutes each: `make parity`.
+#: Cases of the usual runs; `make parity` runs the others, which take minutes each.
 COMPILED = {("Qwen3-MoE", "tetrajet"), ("Mixtral", "mxfp4-best")}
 
 
@@ -75,19 +75,19 @@ COMPILED = {("Qwen3-MoE", "tetrajet"), ("Mixtral", "mxfp4-best")}
 def test_trains_under_inductor(name, policy):
     """The loss falls as the eager one does.
 
-    Inductor sums norms, softmax and the loss in another order than eager. The first loss therefore agrees to fp32's
-    rounding, unless that takes a number over a threshold of E2M1: then one of some 10⁴ numbers of a layer is another
-    by a step, and the loss by 1e-4 of it at most. Over 20 steps training amplifies such steps. Losses
-    have been seen to differ by 0.5 % then, while they fall by 40 %: twice that is allowed.
+    Inductor sums norms, softmax and the loss in another order than eager. The first losses therefore agree to fp32's
+    rounding, unless rounding takes a number over a threshold of E2M1: then one of some 10⁴ numbers of a layer differs
+    by a step, and the loss by at most 1e-4 of itself. Training amplifies such steps: after 20 steps, losses have
+    differed by 0.5 %, while they fall by 40 %. The bound is 1 %.
     """
-    layers = 3 if policy == "nvfp4-te" else 2  # which keeps the first and the last block in high precision
+    layers = 3 if policy == "nvfp4-te" else 2  # nvfp4-te keeps the first and the last block
     ours, eager = (train(*prepared(name, policy, backend, layers), 20) for backend in ("inductor", "eager"))
     torch.testing.assert_close(ours[0], eager[0], rtol=1e-4, atol=0)
     torch.testing.assert_close(ours, eager, rtol=1e-2, atol=0)
     assert ours[-1] < ours[0] - 0.5
 
 
-# The weights are the second factor of GPT-OSS's product, which adds biases, and the first of the others'.
+# The weights are the second factor in GPT-OSS's product, which adds biases, and the first factor in the others.
 GATHERED = ["GPT-OSS", "Qwen3-MoE", "Mixtral"]
 
 
@@ -116,12 +116,11 @@ def to_nearest(name):
 @pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
-    """The first loss is that of the grouped form to the bit.
+    """The first losses of both forms are equal to the bit.
 
-    A gradient is a sum over a token's experts, or for a bias over an expert's tokens, which the two forms of the model
-    take in another order. Training amplifies such an ulp, as it does between backends: losses of five steps have been
-    seen to differ by 0.15 %, and three times that is allowed. They fall by 13 % at least. Quantization itself changes
-    the first loss.
+    A gradient is a sum over a token's experts, or for a bias over an expert's tokens, and the two forms add in another
+    order. Training amplifies such an ulp: losses have differed by 0.15 % in five steps, in which they fall by at least
+    13 %. The bound is 0.5 %. Quantization itself changes the first loss.
     """
     policy, losses = to_nearest("tetrajet"), {}
     for form, stance in (("batched_mm", "default"), ("batched_mm", "force_eager"), ("grouped_mm", "default")):
@@ -136,7 +135,7 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
 
 
 def test_a_model_may_go_over_to_gathered_weights_to_generate():
-    """As transformers' generate() has it on a GPU, for the steps after the prompt."""
+    """transformers' generate() does so on a GPU, for the steps after the prompt."""
     model, optimizer = prepared("Qwen3-MoE", "tetrajet", layers=2)
     train(model, optimizer, 2)
     model.eval()
@@ -163,10 +162,10 @@ NEAREST = one_rule(match={"op": ["linear", "grouped"], "block": True})
 def test_a_loop_over_experts_trains_as_the_grouped_product_does(name):
     """The losses are those of grouped_mm, and not those of the model without quantized experts.
 
-    With rounding to nearest both forms quantize the same numbers: those of each expert's tokens and of its matrix. The
-    two experts of a token are added in either order, which gives the same sum, so the first losses agree to the last
-    bit. Gradients of the tokens are summed in another order. That takes some numbers over a threshold of E2M1 at the
-    next step, and training amplifies such steps: losses have been seen to differ by 0.2 % after five.
+    With rounding to nearest both forms quantize the same numbers: each expert's tokens and matrix. The outputs of a
+    token's two experts have the same sum in either order, so the first losses are equal to the bit. Gradients of tokens
+    are summed in another order. This takes some numbers over a threshold of E2M1 at the next step, and training
+    amplifies such steps: losses have differed by 0.2 % after five. The bound is 0.5 %.
     """
     model, optimizer = prepared(name, NEAREST, layers=2, form="eager")
     with pytest.warns(fp4graph.PolicyWarning, match=r"mlp\.experts.*runs uncompiled") as seen:

@@ -43,8 +43,11 @@ def test_every_way_to_generate(make, products, policy_warnings):
         # prompt and token, each again when lengths change
         (4, [{}, {"do_sample": True}, {"length": 9}, {"length": 7, "do_sample": True, "top_k": 5}]),
         (2, [{"num_beams": 2}]),  # another batch size
-        (3, [{"length": 9, "padding": 3}, {"length": 8, "padding": 1, "do_sample": True}]),  # a mask makes other graphs
-        (2, [{"cache_implementation": "static"}]),  # so does a cache of another kind
+        (
+            3,
+            [{"length": 9, "padding": 3}, {"length": 8, "padding": 1, "do_sample": True}],
+        ),  # and padding
+        (2, [{"cache_implementation": "static"}]),  # another kind of cache
         (0, [{"length": 6}, {"length": 10, "padding": 2}, {"num_beams": 2, "length": 8}]),  # all are known
     ):
         known = len(compiled)
@@ -55,10 +58,10 @@ def test_every_way_to_generate(make, products, policy_warnings):
             products.clear()
             with torch.compiler.set_stance("force_eager"):
                 assert torch.equal(tokens, generated(uncompiled, **options))
-            assert sum(products.values()) == 12 * 2 * layers  # found in another way
+            assert sum(products.values()) == 12 * 2 * layers
         assert len(compiled) <= known + most, calls
     ran_uncompiled, *again = policy_warnings()
-    assert "force_eager" in ran_uncompiled  # of the model that we ran uncompiled
+    assert "force_eager" in ran_uncompiled  # the stance of the uncompiled model
     assert all("compiles again and again" in text and "size" in text for text in again)  # seven sizes were compiled
 
 

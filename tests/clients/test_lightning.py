@@ -1,4 +1,4 @@
-"""Lightning: the module applied, or the net in it, with checkpoints, resumption and averages of weights."""
+"""Lightning: a policy on the module or on its net, with checkpoints, resumption and averages of weights."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_fit_and_resume(applied, policy, tmp_path, products, policy_warnings):
 
 @pytest.mark.parametrize("applied", ["module", "net"])
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-def test_an_average_of_weights(applied, tmp_path, products):
+def test_an_average_of_weights_is_validated_under_the_policy(applied, tmp_path, products):
     module = fitted(Classifier(applied), tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)])
     plain = Classifier()
     plain.load_state_dict(torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["state_dict"], strict=True)
@@ -126,7 +126,7 @@ def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_traini
 
 
 class Two(Classifier):
-    """Has an optimizer of another part, which acts on none of the net's weights."""
+    """Has a second optimizer, of a part outside of the net."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ def test_a_callback_prepares_the_optimizers_of_the_part(tmp_path):
     assert any(not torch.equal(net[key], net[key.replace("_fp4graph_q_ema_", "")]) for key in net if "q_ema" in key)
 
 
-def test_a_callback_is_told_which_part(tmp_path):
+def test_a_callback_needs_the_name_of_the_part_if_there_are_several(tmp_path):
     module = Classifier()
     module.other = torch.nn.Linear(2, 2)
     with pytest.raises(Error, match="has the parts net, other; give the one to quantize"):

@@ -1,4 +1,4 @@
-"""A script like nanoGPT's train.py and sample.py, written anew."""
+"""A script written like nanoGPT's train.py and sample.py."""
 
 import math
 
@@ -20,7 +20,7 @@ def batch(step):
 
 
 def train(path, steps, *, resume=False, order="apply, compile"):
-    """train.py: the two lines are those with ``fp4graph``."""
+    """Train as train.py does, with the two lines of ``fp4graph``."""
     checkpoint = torch.load(path, weights_only=False) if resume else None
     model = gpt()
     if checkpoint:
@@ -73,12 +73,12 @@ def test_train_resume_sample(order, tmp_path, products, policy_warnings):
     torch.manual_seed(1)
     tokens = sample(model)
     assert tokens.shape == (1, 21)
-    assert set(products.values()) == {20}  # its own method, which calls the model
+    assert set(products.values()) == {20}  # generate() calls the model
     torch.manual_seed(1)
     assert torch.equal(tokens, sample(fp4graph.apply(plain, "tetrajet", backend="eager")))
 
 
-def test_orders_are_the_same_and_the_policy_is_felt(tmp_path):
+def test_losses_do_not_depend_on_the_order_of_apply_and_compile(tmp_path):
     orders = ("apply, compile", "compile, apply", "plain")
     one, other, plain = (train(tmp_path / "ckpt.pt", 4, order=order)[1] for order in orders)
     assert one == other

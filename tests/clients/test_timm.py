@@ -1,4 +1,4 @@
-"""timm's train.py, validate.py and avg_checkpoints.py, with the calls they make."""
+"""The calls of timm's train.py, validate.py and avg_checkpoints.py."""
 
 import copy
 from argparse import Namespace
@@ -23,7 +23,7 @@ LOADER = [
 
 
 def train(folder, policy, epochs, *, resume="", ema=True, torchcompile=True):
-    """What train.py does with ``--model-ema --torchcompile``; the two lines are those with ``fp4graph``."""
+    """Train as train.py with ``--model-ema --torchcompile``, and the two lines of ``fp4graph``."""
     folder.mkdir(exist_ok=True)
     model = fp4graph.apply(vit(), policy, backend="eager")
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
@@ -96,8 +96,8 @@ def test_train_resume_validate(policy, tmp_path, products, policy_warnings):
     vit().load_state_dict(average if policy == "tetrajet" else fp4graph.strip(average), strict=True)
 
 
-def test_amp_scaler_and_frozen_blocks(products):
-    """train.py's ``--amp``, and a schedule that unfreezes blocks one by one."""
+def test_amp_and_blocks_that_are_unfrozen_one_by_one(products):
+    """``--amp`` of train.py is autocast and a scaler."""
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, create_optimizer_v2(model, opt="sgd", lr=0.1))
     scaler = NativeScaler(device="cpu")

@@ -21,7 +21,7 @@ LINEARS = 14  # q, k, v, o, gate, up, down of two layers
 
 
 def trains(trainer, steps, changed, products, policy_warnings):
-    """Train ``steps``: every linear trains and is quantized without a warning; return the losses."""
+    """Train ``steps``, check that every linear trains and is quantized without a warning, and return the losses."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert all(math.isfinite(loss) for loss in losses)
@@ -54,9 +54,9 @@ def test_grpo(backend, tmp_path, products, policy_warnings, watch_parameters):
     assert trainer.args.gradient_checkpointing
     trains(trainer, 40, changed, products, policy_warnings)
     if backend == "eager":  # what Inductor runs is not counted
-        # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
+        # A step has at least a prompt, a token, and a training forward whose checkpointed blocks run twice.
         assert min(products.values()) > 40 * (2 + 2)
-    # So many graphs, however many steps: Inductor guards on sizes for which eager's graphs serve.
+    # The number of graphs does not grow with the steps. Inductor guards on more sizes than eager does.
     assert len(runtime_of(model).sites) <= {"eager": 10, "inductor": 12}[backend] * LINEARS
 
 

@@ -38,5 +38,5 @@ def qwen3(**options: Any) -> Any:
 
 
 def sentence(index: int, length: int = 6) -> str:
-    """Return words whose numbers count in steps of ``index + 1``."""
+    """Return a sentence of ``length`` words, whose numbers count in steps of ``index + 1``."""
     return " ".join(WORDS[(index + 1) * place % len(WORDS)] for place in range(length))

@@ -1,7 +1,8 @@
-"""What holds for a model under DistributedDataParallel; run on two processes by test_cases.py."""
+"""Cases of models under DistributedDataParallel; test_cases.py runs them on two processes."""
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -33,16 +34,16 @@ from tests.distributed.two_process_models import (
 from tests.distributed.two_processes import each
 from tests.helpers.policies import one_rule, with_technique
 from tests.helpers.steps import differences
+from tests.helpers.training import applied
 
 FOLDER = Path()  # set by two_processes.py
-EAGER = {"backend": "eager"}
 
 
 @each(*product(("vit", "llama"), ("tetrajet", "tetrajet-qema")), ("mixture", "tetrajet-qema"), ("vit", "averaged"))
 def case_trains(kind: str, policy: str) -> None:
-    """Of a mixture, experts' weights and moving averages have three axes. "averaged" has state, and phases."""
+    """The weights and moving averages of a mixture's experts have three axes. "averaged" has state, and phases."""
     make, loss_of = MODELS[kind]
-    model = fp4graph.apply(make(), PHASED.get(policy, policy), **EAGER)
+    model = applied(make(), PHASED.get(policy, policy))
     losses = train(DDP(model), model, loss_of)
     assert falls(losses), losses
     assert same_on_both(state_of(model))  # parameters, moving averages, the count
@@ -51,10 +52,10 @@ def case_trains(kind: str, policy: str) -> None:
 
 
 def case_adapters_beside_packed_weights() -> None:
-    """Packed before wrapping, after it or on the wrapper: the losses of weights that are not packed, to the bit."""
+    """Pack before wrapping, after it or on the wrapper: the losses equal those of unpacked weights, to the bit."""
     runs = []
     for packed in ("never", "before", "inside", "wrapper"):
-        model = fp4graph.apply(adapted(), "tetrajet", **EAGER)
+        model = applied(adapted(), "tetrajet")
         if packed == "before":
             fp4graph.pack_frozen(model)
         wrapper = DDP(model)
@@ -68,20 +69,22 @@ def case_adapters_beside_packed_weights() -> None:
 
 
 def case_any_order_of_apply_and_ddp() -> None:
-    """Before wrapping, after wrapping, and on the wrapper: the same losses to the bit."""
+    """Apply before wrapping, after wrapping and on the wrapper: losses and state are the same, to the bit."""
     runs = []
     for order in ("before", "inside", "wrapper"):
         model = vit()
         if order == "before":
-            fp4graph.apply(model, "tetrajet-qema", **EAGER)
+            applied(model, "tetrajet-qema")
         wrapper = DDP(model)
         if order == "inside":
-            fp4graph.apply(wrapper.module, "tetrajet-qema", **EAGER)
+            applied(wrapper.module, "tetrajet-qema")
         if order == "wrapper":
-            assert fp4graph.apply(wrapper, "tetrajet-qema", **EAGER) is wrapper
-        runs.append(train(wrapper, wrapper if order == "wrapper" else model, image_loss, steps=3))
-        assert "blocks.0.attn.qkv._fp4graph_q_ema_weight" in model.state_dict()
-    assert runs[0] == runs[1] == runs[2]
+            assert applied(wrapper, "tetrajet-qema") is wrapper
+        losses = train(wrapper, wrapper if order == "wrapper" else model, image_loss, steps=3)
+        runs.append((losses, copy.deepcopy(state_of(model))))
+    assert "blocks.0.attn.qkv._fp4graph_q_ema_weight" in runs[0][1]
+    assert not differences(runs[0], runs[1])
+    assert not differences(runs[0], runs[2])
     with fp4graph.bypass(wrapper), torch.no_grad():
         plain = wrapper(torch.ones(1, 3, 32, 32))
     assert fp4graph.explain(wrapper, "tetrajet", (torch.empty(1, 3, 32, 32),)).quantized == 8
@@ -91,17 +94,17 @@ def case_any_order_of_apply_and_ddp() -> None:
 @each(("vit", "microscaling"), ("llama", "mxfp4"))
 def case_two_halves_have_the_gradients_of_the_whole(kind: str, policy: str) -> None:
     make, loss_of = MODELS[kind]
-    wrapper = DDP(fp4graph.apply(make(), policy, **EAGER))
+    wrapper = DDP(applied(make(), policy))
     loss_of(wrapper, rank()).backward()
-    alone = fp4graph.apply(make(), policy, **EAGER)
+    alone = applied(make(), policy)
     loss_of(alone, None).backward()
     assert_close(gradients(wrapper.module), gradients(alone), 3e-6)
 
 
 def case_phases_begin_as_in_one_process() -> None:
-    """Every forward of two halves has the gradients of the whole, in each phase; weights stay as they are."""
-    wrapper = DDP(fp4graph.apply(vit(), PHASED["rounded"], **EAGER))
-    alone = fp4graph.apply(vit(), PHASED["rounded"], **EAGER)
+    """In each phase, gradients of two halves are those of the whole; weights do not change."""
+    wrapper = DDP(applied(vit(), PHASED["rounded"]))
+    alone = applied(vit(), PHASED["rounded"])
     for phase in (0, 0, 1, 1, 2, 2):
         image_loss(wrapper, rank()).backward()
         image_loss(alone, None).backward()
@@ -112,14 +115,14 @@ def case_phases_begin_as_in_one_process() -> None:
 
 
 def case_channels_are_measured_on_all_ranks() -> None:
-    """The sums of two ranks are those of each alone, added up; weights stay as they are."""
-    model, alone = (fp4graph.apply(vit(), PHASED["parted"], **EAGER) for _ in range(2))
+    """The norms of both ranks are the sums of those that each rank measures alone; weights do not change."""
+    model, alone = (applied(vit(), PHASED["parted"]) for _ in range(2))
     train(DDP(model), model, image_loss, steps=4, lr=0.0)
     train(alone, alone, image_loss, steps=4, lr=0.0)
     norms, own = ({n: v for n, v in state_of(m).items() if n.endswith("out_control_norms")} for m in (model, alone))
     assert len(norms) == 8
     assert same_on_both(norms)
-    assert same_on_both(own) is (rank() == 0)  # each rank has images of its own
+    assert same_on_both(own) is (rank() == 0)  # ranks have different images; rank 0 is compared with itself
     for value in own.values():
         dist.all_reduce(value)
     assert_close(norms, own, 1e-6)
@@ -135,7 +138,7 @@ def case_graphs_are_cut_along_buckets_after_the_pass() -> None:
             return gm.forward
 
         with mock.patch.object(running, "inner_backend", return_value=eager):
-            model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+            model = applied(vit(), "tetrajet-qema")
             runs[bucket] = train(DDP(model, bucket_cap_mb=bucket), model, image_loss, steps=3)
         assert (len(parts) > 2) is (bucket < 1), len(parts)
         assert sum(site.quantized for site in runtime.runtime_of(model).sites) == 8
@@ -153,14 +156,14 @@ def case_checkpointed_blocks_under_aot_eager() -> None:
 
 
 def local_gradients(policy: object, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Of this rank alone, on data that both ranks share."""
-    wrapper = DDP(fp4graph.apply(vit(), policy, seed=seed, **EAGER))
+    """Return the gradients of this rank alone, on data that both ranks share."""
+    wrapper = DDP(applied(vit(), policy, seed=seed))
     with wrapper.no_sync():
         image_loss(wrapper, 0).backward()
     return gradients(wrapper.module)
 
 
-def case_ranks_draw_noise_of_their_own() -> None:
+def case_ranks_draw_different_noise() -> None:
     mine = local_gradients("tetrajet")
     name = "blocks.0.attn.qkv.weight"
     assert not torch.equal(from_rank(mine[name], 0), from_rank(mine[name], 1))
@@ -169,24 +172,15 @@ def case_ranks_draw_noise_of_their_own() -> None:
 
 
 @each(("never", True), ("step", False))
-def case_constant_noise_is_that_of_all_ranks(resample: str, same: bool) -> None:
+def case_only_constant_noise_is_the_same_on_all_ranks(resample: str, same: bool) -> None:
     hadamard = {"hadamard": {"block": 32, "kind": "random", "resample": resample}}
     mine = local_gradients(one_rule(hadamard, match={"op": "linear", "block": True}))["blocks.0.attn.qkv.weight"]
     assert torch.equal(from_rank(mine, 0), from_rank(mine, 1)) is same
 
 
-def case_a_seed_repeats_the_run() -> None:
-    ends = []
-    for _ in range(2):
-        model = fp4graph.apply(vit(), "tetrajet-qema", seed=3, **EAGER)
-        train(DDP(model), model, image_loss, steps=3)
-        ends.append(state_of(model))
-    assert not differences(*ends)
-
-
 def case_checkpoint() -> None:
-    """Saved here, loaded by the test in a single process; the second rank's is the same to the bit."""
-    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    """A test loads the file in a single process; the state of the second rank is the same to the bit."""
+    model = applied(vit(), "tetrajet-qema")
     train(DDP(model), model, image_loss, steps=2)
     assert same_on_both(state_of(model))
     if rank() == 0:
@@ -203,9 +197,9 @@ class Normalized(nn.Module):
         return self.norm(self.fc(x))
 
 
-def case_our_buffers_are_left_out_of_the_broadcast() -> None:
+def case_buffers_of_fp4graph_are_left_out_of_the_broadcast() -> None:
     torch.manual_seed(0)
-    model = fp4graph.apply(Normalized(), with_technique("q_ema", quantize=PLAIN), **EAGER)
+    model = applied(Normalized(), with_technique("q_ema", quantize=PLAIN))
     wrapper = DDP(model, broadcast_buffers=True)
     broadcast = {id(buffer) for buffer in wrapper.modules_buffers}
     for name, buffer in model.named_buffers():
@@ -224,13 +218,13 @@ def case_our_buffers_are_left_out_of_the_broadcast() -> None:
 
 
 def case_accumulation_under_no_sync() -> None:
-    """Each of two halves on each rank is a forward, and draws for itself."""
-    model = fp4graph.apply(vit(), "microscaling", **EAGER)
+    """Each accumulated forward counts, and draws its own noise."""
+    model = applied(vit(), "microscaling")
     wrapper = DDP(model)
     accumulates(wrapper, wrapper.no_sync)
     assert model._fp4graph_forwards == 2
 
-    noisy, images, both = DDP(fp4graph.apply(vit(), "tetrajet", **EAGER)), torch.randn(2, 3, 32, 32), []
+    noisy, images, both = DDP(applied(vit(), "tetrajet")), torch.randn(2, 3, 32, 32), []
     for _ in range(2):
         noisy.zero_grad()
         with noisy.no_sync():
@@ -245,7 +239,7 @@ def case_state_starts_at_the_weights_that_ddp_sends() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * rank())
-    fp4graph.apply(model, "tetrajet-qema", **EAGER)
+    applied(model, "tetrajet-qema")
     image_loss(DDP(model), rank())
     qkv = model.blocks[0].attn.qkv
     assert same_on_both({"weight": qkv.weight})
@@ -253,9 +247,9 @@ def case_state_starts_at_the_weights_that_ddp_sends() -> None:
 
 
 def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
-    trained = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    trained = applied(vit(), "tetrajet-qema")
     train(trained, trained, lambda model, _: image_loss(model, 0), steps=3)
-    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    model = applied(vit(), "tetrajet-qema")
     if rank() == 0:
         model.load_state_dict(trained.state_dict())
         runtime.runtime_of(model).count_from(3)  # which an optimizer's state would carry
@@ -269,7 +263,7 @@ def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
 
 
 def case_one_rank_may_evaluate_alone() -> None:
-    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    model = applied(vit(), "tetrajet-qema")
     wrapper = DDP(model)
     if rank() == 0:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What holds for a model under FSDP2 (``fully_shard``); run on two processes by test_cases.py."""
+"""Cases of models under FSDP2 (``fully_shard``); test_cases.py runs them on two processes."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from tests.distributed.two_process_models import (
 from tests.distributed.two_processes import each
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.steps import differences
+from tests.helpers.training import applied
 
 FOLDER = Path()  # set by two_processes.py
-EAGER = {"backend": "eager"}
 ORDERS = ("apply", "shard")
 EMA = "blocks.0.attn.qkv._fp4graph_q_ema_weight"
 
 
 def shard(model: nn.Module, **options: object) -> nn.Module:
-    """Each block, then the rest."""
+    """Shard each block, then the rest."""
     mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks if hasattr(model, "blocks") else model.model.layers:
         fully_shard(block, mesh=mesh, **options)
@@ -63,19 +63,19 @@ def shard(model: nn.Module, **options: object) -> nn.Module:
 
 def sharded(model: nn.Module, policy: object, *, first: str = "apply", **options: object) -> nn.Module:
     if first == "apply":
-        return shard(fp4graph.apply(model, policy, **EAGER), **options)
-    return fp4graph.apply(shard(model, **options), policy, **EAGER)
+        return shard(applied(model, policy), **options)
+    return applied(shard(model, **options), policy)
 
 
 def quantized(model: nn.Module) -> int:
-    """Sites, those of modules that run another's graph included."""
+    """Return the number of quantized sites, with those of modules that run another module's graph."""
     return sum(site.quantized * len(names) for site, names in served_sites(model, runtime_of(model).capture))
 
 
 @cache
 def six_losses(kind: str, policy: str) -> list[float]:
     make, loss_of = MODELS[kind]
-    model = fp4graph.apply(make(), PHASED.get(policy, policy), **EAGER)
+    model = applied(make(), PHASED.get(policy, policy))
     return train(DDP(model), model, loss_of, 6)
 
 
@@ -85,11 +85,11 @@ def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
 
 @each(("tetrajet",), ("tetrajet-qema",))
 def case_another_policy_on_a_sharded_model(first: str) -> None:
-    """The first forward is that of DDP's, to the bit; later noise is not, because the count of forwards goes on."""
+    """The first loss is DDP's, to the bit; later losses have other noise, because the count of forwards goes on."""
     model = sharded(vit(), first)
     image_loss(model, rank()).backward()
     model.zero_grad()
-    fp4graph.apply(model, "tetrajet-qema", **EAGER)
+    applied(model, "tetrajet-qema")
     losses = train(model, model, image_loss)
     assert losses[0] == ddp_losses("vit", "tetrajet-qema", 1)[0]
     assert falls(losses), losses
@@ -98,6 +98,7 @@ def case_another_policy_on_a_sharded_model(first: str) -> None:
 @each(
     ("vit", "tetrajet", 8),
     ("vit", "tetrajet-qema", 8),
+    ("vit", "ue5m3-d50", 8, "apply"),
     ("llama", "tetrajet", 14, "apply"),
     ("llama", "tetrajet-qema", 14, "shard"),
     ("mixture", "tetrajet", 12, "apply"),
@@ -106,7 +107,7 @@ def case_another_policy_on_a_sharded_model(first: str) -> None:
     ("mixture", "nvfp4-qad-lsq", 12, "shard"),
 )
 def case_trains(kind: str, policy: str, sites: int, *orders: str) -> None:
-    """With the losses of DDP to the bit: the noise is the same too."""
+    """Losses are DDP's, to the bit, so noise and held scales are the same too."""
     make, loss_of = MODELS[kind]
     expected = ddp_losses(kind, policy)
     assert falls(expected), expected
@@ -120,11 +121,11 @@ def case_trains(kind: str, policy: str, sites: int, *orders: str) -> None:
 
 @each(*product(ORDERS))
 def case_siblings_share_a_scale(first: str) -> None:
-    """The largest weight of a group may be on another rank."""
+    """The largest weight of a group of siblings may be on another rank."""
     shared = one_rule({"tensor_scaling": {"share": "siblings"}}, quantize=NVFP4)
     make, loss_of = MODELS["llama"]
-    expected = train(DDP(copied := fp4graph.apply(make(), shared, **EAGER)), copied, loss_of)
-    own = fp4graph.apply(make(), one_rule("tensor_scaling", quantize=NVFP4), **EAGER)
+    expected = train(DDP(copied := applied(make(), shared)), copied, loss_of)
+    own = applied(make(), one_rule("tensor_scaling", quantize=NVFP4))
     assert train(DDP(own), own, loss_of) != expected
     model = sharded(make(), shared, first=first)
     assert train(model, model, loss_of) == expected
@@ -132,49 +133,44 @@ def case_siblings_share_a_scale(first: str) -> None:
 
 @each(*product(PHASED, ORDERS))
 def case_phases(policy: str, first: str) -> None:
-    """With DDP's losses to the bit through three phases, whose modules are captured anew."""
+    """Losses are DDP's, to the bit, through three phases; each phase captures its modules anew."""
     model = sharded(vit(), PHASED[policy], first=first)
     assert train(model, model, image_loss) == ddp_losses("vit", policy)
     assert runtime_of(model).phase == 2
 
 
 def case_adapters_beside_packed_weights() -> None:
-    """Packed before fully_shard, with DDP's losses to the bit; what cannot be packed or cast is named."""
-    alone = fp4graph.apply(adapted(), "tetrajet", **EAGER)
+    """Weights packed before fully_shard give DDP's losses, to the bit. Packing later, or a cast, is an error."""
+    alone = applied(adapted(), "tetrajet")
     expected = train(DDP(alone), alone, image_loss, 4, 1e-2)
     model = sharded(adapted(), "tetrajet")
     assert train(model, model, image_loss, 4, 1e-2) == expected
     with pytest.raises(fp4graph.Error, match=r"blocks\.0\.attn\.qkv\..*weight is sharded.*before fully_shard"):
         fp4graph.pack_frozen(model)
-    packed = fp4graph.pack_frozen(fp4graph.apply(adapted(), "tetrajet", **EAGER))
+    packed = fp4graph.pack_frozen(applied(adapted(), "tetrajet"))
     shard(packed)
     assert all(isinstance(p, DTensor) for p in packed.parameters())
     assert "blocks.0.mlp.fc1.weight" not in dict(packed.named_parameters())
     assert train(packed, packed, image_loss, 4, 1e-2) == expected
-    cast = fp4graph.pack_frozen(fp4graph.apply(adapted(), "tetrajet", **EAGER))
+    cast = fp4graph.pack_frozen(applied(adapted(), "tetrajet"))
     shard(cast, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with pytest.raises(fp4graph.Error, match=r"^blocks\.0\..* was packed in torch.float32, .* computes in torch.bf"):
         image_loss(cast, rank())
 
 
-def case_scales_that_the_backward_holds() -> None:
-    model = sharded(vit(), "ue5m3-d50")
-    assert train(model, model, image_loss, 3) == ddp_losses("vit", "ue5m3-d50", 3)
-
-
 @each(("vit",), ("llama",))
 def case_two_halves_have_the_gradients_of_the_whole(kind: str) -> None:
-    """Not of a mixture: the halves of an expert's tokens are blocked otherwise than the whole."""
+    """A mixture is left out: the halves of an expert's tokens have other blocks than the whole."""
     make, loss_of = MODELS[kind]
     model = sharded(make(), "microscaling")
     loss_of(model, rank()).backward()
-    alone = fp4graph.apply(make(), "microscaling", **EAGER)
+    alone = applied(make(), "microscaling")
     loss_of(alone, None).backward()
     assert_close(gradients(model), gradients(alone), 3e-6)
 
 
 def case_state_is_sharded_as_its_weight() -> None:
-    single = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    single = applied(vit(), "tetrajet-qema")
     train(DDP(single), single, image_loss, 3)
     for first in ORDERS:
         model = sharded(vit(), "tetrajet-qema", first=first)
@@ -187,14 +183,14 @@ def case_state_is_sharded_as_its_weight() -> None:
 
 
 def case_a_sharded_weight_quantized_outside_the_graph() -> None:
-    """What techniques in the optimizer's step see."""
+    """Techniques see this value in the optimizer's step."""
     model = sharded(vit(), "tetrajet-qema")
     train(model, model, image_loss, 1)
     runtime = runtime_of(model)
     weight = next(w for w in runtime.weights if w.name == "blocks.1.mlp.fc1.weight")
     result = quantize(weight, weight.parameter, runtime.step)
     assert result.placements == weight.parameter.placements
-    alone = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    alone = applied(vit(), "tetrajet-qema")
     set_model_state_dict(alone, {name: whole(value) for name, value in state_of(model).items()}, options=lenient())
     same = next(w for w in runtime_of(alone).weights if w.name == weight.name)
     assert torch.equal(whole(result), quantize(same, same.parameter, runtime.step))
@@ -207,7 +203,7 @@ def lenient() -> StateDictOptions:
 def case_checkpoint() -> None:
     model = sharded(vit(), "tetrajet-qema")
     train(model, model, image_loss, 2)
-    # What torch gives may be the model's own tensors, which go on.
+    # The state that torch returns may be the model's tensors, which the next steps change.
     state = copy.deepcopy(get_model_state_dict(model))
     assert isinstance(state[EMA], DTensor)
     full = copy.deepcopy(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
@@ -245,13 +241,13 @@ def case_rules_by_place_are_kept_apart() -> None:
     names = {name for site, modules in served if site.quantized for name in modules}
     assert {name.split(".")[1] for name in names} == {"1", "2"}
     assert len(names) == 8
-    alone = fp4graph.apply(vit(depth=3), policy, **EAGER)
+    alone = applied(vit(depth=3), policy)
     image_loss(alone, None).backward()
     assert_close(gradients(model), gradients(alone), 3e-6)
 
 
 def case_other_ways_to_shard() -> None:
-    """The root alone, each linear by itself, weights that stay whole after the forward: the same losses."""
+    """Shard the root alone, each linear by itself, or with weights whole after the forward: losses are the same."""
     expected = ddp_losses("vit", "tetrajet-qema", 3)
     mesh = init_device_mesh("cpu", (2,))
 
@@ -263,7 +259,7 @@ def case_other_ways_to_shard() -> None:
 
     ways = (lambda m: fully_shard(m, mesh=mesh), each_linear, lambda m: shard(m, reshard_after_forward=False))
     for way in ways:
-        model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+        model = applied(vit(), "tetrajet-qema")
         way(model)
         assert train(model, model, image_loss, 3) == expected
         assert quantized(model) == 8
@@ -276,19 +272,19 @@ def case_a_sharded_container_and_names_that_repeat() -> None:
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # "0" is called by the root, torch's own Sequential, which FSDP's hooks on "1" leave without a graph. The call that
-    # an applied model gives its parts is a frame of ours, in which Dynamo starts one.
+    # The root, torch's Sequential, calls "0", and FSDP's hooks on "1" leave the root without a graph. Dynamo starts a
+    # graph in the call that an applied model gives its parts.
     for module, expected in (("1.*", {"1.0", "1.2"}), ("*", {"0", "1.0", "1.2"})):
         policy = one_rule(quantize=PLAIN, match={"op": "linear", "module": module})
-        fp4graph.apply(model, policy, **EAGER)
+        applied(model, policy)
         model(torch.randn(32, 64)).sum().backward()
         assert {site.module for site in runtime_of(model).sites if site.quantized} == expected
 
 
 def case_recomputed_activations() -> None:
-    """Blocks run again in the backward, compiled, with the noise of the forward."""
+    """The backward runs the compiled blocks again, with the noise of the forward."""
     expected = ddp_losses("vit", "tetrajet-qema", 3)
-    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    model = applied(vit(), "tetrajet-qema")
     for block in model.blocks:
         checkpoint(block)
     shard(model)
@@ -311,11 +307,11 @@ class Repeated(nn.Module):
 
 
 def case_recomputed_repeats() -> None:
-    """A block that runs several times in a forward has the noise of each run again in the backward."""
+    """A block that runs several times in a forward is recomputed with the noise of each run."""
     policy, found = one_rule(quantize=NVFP4 | {"rounding": "stochastic"}), []
     for recomputes in (False, True):
         torch.manual_seed(0)
-        model = fp4graph.apply(Repeated(recomputes), policy, **EAGER)
+        model = applied(Repeated(recomputes), policy)
         fully_shard(model.block)
         fully_shard(model)
         y = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(rank())))
@@ -359,7 +355,7 @@ def case_a_step_while_weights_are_whole() -> None:
 
 
 def case_built_on_the_meta_device() -> None:
-    """State, count and keys are sound whenever apply() came, for state starts at the first forward."""
+    """State, count and keys are right whether apply() came before or after sharding: state starts at a forward."""
     keys = []
     for first in ORDERS:
         with torch.device("meta"):
@@ -372,7 +368,7 @@ def case_built_on_the_meta_device() -> None:
         assert model._fp4graph_forwards == 1
         keys.append(model.blocks[0].attn.qkv._fp4graph_key)
     assert torch.equal(*keys)
-    assert torch.equal(keys[0], fp4graph.apply(vit(), "tetrajet", **EAGER).blocks[0].attn.qkv._fp4graph_key)
+    assert torch.equal(keys[0], applied(vit(), "tetrajet").blocks[0].attn.qkv._fp4graph_key)
 
 
 def case_bypass_and_remove() -> None:
@@ -384,14 +380,14 @@ def case_bypass_and_remove() -> None:
     fp4graph.remove(model)
     assert torch.equal(image_loss(model, rank()), image_loss(plain, rank()))
     assert not any("forward" in module.__dict__ for module in model.modules())
-    fp4graph.apply(model, "microscaling", **EAGER)
+    applied(model, "microscaling")
     image_loss(model, rank()).backward()
 
 
 def case_tensor_parallelism_is_refused() -> None:
     plain, mesh = nn.Sequential(nn.Linear(64, 64)), init_device_mesh("cpu", (2,))
     model = parallelize_module(plain, mesh, {"0": ColwiseParallel()})
-    fp4graph.apply(model, one_rule(quantize=PLAIN), **EAGER)
+    applied(model, one_rule(quantize=PLAIN))
     with pytest.raises(fp4graph.CaptureError, match="tensor parallelism"):
         model(torch.randn(32, 64))
 
@@ -407,10 +403,10 @@ def case_a_loop_over_experts_is_refused() -> None:
 
 @each(("apply",), ("wrap",))
 def case_fsdp1_is_refused(first: str) -> None:
-    model = vit() if first == "wrap" else fp4graph.apply(vit(), "microscaling", **EAGER)
+    model = vit() if first == "wrap" else applied(vit(), "microscaling")
     wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if first == "wrap":
-        fp4graph.apply(model, "microscaling", **EAGER)
+        applied(model, "microscaling")
     with pytest.raises(fp4graph.Error, match="fully_shard"):
         image_loss(wrapper, rank())
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP2 on two processes; each case is a function of ddp_cases.py or fsdp_cases.py."""
+"""DDP and FSDP2 on two processes; each case is a function of ddp_cases.py or fsdp_cases.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The harness: outcomes of cases on two processes, also where a process ends before its time."""
+"""The harness of two processes: outcomes of cases, also if a process ends before them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reas
 
 
 @pytest.mark.long
-def test_a_rank_that_ends_is_the_outcome_of_what_it_did_not_finish(tmp_path: Path) -> None:
+def test_cases_that_a_rank_does_not_finish_say_how_the_rank_ended(tmp_path: Path) -> None:
     outcomes = launch("harness_cases", tmp_path)
     assert outcomes["agrees"] == ""
     assert "on rank 1" in outcomes["raises_on_rank_1"]
@@ -29,11 +30,7 @@ def test_a_rank_that_ends_is_the_outcome_of_what_it_did_not_finish(tmp_path: Pat
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tmp_path / "rank0.json"
     write_whole(report, "former")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_whole(report, "latter")
     assert report.read_text() == "former"

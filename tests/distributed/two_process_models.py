@@ -20,19 +20,19 @@ PLAIN = {"element": "e2m1", "block": 32}
 
 
 def vit(**options: object) -> nn.Module:
-    """Two blocks of width 64, 16 patches without a class token: two images are 32 tokens, one block of a scale."""
+    """Make a ViT of two blocks without class token: two images are 32 tokens, one block of a scale."""
     return models.vit(**{"class_token": False, "global_pool": "avg", **options})
 
 
 def mixture() -> nn.Module:
-    """Two layers of Hugging Face's Qwen3-MoE, whose four experts are grouped products."""
+    """Make a Qwen3-MoE of two layers, whose four experts are grouped products."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     model: nn.Module = mixtures.mixture(num_hidden_layers=2, max_position_embeddings=32, use_cache=False, **heads)
     return model
 
 
 def adapted() -> nn.Module:
-    """The vision model, frozen but for LoRA at two layers of each block and for the head."""
+    """Make the ViT, frozen but for LoRA at two layers of each block and for the head."""
     from tests.model.test_adapters import Lora
 
     model = vit()
@@ -49,7 +49,7 @@ def rank() -> int:
 
 
 def of_both(make: Callable[[torch.Generator], Tensor], part: int | None) -> Tensor:
-    """The data of one rank, or with None of both, one after the other."""
+    """Return the data of rank ``part``; for None, of both ranks, one after the other."""
     halves = [make(torch.Generator().manual_seed(100 + seed)) for seed in range(2)]
     return torch.cat(halves) if part is None else halves[part]
 
@@ -72,14 +72,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int | None
 }
 
 
-#: From the third forward on an exact backward, from the fifth on no quantization.
+#: The backward is exact from the third forward on; nothing is quantized from the fifth on.
 PHASES = [{"at": 2, "operands": {"backward": "keep"}}, {"at": 4, "rules": [], "default": "keep"}]
 
 
 def _linears(mode: str) -> list[dict[str, object]]:
     quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}}
     match = {"op": "linear", "block": True}
-    techniques = [{"out_control": {"mode": mode}}, {"osci_reset": {"every": 4, "track": 1}}]  # resets at the sixth step
+    techniques = [{"out_control": {"mode": mode}}, {"osci_reset": {"every": 4, "track": 1}}]  # resets at step 6
     return [{"name": "linears", "match": match, "quantize": quantize, "techniques": techniques}]
 
 
@@ -97,7 +97,7 @@ PHASED: dict[str, dict[str, object]] = {
 
 
 def train(run: nn.Module, model: nn.Module, loss_of: Loss, steps: int = 6, lr: float = 5e-3) -> list[float]:
-    """Losses of this rank over a few steps of AdamW on one batch; ``run`` is called, ``model`` holds the policy."""
+    """Return this rank's losses in steps of AdamW on one batch; ``run`` is called, ``model`` holds the policy."""
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(run.parameters(), lr=lr))
     return descend(lambda: loss_of(run, rank()), optimizer, steps)
 
@@ -115,14 +115,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def from_rank(tensor: Tensor, source: int = 0) -> Tensor:
-    """That rank's value of ``tensor``."""
+    """Return the value that ``tensor`` has on rank ``source``."""
     received = tensor.detach().clone()
     dist.broadcast(received, source)
     return received
 
 
 def same_on_both(tensors: dict[str, Tensor]) -> bool:
-    """Whether both ranks hold the same values, to the bit."""
+    """Return whether both ranks hold the same values, to the bit."""
     equal = [torch.equal(from_rank(tensor), tensor) for tensor in tensors.values()]  # every rank takes part in each
     return all(equal)
 
@@ -132,7 +132,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def accumulates(run: nn.Module, unsynced: Callable[[], AbstractContextManager[object]]) -> None:
-    """Two halves on each of two ranks have the gradients of one batch, of which they are the quarters."""
+    """Compare the gradients of two accumulated quarters of a batch on each of two ranks with those of the batch."""
     images = torch.randn(8, 3, 32, 32)
     mine = images[4 * rank() : 4 * rank() + 4]
     with unsynced():
@@ -144,7 +144,7 @@ def accumulates(run: nn.Module, unsynced: Callable[[], AbstractContextManager[ob
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Every tensor within ``tolerance`` of the largest value of the expected one."""
+    """Compare every tensor, within ``tolerance`` times the amax of the expected tensor."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         error = ((got[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()

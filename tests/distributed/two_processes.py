@@ -1,7 +1,7 @@
-"""Runs the cases of a file on two processes over gloo, and says what became of each.
+"""Runs the cases of a file on two processes over gloo, and reports the outcome of each case.
 
-A file of cases is a module of functions called ``case_...``, each run on both ranks; what one raises on either is its
-outcome. ``run_ranks(python("two_processes.py", FILE, FOLDER, *CASES), FOLDER)`` runs all or some.
+A file of cases is a module of functions ``case_...``. Each runs on both ranks; an error on either rank is its outcome.
+``run_ranks(python("two_processes.py", FILE, FOLDER, *CASES), FOLDER)`` runs all or some.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def _module(file: str) -> ModuleType:
 
 
 def each(*arguments: tuple[object, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function that is a case with each tuple of ``arguments``."""
 
     def mark(case: Callable[..., None]) -> Callable[..., None]:
         case.arguments = arguments  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ def each(*arguments: tuple[object, ...]) -> Callable[[Callable[..., None]], Call
 
 
 def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
+    """Return the cases of a file, by function and arguments."""
     found: dict[str, Callable[[], None]] = {}
     for function in [f for name, f in vars(module).items() if name.startswith("case_")]:
         for arguments in getattr(function, "arguments", [()]):
@@ -51,9 +53,9 @@ def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 def launch(file: str, folder: Path, *only: str) -> dict[str, str]:
-    """What each case of ``file``, or each of ``only``, raised, on which rank; "" for nothing.
+    """Return what each case of ``file``, or each of ``only``, raised on which rank; "" if it raised nothing.
 
-    A case that a rank did not come to the end of has as its outcome how that rank ended, and what it said.
+    If a rank ended before the end of a case, the outcome is how the rank ended, with its output.
     """
     failures = run_ranks(python(HERE / "two_processes.py", file, folder, *only), folder)
     print((folder / "rank0.log").read_text(errors="replace"))
@@ -68,8 +70,8 @@ def launch(file: str, folder: Path, *only: str) -> dict[str, str]:
 
 
 def main(file: str, folder: Path, *only: str) -> None:
-    """One rank: every case in turn. A case that fails on one rank would leave the other waiting: its end is agreed."""
-    warnings.simplefilter("ignore")  # torch's own, on views and on random numbers of DTensors
+    """Run every case in turn on this rank; ranks wait for each other after each case, whether or not it failed."""
+    warnings.simplefilter("ignore")  # torch warns about views and random numbers of DTensors
     dist.init_process_group("gloo", timeout=timedelta(seconds=PARTNER), **rendezvous(folder))  # type: ignore[arg-type]
     module = _module(file)
     module.FOLDER = folder  # type: ignore[attr-defined]
