@@ -28,6 +28,8 @@ from tests.helpers.steps import descend
 from tests.helpers.training import applied, operation_by_operation, prepared
 
 __all__ = ["MXFP4", "NVFP4"]
+#: Keys of a rule: experts alone; weights in square blocks, as ``operands``.
+GROUPED, SQUARE = {"match": {"op": "grouped"}}, {"weights": {"block": [16, 16]}}
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 

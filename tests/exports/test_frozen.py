@@ -13,7 +13,7 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error, PolicyError
 from fp4graph.model.runtime import runtime_of
-from tests.exports.models import MXFP4, NVFP4, Tied
+from tests.exports.models import MXFP4, NVFP4, SQUARE, Tied
 from tests.exports.models import by_rule as policy
 from tests.helpers.steps import differences, same, through_file
 from tests.helpers.training import gradients, saved_whole
@@ -25,7 +25,6 @@ FROM_FPROP = {
     "dgrad.weight": {"source": "fprop"},
     "wgrad.input": {"source": "fprop"},
 }
-SQUARE = {"weights": {"block": [16, 16]}}
 X = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
 
 

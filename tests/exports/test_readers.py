@@ -27,6 +27,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
 from fp4graph.technique.operands import Operand
 from tests.exports.models import (
+    GROUPED,
     MXFP4,
     NVFP4,
     TOKENS,
@@ -45,7 +46,6 @@ PAGE = Path(__file__).parents[2] / "docs/servers.md"
 SHARED = {"tensor_scaling": {"share": "siblings"}}
 W4A4 = {"operands": {"fprop.input": NVFP4}}
 CALIBRATED = {"calibration": [TOKENS]}
-EXPERTS = {"match": {"op": "grouped"}}
 small = partial(llama, num_hidden_layers=1)
 moe = partial(mixture, "Qwen3-MoE", num_hidden_layers=1)
 
@@ -77,9 +77,9 @@ CASES = [
     Case("Llama, NVFP4, `share`", CT, small, OWN, CALIBRATED | {"sibling_scales": "share"}),
     Case("Llama, `tetrajet`", CT, small, "tetrajet"),
     Case("Llama, `tetrajet`, weights alone", CT, small, "tetrajet", {"activations": False}),
-    Case("Qwen3-MoE, MXFP4 experts", CT, moe, policy(MXFP4, **EXPERTS)),
+    Case("Qwen3-MoE, MXFP4 experts", CT, moe, policy(MXFP4, **GROUPED)),
     Case("Qwen3-MoE, NVFP4, shared in training", MODELOPT, moe, SHARED_W4A4, CALIBRATED),
-    Case("GPT-OSS, MXFP4 experts", "gpt-oss", partial(mixture, "GPT-OSS", num_hidden_layers=1), policy(**EXPERTS)),
+    Case("GPT-OSS, MXFP4 experts", "gpt-oss", partial(mixture, "GPT-OSS", num_hidden_layers=1), policy(**GROUPED)),
 ]
 
 

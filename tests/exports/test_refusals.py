@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.exports import ExportError
-from tests.exports.models import MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
+from tests.exports.models import GROUPED, MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
 from tests.helpers.training import applied
 
 pytest.importorskip("compressed_tensors")
@@ -104,7 +104,6 @@ def test_what_the_format_cannot_say(wrong, tmp_path):
     assert_refused(make, tmp_path, rf"(?s)inner\.weight, which rule 'the rule' quantizes: .*{message}")
 
 
-GROUPED = {"match": {"op": "grouped"}}
 CONV1D = r"h\.0\.attn\.c_\w+\.weight, .*\[in, out\].*Conv1D.*[kK]eep such layers in high precision"
 COMPUTED = r"^cannot export inner, .*computed in the forward.*remove_parametrizations"
 MX, IN_MODELOPT, IN_GPT_OSS = partial(under, MXFP4), {"format": "modelopt"}, {"format": "gpt-oss"}

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import fp4graph
 from tests.exports.models import (
+    GROUPED,
     MODELS,
     MXFP4,
     NVFP4,
+    SQUARE,
     configuration,
     keeping,
     logits,
@@ -31,8 +33,6 @@ from tests.exports.models import (
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*ignores the global scales of experts")]
 ALONE = {"activations": False, "sibling_scales": "own"}
-TWO_D = {"weights": {"block": [16, 16]}}
-GROUPED = {"match": {"op": "grouped"}}
 
 
 def keeping_the_first(data: Any) -> Any:
@@ -73,14 +73,14 @@ CASES = {
     "nvfp4 llama": Case("llama", "nvfp4-te", 7, gamma=True),
     "nvfp4 moe": Case("qwen3-moe", "nvfp4-te", 6, gamma=True),
     "modelopt vit": Case("vit", "nvfp4-te", 4, "modelopt", gamma=True),
-    "modelopt llama": Case("llama", policy(NVFP4, "tensor_scaling", operands=TWO_D), 21, "modelopt", gamma=True),
-    "modelopt moe": Case("qwen3-moe", policy(NVFP4, "tensor_scaling", operands=TWO_D), 18, "modelopt", gamma=True),
+    "modelopt llama": Case("llama", policy(NVFP4, "tensor_scaling", operands=SQUARE), 21, "modelopt", gamma=True),
+    "modelopt moe": Case("qwen3-moe", policy(NVFP4, "tensor_scaling", operands=SQUARE), 18, "modelopt", gamma=True),
     "learned scales": Case("llama", "nvfp4-qad-lsq", 21, gamma=True),
     "no γ": Case("vit", policy(NVFP4), 12, options={}),
     "two kinds": Case("llama", of_two_kinds(), 21, options={}),
     "experts kept": Case("qwen3-moe", keeping_the_first(policy()), 12, options={}),
     "weights alone": Case("llama", policy(), 21, options={"max_shard_size": "60KB"}),
-    "weights alone, γ": Case("llama", policy(NVFP4, "tensor_scaling", operands=TWO_D), 21, gamma=True),
+    "weights alone, γ": Case("llama", policy(NVFP4, "tensor_scaling", operands=SQUARE), 21, gamma=True),
     "gpt-oss": Case("gpt-oss", keeping_the_first(policy(**GROUPED)), 4, "gpt-oss", {}),
     "conv1d": Case("gpt2", policy(match={"module": "lm_head"}), 1, options={}),  # beside kept Conv1D
 }
