@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from fp4graph.model.runtime import runtime_of
-from tests.helpers.steps import descend
+from tests.helpers.steps import descend, same
 from tests.helpers.training import applied, prepared
 
 open_clip = pytest.importorskip("open_clip", reason="needs fp4graph[clients]")
@@ -29,7 +29,7 @@ def by_encoders(model):
 
 
 def trained(run, policy="tetrajet", **options):
-    """open_clip's train_one_epoch."""
+    """Train as open_clip's train_one_epoch."""
     model = applied(clip(), policy, **options)
     optimizer, losses = prepared(model), []
     for _ in range(3):
@@ -47,11 +47,11 @@ def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, policy_wa
     assert set(counted.values()) == {3}
     assert len(counted) == 2 * 2 * 4  # in and out projection, two linears; two layers of two towers
     products.clear()
-    other, same = trained(by_encoders, policy)
+    other, losses_by_encoders = trained(by_encoders, policy)
     assert products == counted
-    assert losses == same
+    assert losses == losses_by_encoders
     assert losses[-1] < losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert same(model.parameters(), other.parameters())
     assert runtime_of(model).count == runtime_of(other).count == 3
     # There is a warning for each module that the methods call.
     assert {text.split("'")[1].split(".")[0] for text in policy_warnings()} == {"visual", "transformer"}

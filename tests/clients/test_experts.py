@@ -72,8 +72,8 @@ COMPILED = {("Qwen3-MoE", "tetrajet"), ("Mixtral", "mxfp4-best")}
         for case in itertools.product(CONFIGS, ("tetrajet", "nvfp4-te", "mxfp4-best"))
     ],
 )
-def test_trains_under_inductor(name, policy):
-    """The loss falls as the eager one does.
+def test_mixtures_train_under_inductor(name, policy):
+    """Losses fall as eager ones do.
 
     Inductor sums norms, softmax and the loss in another order than eager. The first losses therefore agree to fp32's
     rounding, unless rounding takes a number over a threshold of E2M1: then one of some 10⁴ numbers of a layer differs
@@ -81,10 +81,10 @@ def test_trains_under_inductor(name, policy):
     differed by 0.5 %, while they fall by 40 %. The bound is 1 %.
     """
     layers = 3 if policy == "nvfp4-te" else 2  # nvfp4-te keeps the first and the last block
-    ours, eager = (train(*prepared(name, policy, backend, layers), 20) for backend in ("inductor", "eager"))
-    torch.testing.assert_close(ours[0], eager[0], rtol=1e-4, atol=0)
-    torch.testing.assert_close(ours, eager, rtol=1e-2, atol=0)
-    assert ours[-1] < ours[0] - 0.5
+    compiled, eager = (train(*prepared(name, policy, backend, layers), 20) for backend in ("inductor", "eager"))
+    torch.testing.assert_close(compiled[0], eager[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=0)
+    assert compiled[-1] < compiled[0] - 0.5
 
 
 # The weights are the second factor in GPT-OSS's product, which adds biases, and the first factor in the others.
@@ -126,12 +126,12 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
     for form, stance in (("batched_mm", "default"), ("batched_mm", "force_eager"), ("grouped_mm", "default")):
         with torch.compiler.set_stance(stance):
             losses[form, stance] = train(*prepared(name, policy, layers=2, form=form), 5)
-    ours, uncompiled, grouped = losses.values()
-    assert torch.equal(ours, uncompiled)
-    assert torch.equal(ours[0], grouped[0])
-    torch.testing.assert_close(ours, grouped, rtol=5e-3, atol=0)
-    assert ours[-1] < 0.9 * ours[0]
-    assert ours[0] != mixture(name, num_hidden_layers=2)(TOKENS, labels=TOKENS).loss
+    gathered, uncompiled, grouped = losses.values()
+    assert torch.equal(gathered, uncompiled)
+    assert torch.equal(gathered[0], grouped[0])
+    torch.testing.assert_close(gathered, grouped, rtol=5e-3, atol=0)
+    assert gathered[-1] < 0.9 * gathered[0]
+    assert gathered[0] != mixture(name, num_hidden_layers=2)(TOKENS, labels=TOKENS).loss
 
 
 def test_a_model_may_go_over_to_gathered_weights_to_generate():
@@ -149,7 +149,7 @@ def test_a_model_may_go_over_to_gathered_weights_to_generate():
     assert torch.equal(tokens, same)
 
 
-def test_a_loop_over_experts_is_refused_if_nothing_may_run_uncompiled():
+def test_a_loop_over_experts_is_refused_under_strict():
     model = fp4graph.apply(mixture("Qwen3-MoE", "eager"), "tetrajet", backend="eager", strict=True)
     with pytest.raises(CaptureError, match=r"mlp\.experts: .*experts_implementation='grouped_mm'"):
         model(TOKENS)

@@ -40,7 +40,7 @@ def test_every_way_to_generate(make, products, policy_warnings):
 
     layers = 4 if make is tiny.gpt2 else 7
     for most, calls in (
-        # prompt and token, each again when lengths change
+        # a graph for prompts and one for tokens, and again when lengths change
         (4, [{}, {"do_sample": True}, {"length": 9}, {"length": 7, "do_sample": True, "top_k": 5}]),
         (2, [{"num_beams": 2}]),  # another batch size
         (

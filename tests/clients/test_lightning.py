@@ -74,7 +74,7 @@ def test_fit_and_resume(applied, policy, tmp_path, products, policy_warnings):
     assert whole.losses == pytest.approx(plain.losses, rel=0.2)
     by_hand = fp4graph.apply(models.vit(), policy, backend="eager")
     outputs = (cross_entropy(by_hand(images), labels) for images, labels in BATCHES)
-    same = 4 if applied == "net" else 1  # names are part of the noise
+    same = 4 if applied == "net" else 1  # noise depends on the names of modules
     assert descend(outputs.__next__, prepared(by_hand), 4)[:same] == whole.losses[:same]
 
     resumed = fitted(Classifier(applied, policy), tmp_path / "again", resume=tmp_path / "epoch=0.ckpt")

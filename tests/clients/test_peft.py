@@ -78,7 +78,7 @@ def generated(model, length):
 
 
 def same(left, right):
-    """Return whether two models have equal weights, adapters and state of techniques, to the bit."""
+    """Return whether ``right`` has the weights, adapters and state of techniques of ``left``, to the bit."""
     state = right.state_dict()
     return all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
 

@@ -99,7 +99,7 @@ def test_dpo(reference, tmp_path, products, policy_warnings, watch_parameters):
     trains(trainer, 3, changed, products, policy_warnings)
     first = trainer.state.log_history[0]
     if reference == "a copy":  # it is quantized as the model is, so both begin with the same probabilities
-        assert runtime_of(trainer.ref_model).count == 3  # a copy that does not train follows the count of its model
+        assert runtime_of(trainer.ref_model).count == 3  # an untrained copy follows the count of its model
         assert first["rewards/margins"] == 0
     else:
         assert runtime_of(trainer.ref_model) is None

@@ -56,6 +56,10 @@ def llama(**options: Any) -> Any:
     return from_config(transformers.LlamaConfig(**SIZES | options))
 
 
+def qwen3() -> Any:
+    return from_config(transformers.Qwen3Config(**SIZES | {"num_hidden_layers": 1, "head_dim": 16}))
+
+
 def mixture(name: str, **options: Any) -> Any:
     """Make a mixture whose experts fit blocks of 32."""
     return mixtures.mixture(name, **({"moe_intermediate_size": 64} if name == "Qwen3-MoE" else {}) | options)

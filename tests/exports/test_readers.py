@@ -19,39 +19,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
 from fp4graph.technique.operands import Operand
-from tests.exports.models import (
-    GROUPED,
-    MXFP4,
-    NVFP4,
-    TOKENS,
-    from_config,
-    llama,
-    mixture,
-    multiplied,
-    policy,
-    recorded,
-    trained,
-)
-from tests.helpers.mixtures import SIZES
+from tests.exports.models import MXFP4, NVFP4, TOKENS, llama, mixture, multiplied, policy, qwen3, recorded, trained
 
 pytest.importorskip("compressed_tensors")
 PAGE = Path(__file__).parents[2] / "docs/servers.md"
 SHARED = {"tensor_scaling": {"share": "siblings"}}
 W4A4 = {"operands": {"fprop.input": NVFP4}}
 CALIBRATED = {"calibration": [TOKENS]}
+EXPERTS = {"match": {"op": "grouped"}}
 small = partial(llama, num_hidden_layers=1)
 moe = partial(mixture, "Qwen3-MoE", num_hidden_layers=1)
-
-
-def qwen3() -> Any:
-    return from_config(transformers.Qwen3Config(**SIZES | {"num_hidden_layers": 1, "head_dim": 16}))
 
 
 @dataclass(frozen=True)
@@ -77,9 +60,9 @@ CASES = [
     Case("Llama, NVFP4, `share`", CT, small, OWN, CALIBRATED | {"sibling_scales": "share"}),
     Case("Llama, `tetrajet`", CT, small, "tetrajet"),
     Case("Llama, `tetrajet`, weights alone", CT, small, "tetrajet", {"activations": False}),
-    Case("Qwen3-MoE, MXFP4 experts", CT, moe, policy(MXFP4, **GROUPED)),
+    Case("Qwen3-MoE, MXFP4 experts", CT, moe, policy(MXFP4, **EXPERTS)),
     Case("Qwen3-MoE, NVFP4, shared in training", MODELOPT, moe, SHARED_W4A4, CALIBRATED),
-    Case("GPT-OSS, MXFP4 experts", "gpt-oss", partial(mixture, "GPT-OSS", num_hidden_layers=1), policy(**GROUPED)),
+    Case("GPT-OSS, MXFP4 experts", "gpt-oss", partial(mixture, "GPT-OSS", num_hidden_layers=1), policy(**EXPERTS)),
 ]
 
 
