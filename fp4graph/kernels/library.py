@@ -246,4 +246,5 @@ operator("maxima(Tensor x, int block, int lines=1) -> Tensor", _fake_maxima, tag
 operator("mantissa(Tensor z, float divisor, int bits) -> Tensor", _fake_elementwise, CPU=_mantissa)
 operator("group_maxima(Tensor z, int length) -> Tensor", _fake_elementwise, CPU=_group_maxima)
 operator("largest(Tensor score, SymInt count) -> Tensor", _fake_largest, CPU=_largest)
+operator("rounded(Tensor x) -> Tensor", torch.empty_like, CPU=torch.clone)
 operator("gaussian(Tensor key, Tensor? step, int[] salts, SymInt count) -> Tensor", _fake_gaussian, CPU=_gaussian)

@@ -14,6 +14,7 @@ from math import ldexp
 import torch
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.kernels.devices import by_runs
 from fp4graph.kernels.direction import Direction
 from fp4graph.kernels.machine import Machine
@@ -89,6 +90,7 @@ class OperandProgram(OperandFacts):
             inner = _wrap(wrapper, inner, context)
         y = inner(part)
         for wrapper, context in at_stage("after", acting):
+            y = operators.rounded(y)
             changed = contract.run_like(wrapper, "after", y, y, context)
             y = y if changed is None else changed
         return (Term(y, multiplier, segments), *residuals)
@@ -254,7 +256,7 @@ def _wrap(wrapper: Wrapper, inner: Callable[[Tensor], Tensor], context: Context)
         x = _whole(x, context.blocking)
 
         def quantize(part: Tensor) -> Tensor:
-            return inner(contract.lines(wrapper, "around (what it quantizes)", part, x))
+            return operators.rounded(inner(contract.lines(wrapper, "around (what it quantizes)", part, x)))
 
         result = contract.run(wrapper, "around", quantize, x, context)
         return inner(x) if result is None else contract.same(wrapper, "around", result, x, any_float=True)

@@ -461,6 +461,8 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "maxima": (_long, 16),
     "maxima, of two axes": (_long, 16, 2),
     "maxima, transposed": (_x.mT.bfloat16(), 4),
+    "rounded": (_x.bfloat16(),),
+    "rounded, transposed": (_x.mT.half(),),
     "absorb": NOISE,
     "absorb, a chain of salts": (KEY, None, [1, 1 << 20]),
     "first_bits": (*NOISE, 70),

@@ -66,6 +66,22 @@ def test_quantizers_are_bit_identical_on_the_operands_of_a_training_step(monkeyp
 
 
 @pytest.mark.compiler
+def test_compiled_stages_of_one_operand_read_values_rounded_to_bf16():
+    """The noise is added to Q(W) + Q(W - Q(W)) after that sum was rounded to bf16."""
+    techniques = [
+        {"macro_block_scaling": {"block": 128}},
+        {"outlier_fallback": {"operands": ["fprop.weight"]}},
+        {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 1}},
+    ]
+    policy = {"version": 1, "name": "wrapped twice", "extends": "mxfp4-fprop", "techniques": techniques}
+    x, outputs = X.bfloat16(), []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        outputs.append(applied(nn.Linear(64, 32, bias=False).bfloat16(), policy, backend=backend)(x))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
     """The two classes have equal options and different code: code compiled for the first may not serve the second."""
 
