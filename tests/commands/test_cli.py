@@ -22,9 +22,9 @@ from tests.helpers.techniques import Broken
 
 @pytest.fixture
 def fp4graph(capsys, monkeypatch):
-    """Runs the command as the installed script does."""
+    """Run the command as the installed script does; return its exit code, stdout and stderr."""
 
-    def here(*arguments):
+    def called(*arguments):
         monkeypatch.setattr(sys, "argv", ["fp4graph", *arguments])
         code = 0
         try:
@@ -34,7 +34,7 @@ def fp4graph(capsys, monkeypatch):
         out, err = capsys.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
-    return here
+    return called
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ SHIPPED = ["bf16", "microscaling", "mxfp4", "nvfp4", "tetrajet", "tetrajet-qema"
         ("check bf16", ["This policy quantizes nothing"]),
     ],
 )  # fmt: skip
-def test_tables_show(arguments, words, fp4graph):
+def test_a_table_shows_these_words(arguments, words, fp4graph):
     result = fp4graph(*arguments.split())
     assert (result.code, result.err) == (0, "")
     for word in words:
@@ -72,7 +72,7 @@ def test_tables_show(arguments, words, fp4graph):
 
 
 @pytest.mark.slow
-def test_policies_as_json(data):
+def test_json_lists_the_shipped_policies(data):
     rows = {row["name"]: row for row in data("policies")}
     assert set(SHIPPED) <= set(rows)
     tetrajet = rows["tetrajet"]
@@ -82,7 +82,7 @@ def test_policies_as_json(data):
 
 
 @pytest.mark.slow
-def test_one_technique(fp4graph, data):
+def test_a_technique_is_shown_as_its_reference_page_or_as_json(fp4graph, data):
     shipped = registry.default_registry()
     result = fp4graph("techniques", "q_ema")
     assert (result.code, result.out) == (0, reference.technique_page(shipped.techniques["q_ema"], shipped))
@@ -92,10 +92,10 @@ def test_one_technique(fp4graph, data):
     assert beta == {"type": "number above 0 and below 1", "required": False, "default": 0.998}
     assert {"round", "after_step"} <= set(shown["stages"])
     assert (shown["compute"], shown["memory"], shown["fusable"]) == ("O(n)", "O(n)", True)
-    assert set(data("techniques", "stochastic_rounding")["options"]) >= {"operands", "bits"}  # as policies write them
+    assert set(data("techniques", "stochastic_rounding")["options"]) >= {"operands", "bits"}  # by the names in policies
 
 
-def test_one_policy(fp4graph, data):
+def test_a_policy_is_shown_as_its_reference_page_or_as_json(fp4graph, data):
     policy = load_policy("tetrajet-qema")
     result = fp4graph("policies", "tetrajet-qema")
     assert (result.code, result.out) == (0, reference.policy_page(policy))
@@ -112,7 +112,7 @@ def test_a_page_is_rendered_on_a_terminal(fp4graph, monkeypatch):
     assert "| --- |" not in shown
 
 
-def test_check_as_json(data):
+def test_json_of_check_has_specs_and_weights(data):
     shown = data("check", "tetrajet")
     (rule,) = shown["rules"]
     assert rule["operands"]["dgrad.weight"] == {
@@ -122,7 +122,7 @@ def test_check_as_json(data):
     assert len(shown["fingerprint"]) == 64
 
 
-def test_check_says_where_ties_of_scales_go_and_what_is_kept(fp4graph, data, written):
+def test_check_shows_ties_and_convention_of_scales_and_kept_operands(fp4graph, data, written):
     even, up = (f"default: {{scale: {{rounding: nearest_even, ties: {ties}}}}}" for ties in ("even", "up"))
     scale = data("check", written(even))["default"]["operands"]["fprop.input"]["scale"]
     assert scale == "e8m0 nearest_even ties even"
@@ -158,7 +158,7 @@ def script(code, *arguments):
 
 @pytest.mark.process
 def test_help_is_fast_and_reading_policies_does_not_import_torch():
-    """A process that prints help takes little longer than one that imports typer."""
+    """Printing help takes less than eight times as long as importing typer."""
     script("""
 import sys
 from typer.testing import CliRunner
@@ -180,7 +180,7 @@ for line in ["policies", "policies tetrajet", "policies --schema", "techniques",
         run(python(*code))
         return time.perf_counter() - begun
 
-    # The least time of five processes, since others only add time. One that imports typer takes 0.08 s, help 0.35 s.
+    # The least of five times, since other processes only add to it. Typer's import takes 0.08 s, help 0.35 s.
     helped, typer = (
         min(seconds(*code) for _ in range(5)) for code in (("-m", "fp4graph", "--help"), ("-c", "import typer"))
     )
@@ -192,7 +192,7 @@ for line in ["policies", "policies tetrajet", "policies --schema", "techniques",
     "first", ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"]
 )
 def test_a_deferred_torch_is_imported_whole_and_once(first):
-    """A plugin of another author may read torch while it is imported."""
+    """A third-party plugin may read torch during the plugin's own import."""
     printed = script(f"""
 from fp4graph.commands.deferred import defer_torch
 defer_torch()
@@ -211,7 +211,7 @@ print(fp4graph.fake_quantize(torch.arange(64.0), spec, key=1).tolist())
 
 
 @pytest.mark.process
-def test_a_torch_that_fails_fails_at_every_read_with_its_own_error(tmp_path):
+def test_an_import_of_torch_that_fails_raises_its_error_at_every_read(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart is missing')")
     printed = script(f"""
@@ -235,12 +235,12 @@ def test_check_imports_torch_when_it_plans_products(data):
     assert json.loads(run(python("-m", "fp4graph", *arguments, "--json"))) == data(*arguments)
 
 
-def test_completions(tmp_path, monkeypatch):
+def test_completions_are_policies_and_policy_files_of_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tetrajet-mine.yaml").touch()
-    found = output.policy_completions("tetrajet-")
-    assert {"tetrajet-qema", "tetrajet-mine.yaml"} <= set(found)
-    assert all(name.startswith("tetrajet-") for name in found)
+    names = output.policy_completions("tetrajet-")
+    assert {"tetrajet-qema", "tetrajet-mine.yaml"} <= set(names)
+    assert all(name.startswith("tetrajet-") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_completions(tmp_path, monkeypatch):
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )  # fmt: skip
-def test_a_mistake_is_a_message(arguments, code, says, fp4graph):
+def test_a_mistake_is_a_message_without_a_traceback(arguments, code, says, fp4graph):
     if arguments[0] == "explain":
         pytest.importorskip("timm")
     result = fp4graph(*arguments)
@@ -271,7 +271,7 @@ def test_a_mistake_is_a_message(arguments, code, says, fp4graph):
     assert len(result.err) < 11_000
 
 
-def test_without_timm(fp4graph, monkeypatch):
+def test_without_timm_the_error_names_the_extra(fp4graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     result = fp4graph("explain", "--model", "deit_tiny_patch16_224", "bf16")
     assert result.code == 1
@@ -279,7 +279,7 @@ def test_without_timm(fp4graph, monkeypatch):
 
 
 @pytest.mark.slow
-def test_broken_plugins_and_policies_are_warnings(fp4graph, monkeypatch, tmp_path):
+def test_broken_plugins_and_policies_are_warned_about_and_left_out(fp4graph, monkeypatch, tmp_path):
     class Ships:
         @hookimpl
         def fp4graph_policies(self):
@@ -304,8 +304,10 @@ def test_explain_prints_schedules(fp4graph, data, tmp_path):
     pytest.importorskip("timm")
     command = ("explain", "--model", "test_vit", "--schedule", "tetrajet-qema")
     text = fp4graph(*command, "--target", "b200", "--html", str(tmp_path / "page.html")).out
-    ours = ("q_ema rounds elements", "as above", "multiplied in the dtype of the model")
-    for words in (*ours, "tetrajet-qema on NVIDIA B200", "page.html shows this in a browser"):
+    for words in (
+        "q_ema rounds elements", "as above", "multiplied in the dtype of the model", "tetrajet-qema on NVIDIA B200",
+        "page.html shows this in a browser",
+    ):  # fmt: skip
         assert words in text
     site = next(site for site in data(*command)["sites"] if site["quantized"])
     weight = {"by": "tensor code", "because": "q_ema rounds elements", "keeps": ["quantized values"]}
@@ -315,7 +317,7 @@ def test_explain_prints_schedules(fp4graph, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_explain(fp4graph, data):
+def test_explain_lists_sites_with_their_rules_shapes_and_flops(fp4graph, data):
     pytest.importorskip("timm")
     command = ("explain", "--model", "test_vit", "tetrajet")
     shown = data(*command, "--batch-size", "3")
@@ -332,7 +334,7 @@ def test_explain(fp4graph, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "explain"])
-def test_a_policy_against_a_model(fp4graph, written, command):
+def test_a_policy_is_checked_against_a_model(fp4graph, written, command):
     pytest.importorskip("timm")
     expecting = written("extends: tetrajet\nexpect: {quantized: {min: 1000}}")
     fits, does_not = (fp4graph(command, policy, "--model", "test_vit") for policy in ("tetrajet", expecting))

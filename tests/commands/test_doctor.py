@@ -1,4 +1,4 @@
-"""``fp4graph doctor`` says what is here, what is not, and how to get it; ``--version`` and ``python -m fp4graph``."""
+"""``fp4graph doctor`` reports what is installed, what is missing and how to install it; ``--version``."""
 
 import json
 import re
@@ -25,14 +25,14 @@ def report(*words):
     return result.output
 
 
-def test_it_names_what_is_here():
+def test_versions_and_shipped_techniques_are_reported():
     facts = json.loads(report("--json"))["facts"]
     assert facts["torch"] == torch.__version__
     assert facts["fp4graph"] == metadata.version("fp4graph")
     assert facts["techniques"].startswith("29 shipped")
 
 
-def test_it_names_what_is_missing_and_how_to_get_it(monkeypatch):
+def test_missing_and_outdated_packages_are_reported_with_the_command_that_installs_them(monkeypatch):
     version = metadata.version
 
     def without(name):
@@ -65,7 +65,7 @@ def test_an_extra_is_installed_from_where_the_package_was(origin, command, monke
     assert errors.install.__wrapped__("hf") == f"pip install {command}"
 
 
-def test_a_compiler_that_is_not_there_and_kernels_that_are_switched_off(monkeypatch):
+def test_a_missing_compiler_and_switched_off_kernels_are_reported(monkeypatch):
     monkeypatch.setattr(build, "command", lambda: ["no-such-g++"])
     with switches.using(quantizers=False):
         facts = json.loads(report("--json"))["facts"]
@@ -73,9 +73,9 @@ def test_a_compiler_that_is_not_there_and_kernels_that_are_switched_off(monkeypa
     assert "switched off" in facts["CPU kernels"]
 
 
-def test_plugins_of_others_and_their_failures(monkeypatch):
+def test_third_party_plugins_and_their_failures_are_reported(monkeypatch):
     clip = technique("clip")
-    plugins = [("mine", Offers(clip)), ("hers", Offers(clip))]  # whose second cannot be loaded: the name is taken
+    plugins = [("mine", Offers(clip)), ("hers", Offers(clip))]  # the second fails: its name is taken
     monkeypatch.setattr(doctor, "installed_registry", lambda: Registry(plugins))
     facts = json.loads(report("--json"))["facts"]
     assert "clip (plugin mine)" in facts["techniques"]
@@ -83,7 +83,7 @@ def test_plugins_of_others_and_their_failures(monkeypatch):
 
 
 @pytest.mark.process
-def test_the_version():
+def test_the_option_version_prints_the_installed_version():
     assert run(python("-m", "fp4graph", "--version")).strip() == metadata.version("fp4graph")
 
 

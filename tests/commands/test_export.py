@@ -25,7 +25,7 @@ def two_level(tmp_path):
     return tmp_path / "p.yaml"
 
 
-def test_a_run(two_level, tmp_path):
+def test_the_checkpoint_of_a_run_is_exported(two_level, tmp_path):
     assert run(*TRAIN, "--policy", two_level, "--output", tmp_path / "run").code == 0
     done = run("export", tmp_path / "run/checkpoint.pt", "--output", tmp_path / "out", "--format", "modelopt")
     assert done.code == 0, done.err
@@ -38,7 +38,7 @@ def test_a_run(two_level, tmp_path):
 
 
 @pytest.mark.long
-def test_a_hugging_face_folder_with_the_state_of_techniques(tmp_path):
+def test_a_hugging_face_folder_with_state_of_techniques_is_exported(tmp_path):
     model = trained(llama(), "tetrajet-qema", 3)
     model.save_pretrained(tmp_path / "model")
     target = tmp_path / "out"
@@ -67,7 +67,7 @@ def test_what_cannot_be_exported(make, options, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_is_cut_off(tmp_path):
+def test_a_truncated_checkpoint_is_an_error(tmp_path):
     assert run(*TRAIN, "--policy", "tetrajet", "--output", tmp_path / "run").code == 0
     file = tmp_path / "run/checkpoint.pt"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_is_cut_off(tmp_path):
 
 
 @pytest.mark.long
-def test_the_error_of_one_tensor_scale_is_printed(two_level, tmp_path):
+def test_the_error_that_a_shared_tensor_scale_adds_is_printed(two_level, tmp_path):
     llama().save_pretrained(tmp_path / "model")
     command = "export", tmp_path / "model", "--policy", two_level, "--weights-only", "--output", tmp_path / "out"
     assert "--sibling-scales share" in run(*command).err

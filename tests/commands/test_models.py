@@ -45,7 +45,7 @@ TINY = ", ".join(f"{key}={value}" for key, value in SIZES.items())
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The current folder, with a module of the user's in it."""
+    """Make a folder with a package ``mine`` the current one."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/nets.py").write_text(MODULE)
     (tmp_path / "mine/broken.py").write_text("import torch\n1 / 0\n")
@@ -71,7 +71,7 @@ def test_a_factory_gives_model_and_inputs(factory, shape, width):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_class_or_a_model_takes_its_inputs_from_the_size():
+def test_inputs_of_a_class_or_a_model_have_the_given_size():
     for text in ("mine.nets:Net", "mine.nets:made.net"):
         (x,) = named_model(text, input_size="7x32", batch_size=5).args
         assert (x.shape, x.dtype) == ((5, 7, 32), torch.float32)
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_built_is_an_error(text, message):
         named_model(text)
 
 
-def test_a_config_of_hugging_face(tmp_path):
+def test_a_hugging_face_config_or_its_file_makes_the_model(tmp_path):
     transformers = pytest.importorskip("transformers")
     named = named_model(f"hf:LlamaConfig({TINY})", input_size="9", batch_size=3)
     assert type(named.model) is transformers.LlamaForCausalLM

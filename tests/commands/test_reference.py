@@ -1,4 +1,4 @@
-"""The reference pages: committed as the code has them, complete for what is shipped, possible for anything else."""
+"""Reference pages: the committed ones are current and complete; every other technique and policy can have one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Plugin:
 REGISTRY = Registry([("stranger", Plugin())], entry_point_group=None)
 
 
-def test_a_technique_that_says_nothing_has_a_page():
+def test_a_technique_without_a_docstring_has_a_page():
     assert reference.technique_page(Bare, REGISTRY) == (
         "# bare\n\n"
         "|  |  |\n| --- | --- |\n"
@@ -139,7 +139,7 @@ def test_a_technique_that_says_nothing_has_a_page():
     )
 
 
-def test_what_a_docstring_says_is_laid_out():
+def test_the_sections_of_a_docstring_are_laid_out():
     page = reference.technique_page(Rich, REGISTRY)
     assert page.startswith("# rich\n\nOne sentence on two lines with x\\*y and `code*`.\n\n")
     assert "| complexity weight | 1.5; 0 with `kind: free` |\n" in page
@@ -172,7 +172,7 @@ def test_what_a_docstring_says_is_laid_out():
         (Annotated[Literal["backward"] | tuple[str, ...], OperandList()], "backward, or list of operands"),
     ],
 )  # fmt: skip
-def test_types_in_words(annotation, words):
+def test_types_of_options_are_put_in_words(annotation, words):
     assert catalogue.option_words(annotation) == words
 
 
@@ -196,10 +196,10 @@ def test_a_policy_files_comment_becomes_prose(tmp_path):
     assert str(tmp_path) not in page
 
 
-def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_checks_and_removes_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    found = Registry([("stranger", Plugin())], entry_point_group=None)  # without shipped policies
-    monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
+    without_policies = Registry([("stranger", Plugin())], entry_point_group=None)
+    monkeypatch.setattr(catalogue, "shipped_registry", lambda: without_policies)
     target = tmp_path / "reference"
     write, check = [str(target)], [str(target), "--check"]
     assert (reference.main(write), reference.main(check)) == (0, 0)
@@ -218,6 +218,7 @@ def test_the_command_writes_checks_and_cleans(tmp_path, monkeypatch, capsys):
     shutil.rmtree(target)
     assert reference.main(check) == 1
 
-    found = Registry([("broken", Broken())], entry_point_group=None)  # what is left out is said
+    broken = Registry([("broken", Broken())], entry_point_group=None)
+    monkeypatch.setattr(catalogue, "shipped_registry", lambda: broken)
     assert reference.main([str(tmp_path)]) == 1
     assert "left out: plugin 'broken': cannot be loaded: RuntimeError: out of order" in capsys.readouterr().err

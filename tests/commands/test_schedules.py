@@ -1,4 +1,4 @@
-"""The page of schedules is as the code has it."""
+"""``docs/schedules.md`` is generated from the code."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.docs.blocks import ROOT
 
 @pytest.mark.long
 @pytest.mark.compiler
-def test_the_page_is_what_the_code_makes():
+def test_the_committed_page_is_what_the_code_generates():
     assert (ROOT / "docs/schedules.md").read_text() == schedules.page(), (
         "run: python -m fp4graph.commands.schedules docs/schedules.md"
     )

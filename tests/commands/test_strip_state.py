@@ -1,4 +1,4 @@
-"""``fp4graph strip-state`` writes what a plain model loads."""
+"""``fp4graph strip-state`` writes a checkpoint that a plain model loads."""
 
 from argparse import Namespace
 from collections import OrderedDict
@@ -27,7 +27,7 @@ def strip(source, target):
     return run("strip-state", source, target)
 
 
-def test_safetensors(tmp_path):
+def test_a_safetensors_file_keeps_its_metadata(tmp_path):
     state = applied().state_dict()
     save_file(state, tmp_path / "in.safetensors", {"format": "pt"})
     assert "without 2 entries" in strip(tmp_path / "in.safetensors", tmp_path / "out.safetensors").out
@@ -36,7 +36,7 @@ def test_safetensors(tmp_path):
         made().load_state_dict({key: file.get_tensor(key) for key in file.keys()}, strict=True)  # noqa: SIM118
 
 
-def test_a_checkpoint_of_another_trainer(tmp_path):
+def test_a_checkpoint_of_another_trainer_keeps_its_other_entries(tmp_path):
     state = applied().state_dict()
     rest = {"args": Namespace(lr=0.1), "epoch": 3, "lr": [0.1, {"a": 2}]}
     torch.save({"state_dict": state, "state_dict_ema": OrderedDict(state), **rest}, tmp_path / "in.pt")
@@ -49,7 +49,7 @@ def test_a_checkpoint_of_another_trainer(tmp_path):
     assert torch.load(tmp_path / "in.pt", weights_only=False)["state_dict"].keys() == state.keys()
 
 
-def test_a_checkpoint_of_ours_keeps_its_digest(tmp_path):
+def test_a_checkpoint_of_fp4graph_gets_a_new_digest_and_a_damaged_one_is_refused(tmp_path):
     checkpoint.save(tmp_path / "in.pt", applied(), progress={"step": 3})
     assert "without 2 entries" in strip(tmp_path / "in.pt", tmp_path / "out.pt").out
     plain = made()
@@ -74,7 +74,7 @@ ITSELF["model"]["all"] = ITSELF
     ],
     ids=["int", "list", "tensor", "no tensor", "itself", "missing", "text", "text as safetensors"],
 )  # fmt: skip
-def test_what_has_no_weights_or_cannot_be_read_is_an_error(name, content, says, tmp_path):
+def test_a_file_without_weights_or_that_cannot_be_read_is_an_error(name, content, says, tmp_path):
     file, target = tmp_path / name, tmp_path / f"out{name[name.index('.') :]}"
     if isinstance(content, bytes):
         file.write_bytes(content)

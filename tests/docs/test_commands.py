@@ -1,4 +1,4 @@
-"""Commands of README and of the pages run, or are read by the parsers that would read them."""
+"""Commands in the README and the pages run, or their arguments are at least parsed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*words: str) -> str:
 
 
 def parse(command: Any, words: list[str]) -> None:
-    """Have ``command`` read its arguments as it would before it runs."""
+    """Parse the arguments of one of ``command``'s commands, as it does before it runs."""
     group: Any = typer.main.get_command(command)
     name, *arguments = words
     assert name in group.commands, f"no command {name!r}"
@@ -54,7 +54,7 @@ def parse(command: Any, words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """The folder of a sweep of digits, with as few results as every report of it needs."""
+    """Return the folder of a sweep of digits that has just enough results for every report."""
     folder = tmp_path_factory.mktemp("sweep") / "sweep-digits"
     run("sweep", "--task", "digits", "--trials", "4", "--output", str(folder), *SMALL)
     return folder
@@ -62,7 +62,7 @@ def sweep(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty working directory that has the policies of README."""
+    """Change to a folder with nothing but the policies of the README."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     for block in blocks("README.md"):
@@ -72,7 +72,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def _fp4graph(words: list[str], get: Callable[[str], Any]) -> None:
-    """Run a command with small settings, or parse it if :data:`PARSED` says why."""
+    """Parse a command, and run it with small settings unless it is among :data:`PARSED`."""
     parse(app, words)
     line = "fp4graph " + " ".join(words)
     if any(re.match(pattern, line) for pattern in PARSED):
@@ -99,10 +99,10 @@ def _make(words: list[str], get: Callable[[str], Any]) -> None:
 
 
 def _python(words: list[str], get: Callable[[str], Any]) -> None:
-    """``python -m MODULE ...`` and ``python SCRIPT ...``: whatever is named exists, with the options that are given."""
+    """Check that the module or the script that Python would run exists and has the given options."""
     if words[0] == "-m":
         module = importlib.import_module(words[1])
-        if hasattr(module, "parser"):  # of the standard library
+        if hasattr(module, "parser"):  # one of argparse
             module.parser().parse_args(words[2:])
         else:
             parse(module.app, words[2:])
@@ -149,7 +149,7 @@ PROGRAMS: dict[str, Callable[[list[str], Callable[[str], Any]], None]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("page", pages_with(*SHELL))
 def test_commands_of_a_page(page, folder, request):
-    """In their order, in one working directory: a report is of the run before it."""
+    """Commands run in order in one working directory, since a report shows what an earlier command trained."""
     for block in blocks(page):
         for program, *words in commands(block) if block.language in SHELL else []:
             assert program in PROGRAMS, f"{block}: say in PROGRAMS how {program!r} is tested"
@@ -160,7 +160,7 @@ def test_commands_of_a_page(page, folder, request):
                 raise
 
 
-def test_every_reason_is_of_some_command():
+def test_every_pattern_of_parsed_commands_matches_a_command():
     written = [" ".join(words) for block in of_language(*SHELL) for words in commands(block)]
     idle = [pattern for pattern in PARSED if not any(re.match(pattern, line) for line in written)]
     assert not idle, f"no page has a command like {idle}"

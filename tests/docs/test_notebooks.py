@@ -10,7 +10,7 @@ from tests.docs.blocks import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-#: What outputs of each notebook say, on which the text around them builds.
+#: Words in the outputs of each notebook on which its text relies.
 SHOWN = {
     "compare_recipes": ["bf16, seed 0: finished", "nvfp4: its loss is higher", "<img", "dgrad.grad_output"],
     "train_export_load": ["14 of 17 sites quantized", "Explicit is better than implicit.", "equal logits: True"],

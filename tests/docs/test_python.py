@@ -1,4 +1,4 @@
-"""Python blocks of README and of the pages run, those of a page in one namespace; its policies load."""
+"""Python blocks of the README and the pages run, a page in one namespace; policies and search spaces load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.lab import test_search
 
 pytestmark = pytest.mark.slow
 
-#: What stands in a block for something of the reader's, and what runs instead.
+#: By page, text of its blocks that stands for something of the reader's or takes long, and what runs instead.
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/sensitivity.md": {'by=("site", "gemm")': 'by="gemm"'},
     "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
@@ -48,7 +48,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) 
     return descend(lambda: model(_images()).square().mean(), optimizer, steps)
 
 
-# ------------------------------------------------------------------ what each page takes for granted
+# ------------------------------------------------------------------ names that each page assumes
 
 
 def _first_steps(folder: Path) -> dict[str, Any]:
@@ -87,19 +87,19 @@ def _search(folder: Path) -> dict[str, Any]:
 
 
 def _training(folder: Path) -> dict[str, Any]:
-    """A LLaMA for the loop."""
+    """A LLaMA and what its training loop needs."""
     pytest.importorskip("transformers")
     model = fp4graph.apply(models.llama(), "tetrajet")
-    schedule = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # as checkpoints see one
+    schedule = types.SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # all that checkpoints call
     return {
         "steps": 2, "scheduler": schedule, "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
         "x": torch.arange(16)[None], "y": None, "criterion": lambda output, _: output.logits.square().mean(),
     }  # fmt: skip
 
 
-#: Pages whose blocks are alternatives: each begins with what the page takes for granted.
+#: Pages whose blocks are alternatives: each block begins with new values of the names that the page assumes.
 ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
-#: Packages of extras that a page may import; without them it is skipped.
+#: Packages of extras that a page may import; without one of them the page is skipped.
 OPTIONAL = {"accelerate", "datasets", "lightning", "peft", "timm", "torchao", "transformers", "trl"}
 GIVEN = {
     "docs/first_steps.md": _first_steps,
@@ -122,14 +122,14 @@ def working_directory(tmp_path, monkeypatch):
 
 
 def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
-    """Run a block, so that a traceback has the line of its page."""
+    """Run a block in such a way that a traceback names the line of the page."""
     code = compile("\n" * (block.line - 1) + text, str(ROOT / block.page), "exec")
     exec(code, namespace)
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_of_a_page(page, working_directory):
-    """In order; a technique is a file of its own."""
+    """Blocks run in order; a block that defines a technique runs as a module of its own."""
     instead = dict(INSTEAD.get(page, {}))
     namespace = {"torch": torch, "nn": nn, "fp4graph": fp4graph}
     namespace |= GIVEN[page](working_directory) if page in GIVEN else {}
@@ -147,7 +147,7 @@ def test_python_of_a_page(page, working_directory):
             _module(block)
         else:
             _run(block, text, namespace)
-    assert not instead, f"{page} says no longer {list(instead)}"
+    assert not instead, f"{page} no longer contains {list(instead)}"
 
 
 def _module(block: Block) -> types.ModuleType:
@@ -175,8 +175,8 @@ def test_the_technique_of_a_page_changes_an_output(page):
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_policies_and_spaces(block, tmp_path):
-    """Policies load, with the techniques of the tutorial, or fail in the line and words of ``# error:``; search
-    spaces load."""
+    """A policy loads, with the techniques of the tutorial, or fails at the line and with the words of its comment
+    ``# error:``; a search space loads."""
     file = tmp_path / "block.yaml"
     file.write_text(block.text, encoding="utf-8")
     if "\nparameters:" in block.text:

@@ -33,13 +33,13 @@ def test_tests_that_pages_name_exist():
             assert not name or f"def {name}(" in (ROOT / path).read_text("utf-8"), f"{page}: {path}::{name}"
 
 
-def test_drawings_are_those_of_the_code():
+def test_drawings_are_those_that_the_script_draws():
     script = runpy.run_path(str(ROOT / "docs/drawings.py"))
     for name, draw in script["DRAWINGS"].items():
         assert (ROOT / "docs/images" / name).read_text("utf-8") == draw(), "run python docs/drawings.py"
 
 
-@pytest.mark.long  # needs what ``make docs-site`` installs, as the long tests have it
+@pytest.mark.long  # needs what ``make docs-site`` installs, as continuous integration does for long tests
 def test_the_api_page_is_made_without_the_libraries_of_integrations(monkeypatch):
     pytest.importorskip("mkdocs")
     monkeypatch.setitem(sys.modules, "lightning", None)

@@ -1,4 +1,4 @@
-"""Running an example as a user does."""
+"""Run an example as a user does."""
 
 import runpy
 import sys
@@ -13,7 +13,7 @@ EXAMPLES = processes.ROOT / "examples"
 
 @pytest.fixture
 def example(capsys, monkeypatch):
-    """Runs an example in this process; returns what it printed."""
+    """Run an example in this process; return what it printed."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -26,7 +26,7 @@ def example(capsys, monkeypatch):
 
 @pytest.fixture
 def torchrun():
-    """Runs an example in two processes; returns what they printed."""
+    """Run an example in two processes; return what they printed."""
 
     def run(name, *arguments):
         command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / name)

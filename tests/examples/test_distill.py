@@ -1,4 +1,4 @@
-"""examples/distill.py: what it measures, and that distillation brings a quantized student nearer to its teacher."""
+"""examples/distill.py: its divergence is right, and distillation brings a quantized student nearer to its teacher."""
 
 import math
 import re

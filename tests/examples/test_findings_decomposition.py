@@ -1,4 +1,4 @@
-"""The script behind the findings on the parts of the error: its shares are those of the operands it was shown."""
+"""examples/findings/decomposition.py: its shares are those of the operands that it observes."""
 
 import pytest
 
@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.long
-def test_every_site_at_every_step(monkeypatch, tmp_path):
-    """Two steps of the digits' eight linears; without techniques the shares are those of the bare quantizer."""
+def test_every_site_is_measured_at_every_observed_step(monkeypatch, tmp_path):
+    """Two steps of the eight linears of digits. Under a policy without techniques the shares are ``decompose``'s."""
     script = findings.script("decomposition", monkeypatch)
     monkeypatch.setattr(script, "STEPS", 4)
     monkeypatch.setattr(script, "OBSERVED", (3, 4))

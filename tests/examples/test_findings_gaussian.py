@@ -1,4 +1,4 @@
-"""The script behind the findings on Gaussian regression: its policies are the paper's rows, its table their means."""
+"""examples/findings/gaussian.py: its policies are rows of the paper, and its table has means over seeds."""
 
 import csv
 

@@ -37,13 +37,13 @@ def quantized(make):
     counts = []
 
     def count(graph, inputs):
-        ours = Counter(
+        operators = Counter(
             node.target.name().removeprefix("fp4graph::").partition(".")[0]
             for node in graph.graph.nodes
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp4graph"
         )
-        assert ours.keys() <= QUANTIZERS.keys(), ours
-        counts.append(sum(QUANTIZERS[name] * number for name, number in ours.items()))
+        assert operators.keys() <= QUANTIZERS.keys(), operators
+        counts.append(sum(QUANTIZERS[name] * number for name, number in operators.items()))
         return make_boxed_func(graph.forward)
 
     model = make(runpy.run_path(str(EXAMPLE)))
@@ -75,7 +75,7 @@ def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients():
     assert quantized(adapted) == (2 * layers, 2 * (layers - 3))
 
 
-def check(losses):
+def assert_complete(losses):
     assert list(losses) == [
         "pre-trained",
         "pre-trained, quantized",
@@ -92,7 +92,7 @@ def check(losses):
 @pytest.mark.long
 def test_adapters_are_saved_loaded_and_merged(example, tmp_path):
     few = ["--base-steps=2", "--steps=2", "--batch-size=2", "--validation-batches=1", "--layers=2"]
-    check(rows(example("finetune_lora.py", "--backend=eager", f"--output={tmp_path / 'adapter'}", *few)))
+    assert_complete(rows(example("finetune_lora.py", "--backend=eager", f"--output={tmp_path / 'adapter'}", *few)))
     assert sorted(file.suffix for file in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
 
 
@@ -118,7 +118,7 @@ def test_a_policy_that_cannot_be_used_is_an_error_before_the_pre_training(argume
 @pytest.mark.long
 def test_adapters_learn_what_the_frozen_model_does_not_know(example):
     losses = rows(example("finetune_lora.py", "--backend=eager", "--base-steps=150", "--steps=60"))
-    check(losses)
+    assert_complete(losses)
     assert losses["adapted"] < losses["pre-trained, quantized"] - 0.05
     assert abs(losses["merged, in high precision"] - losses["adapted"]) < 0.05
 

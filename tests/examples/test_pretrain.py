@@ -1,4 +1,4 @@
-"""The two pre-training loops: they learn, resume bit for bit after a kill, and run under torchrun."""
+"""examples/pretrain_*.py: both learn, resume bit for bit after a kill, and run under torchrun."""
 
 import re
 
@@ -18,7 +18,7 @@ LLAMA = [
 
 @pytest.fixture
 def small(tmp_path):
-    """An option that names the configuration of a LLaMA of two layers."""
+    """Return an option that names the configuration of a LLaMA of two layers."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path / "small")
     return f"--config={tmp_path / 'small'}"
@@ -26,7 +26,7 @@ def small(tmp_path):
 
 @pytest.fixture
 def text(tmp_path):
-    """An option that names a file of 60 KB, easy to learn from."""
+    """Return an option that names a file of 60 KB of text that is easy to learn."""
     file = tmp_path / "words.txt"
     words = ["rounding", "scale", "block", "tensor", "gradient", "weight", "exponent", "mantissa"]
     chosen = np.random.default_rng(0).integers(0, len(words), 8000)

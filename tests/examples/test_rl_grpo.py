@@ -1,4 +1,4 @@
-"""examples/rl_grpo.py: its policies and bad input at once; GRPO in two minutes, with its table and record."""
+"""examples/rl_grpo.py: its policies, tokens and server, bad input, and a training with its table and record."""
 
 import json
 import math
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_grpo.py"
 
 @pytest.fixture(autouse=True)
 def _threads():
-    """The example sets their number."""
+    """Restore the number of threads, which the example sets."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -32,8 +32,8 @@ def names():
 
 
 @pytest.mark.slow
-def test_the_parts_of_mxfp4_rl_are_its_own(names):
-    """Each has one technique with the options of mxfp4-rl; the noise falls in ten stages over the run."""
+def test_each_part_of_mxfp4_rl_is_one_of_its_techniques(names):
+    """Options are those of mxfp4-rl; over the 75 steps of the run its noise falls in ten stages."""
     whole = fp4graph.load_policy(names["policy_of"]("mxfp4-rl", 75))
     assert [technique.name for technique in whole.techniques] == list(names["PARTS"])
     for part, technique in zip(names["PARTS"], whole.techniques, strict=True):
@@ -60,8 +60,8 @@ def test_bad_input_is_an_error_before_anything_runs(example, tmp_path):
     assert not (tmp_path / "rl").exists()
 
 
-def test_a_server_quantizes_tokens_as_the_policy(names):
-    """To the bit, on tokens of many magnitudes and of zeros: an identity multiplies without an error."""
+def test_a_server_quantizes_tokens_as_the_policy_does(names):
+    """To the bit: multiplied with an identity, a token is its quantized self. Tokens have many magnitudes and zeros."""
     identity = torch.nn.Linear(64, 64, bias=False)
     torch.nn.init.eye_(identity.weight)
     policy = yaml.safe_load(fp4graph.load_policy("nvfp4-rl").to_yaml())
@@ -81,7 +81,7 @@ def test_a_server_quantizes_tokens_as_the_policy(names):
 @pytest.mark.filterwarnings("ignore:vllm .* warns about:fp4graph.PolicyWarning")  # that siblings differ
 @pytest.mark.parametrize("policy", ["nvfp4-w4a16", "nvfp4-rl"])
 def test_a_server_generates_with_what_the_trainer_multiplies(names, policy):
-    """Up to the order of sums with shared scales, and not without them."""
+    """Probabilities agree up to the order of sums where siblings share scales, and differ where they do not."""
     largest = {}
     for name in (policy, policy + names["UNSHARED"]):
         seen = []
@@ -117,8 +117,7 @@ def test_the_reward_rises_under_every_policy(example, tmp_path):
         assert run["metrics"]["reward"] == pytest.approx(1 - run["loss"], abs=1e-6)
         assert run["metrics"]["reward"] > run["metrics"]["start"]
         assert 0 < run["metrics"]["entropy"] < math.log(countdown.VOCABULARY)
-    # The runs that have ended are taken over, without another check of their policies, and runs with other options
-    # are not mixed with them.
+    # The same command reuses the runs that have ended and checks no policy again; other options are refused.
     notes = re.compile(r"^policy .* was not checked before the training.*\n", re.MULTILINE)
     assert example("rl_grpo.py", "--policies=mxfp4,mxfp4-rl", *arguments) == notes.sub("", printed)
     with pytest.raises(SystemExit, match=r"holds a comparison of .*60.*; give another folder"):

@@ -1,4 +1,4 @@
-"""A technique in somebody else's package: the tutorial's code on its page, and installed from elsewhere."""
+"""A technique in a third-party package: the tutorial's code as its page prints it, and as an installed package."""
 
 import re
 import shutil
@@ -21,9 +21,9 @@ def test_the_tutorial_is_short_is_the_package_and_runs():
     (tutorial,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     assert tutorial == (PACKAGE / "mse_scale.py").read_text(encoding="utf-8")
     assert len([line for line in tutorial.splitlines() if line.strip()]) < 40
-    module = types.ModuleType("mse_scale_of_the_readme")
+    module = types.ModuleType("mse_scale_of_the_page")
     exec(compile(tutorial, "first_technique.md", "exec", dont_inherit=True), module.__dict__)
-    registry = Registry([("readme", module)], entry_point_group=None)
+    registry = Registry([("page", module)], entry_point_group=None)
     assert not registry.failures
     options = {"factors": [1.0, 0.75]}  # the page's own example
     data = {"version": 1, "default": {"element": "e1m2"}, "techniques": [{"mse_scale": options}]}
@@ -39,7 +39,7 @@ def test_the_tutorial_is_short_is_the_package_and_runs():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Options of a process for which the package is installed, which it is not for this one."""
+    """Return options of a process that sees the package installed; this process does not."""
     folder = tmp_path_factory.mktemp("stranger")
     # A copy: building leaves files beside the sources.
     shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
@@ -62,6 +62,6 @@ def test_the_packages_own_tests_pass_and_train(installed):
 
 
 @pytest.mark.long
-def test_the_reference_holds_what_is_shipped_whatever_else_is_installed(installed):
+def test_the_reference_leaves_out_installed_plugins_that_are_not_shipped(installed):
     code = "from fp4graph.commands import catalogue; print('mse_scale' in catalogue.shipped_registry().techniques)"
     assert run(python("-c", code), **installed) == "False\n"

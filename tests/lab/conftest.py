@@ -26,20 +26,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def table10():
-    """The space of the design-space paper."""
+    """Return the space of the design-space paper, from its Table 10."""
     return load_space("design-space")
 
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Run ``fp4graph`` in an empty folder."""
+    """Change to an empty folder, and return a function that runs ``fp4graph``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return run
 
 
 class Postgres:
-    """A server in a folder of its own, reached by a socket there; root starts it as nobody, for it refuses root."""
+    """A server whose data and socket are in one folder. It refuses to run as root, so root starts it as nobody."""
 
     def __init__(self, programs, folder):
         self.programs, self.folder = programs, folder
@@ -62,11 +62,11 @@ class Postgres:
 
 @pytest.fixture(scope="session")
 def postgres():
-    debians = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))  # on no PATH
+    debians = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))  # which is on no PATH
     found = shutil.which("postgres") or (debians and debians[-1])
     if not found:
         pytest.skip("PostgreSQL is not installed: neither on the PATH nor in /usr/lib/postgresql")
-    folder = Path(tempfile.mkdtemp(prefix="sweep-"))  # not pytest's, which only root may enter
+    folder = Path(tempfile.mkdtemp(prefix="sweep-"))  # nobody may not enter pytest's folders
     server = Postgres(Path(found).resolve().parent, folder)
     server.start()
     yield server

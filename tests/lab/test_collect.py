@@ -1,4 +1,4 @@
-"""Statistics collected while training: true, and without a trace in the training."""
+"""Statistics of a training equal their definitions, and leave the training as it is without them."""
 
 import math
 from functools import partial
@@ -73,7 +73,7 @@ def tensors(recorded, step):
 
 
 def recorded_without_a_trace(recipe, make_model, count, folder, shape=(8, 32), **options):
-    """Train with and without statistics, to the same weights and random numbers; return what was recorded."""
+    """Check that a training with statistics ends with the same weights and random numbers; return the record."""
     trained = []
     for watched in (False, True):
         model, optimizer = make(recipe, make_model())
@@ -92,7 +92,7 @@ def recorded_without_a_trace(recipe, make_model, count, folder, shape=(8, 32), *
     "name", ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("mxfp4-rl", "nvfp4-te"))]
 )
 def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
-    """Dropout, stochastic rounding, state of techniques and the model's own random numbers included."""
+    """The policies draw random bits and keep state, and the model has dropout."""
     probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
     model = partial(vit, drop_rate=0.2, depth=3 if name == "nvfp4-te" else 2)
     rows = recorded_without_a_trace(name, model, 4, tmp_path, (4, 3, 32, 32), window_every=4, probe=probe)
@@ -101,15 +101,14 @@ def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
 
 
 @pytest.mark.long
-def test_phases_of_techniques_that_act_at_the_step(tmp_path):
-    """A phase hooks its techniques anew while torch goes through the hooks of a step."""
+def test_a_phase_may_change_techniques_that_hook_the_step(tmp_path):
+    """A new phase adds hooks to the optimizer while torch iterates over the hooks of a step."""
     recipe = policy(techniques=["q_ema"], phases=[phase(3, {"q_ema": {"beta": 0.5}})])
     rows = recorded_without_a_trace(recipe, Net, 6, tmp_path, window_every=2)
-    assert rows.steps == [2, 6]  # the fourth is the first of its phase
+    assert rows.steps == [2, 6]  # the fourth step, the first of its phase, is not recorded
 
 
-def test_channels_that_are_multiplied_apart(tmp_path):
-    """The sites are observed once each."""
+def test_a_site_whose_outlier_channels_are_multiplied_apart_is_one_site(tmp_path):
     wait, measure, split = ({"out_control": {"mode": mode}} for mode in ("wait", "measure", "split"))
     recipe = policy(techniques=[wait], phases=[phase(1, measure), phase(2, split)])
     rows = recorded_without_a_trace(recipe, Net, 4, tmp_path, window_every=2)
@@ -120,7 +119,7 @@ def test_channels_that_are_multiplied_apart(tmp_path):
 
 
 def test_operands_by_hand(tmp_path):
-    """Every operand of a linear by itself, to nearest, with what reaches it."""
+    """All operands and both gradients of a linear, rounded to nearest, against NumPy on the tensors of the step."""
     model, optimizer = make(policy("nearest"), nn.Linear(32, 48))
     seen = {}
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None, window=2):
@@ -169,7 +168,7 @@ def test_operands_by_hand(tmp_path):
 
 
 def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
-    """Bias and deviation of dW over the noise, against the exact product: the closed form and 400 backwards."""
+    """Bias and deviation of dW over random bits: the closed form against 400 backwards."""
     recipe = policy(**{"wgrad.input": {"source": "fprop", "rounding": "stochastic"}})
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     dy = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
@@ -195,7 +194,7 @@ def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
 
 @pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements"])
 def test_oscillation_in_loops(case, tmp_path):
-    """The way of w and of Q(w) over the window, element by element, beside the training itself."""
+    """Against the paths of w and Q(w) over the window, element by element, kept beside the training."""
     several = case == "a list of elements"
     operands = {"fprop.weight": {"element": ["e2m1", "int4"]}} if several else {}
     techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []
@@ -216,7 +215,7 @@ def test_oscillation_in_loops(case, tmp_path):
     assert row["oscillating"] == pytest.approx((ratio > 16).mean(), abs=1e-6)
     assert row["ratio_counts"][0] == (ratio == 0).sum()
     assert sum(row["ratio_counts"]) == ratio.size
-    if several:  # a block that takes another element moves values by less than a scale that is rounded anew
+    if several:  # a block that takes another element format may move values by less than a new scale does
         assert row["left_out"] == ["flips"]
         assert not {"flips", "flipping"} & row.keys()
     else:
@@ -232,8 +231,8 @@ def test_oscillation_in_loops(case, tmp_path):
         assert any(np.allclose(w[:, i, j], example["weight"], rtol=1e-5) for i in range(24) for j in range(32))
 
 
-def test_the_rate_of_change_of_outputs(tmp_path):
-    """Of the same inputs from step to step, in evaluation mode, over the last five steps of each window."""
+def test_the_rate_of_change_of_outputs_by_hand(tmp_path):
+    """Outputs for the probe change from step to step; a record has the mean over the last five steps of its window."""
     probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
     model, optimizer = make(policy())
     options = {"probe": (probe,), "metrics": ["rate_of_change"], "window": 7, "window_every": 8}
@@ -250,9 +249,8 @@ def test_the_rate_of_change_of_outputs(tmp_path):
         assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
-def test_evaluations_accumulated_batches_and_a_site_without_a_single_token(tmp_path):
-    """Statistics cover all batches of a step, and no evaluation between steps. A site without tokens has statistics of
-    its weight, and none of its products."""
+def test_statistics_cover_all_batches_of_a_step_no_evaluation_and_sites_without_tokens(tmp_path):
+    """A site without tokens has statistics of its weight, and none of its products."""
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
         steps(model, optimizer, 1)
@@ -266,7 +264,7 @@ def test_evaluations_accumulated_batches_and_a_site_without_a_single_token(tmp_p
     assert tensors(read(tmp_path), 4) == {"fprop.weight", "dgrad.weight", "weight.grad"}
 
 
-def test_a_weight_without_elements(tmp_path):
+def test_a_weight_without_elements_has_no_record(tmp_path):
     model, optimizer = make(policy(), nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 0)))
     with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4):
         for step in range(4):
@@ -275,7 +273,7 @@ def test_a_weight_without_elements(tmp_path):
     assert {row["site"] for row in read(tmp_path).rows if row["tensor"] == "weight"} == {"0"}
 
 
-def test_only_what_was_asked_for(tmp_path):
+def test_only_the_requested_metrics_and_sites_are_recorded(tmp_path):
     assert all(METRICS.values())  # each is described
     rows = recorded(tmp_path / "nothing", 4, "bf16")
     assert (rows.rows, rows.header["policy"]) == ((), "bf16")
@@ -286,8 +284,8 @@ def test_only_what_was_asked_for(tmp_path):
     }  # fmt: skip
 
 
-def test_weights_that_are_alike_with_inputs(tmp_path):
-    """Same shape, same quantizer, looked at together: confidence and latent weights are those of weights alone."""
+def test_confidence_and_latent_values_are_those_of_the_weight_alone(tmp_path):
+    """Even where the input has the weight's shape and quantizer, so that both are measured together."""
     model, optimizer = make(policy("nearest"), nn.Linear(32, 8))
     with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
         steps(model, optimizer, 1)
@@ -306,7 +304,7 @@ def test_weights_that_are_alike_with_inputs(tmp_path):
 
 
 def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
-    """Its thresholds are those of one format; everything else is measured."""
+    """Confidence needs the thresholds of one format; everything else is measured."""
     chosen = {"element": ["e2m1", "int4"]}
     rows = recorded(tmp_path, 2, policy(forward=chosen, gradients=chosen)).rows
     weight = [r for r in rows if r["tensor"] == "fprop.weight"]
@@ -318,20 +316,19 @@ def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
 
 
 @pytest.mark.long
-def test_under_autocast_and_with_phases(tmp_path):
-    """The policy of the phase is the one that is looked at."""
+def test_statistics_follow_phases_under_autocast(tmp_path):
     recipe = policy(phases=[{"at": 5, "operands": {"backward": "keep"}}])
     with torch.autocast("cpu", torch.bfloat16):
         rows = recorded(tmp_path, 8, recipe, window=2, window_every=4, probe=(torch.zeros(2, 32),))
-    assert rows.steps == [2, 4, 8]  # the sixth step is the first of its phase
+    assert rows.steps == [2, 4, 8]  # the sixth step, the first of its phase, is not recorded
     assert {"wgrad.input", "dgrad", "output"} <= tensors(rows, 4)
     assert {"fprop.input", "output"} <= tensors(rows, 8)
     assert not {"wgrad.input", "dgrad.weight"} & tensors(rows, 8)
 
 
 @pytest.mark.long
-def test_where_gradients_are_checkpointed(vit, tmp_path):
-    """The forward runs twice; shares and ratios are those of once."""
+def test_gradient_checkpointing_changes_no_statistic(vit, tmp_path):
+    """It runs the forward twice, which must be counted once."""
     measured = []
     for checkpointed in (False, True):
         model, folder = vit(), tmp_path / str(checkpointed)
@@ -344,7 +341,7 @@ def test_where_gradients_are_checkpointed(vit, tmp_path):
 
 
 def test_a_resumed_training_goes_on_counting(tmp_path):
-    """The optimizer knows how many steps are done; from an earlier checkpoint ``step`` says so."""
+    """The optimizer's state has the number of steps; after an earlier checkpoint is loaded ``step`` gives it."""
     trained = make(policy())
     for count, options, expected in ((12, {}, [5, 10]), (4, {}, [5, 10, 15]), (4, {"step": 8}, [5, 10])):
         with Statistics(*trained, every=5, directory=tmp_path, **options):
@@ -353,7 +350,7 @@ def test_a_resumed_training_goes_on_counting(tmp_path):
 
 
 def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
-    """StableSPAM's moments, and their count of steps, are reset every so often. Closed statistics leave nothing."""
+    """StableSPAM resets its count of steps with its moments. Closed statistics leave no hook."""
     model = fp4graph.apply(Net(), policy(), backend="eager")
     inner = fp4graph.optim.StableSPAM(model.parameters(), lr=1e-3, reset_interval=4)
     optimizer = fp4graph.prepare_optimizer(model, inner)
@@ -365,7 +362,7 @@ def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     assert read(tmp_path).steps == [5, 10, 15, 20]
 
 
-class Own(torch.optim.Optimizer):
+class Hookless(torch.optim.Optimizer):
     step = None
 
 
@@ -377,24 +374,23 @@ class Own(torch.optim.Optimizer):
         ({"sites": "frist"}, "no quantized site matches 'frist'; did you mean 'first'"),
         ({"sites": ["second", "sceond"]}, "no quantized site matches 'sceond'; did you mean 'second'"),
         ({"model": Net()}, r"takes a model that fp4graph\.apply has prepared"),
-        ({"optimizer": Own.__new__(Own)}, "Own runs no hooks around its step"),
+        ({"optimizer": Hookless.__new__(Hookless)}, "Hookless runs no hooks around its step"),
         ({"every": 0}, "every must be a whole number of at least 1"),
     ],
 )
-def test_what_statistics_cannot_take(options, message, tmp_path):
+def test_arguments_that_statistics_refuse(options, message, tmp_path):
     model, optimizer = make(policy())
     with pytest.raises((fp4graph.Error, ValueError), match=message):
         Statistics(**{"model": model, "optimizer": optimizer, "every": 2, "directory": tmp_path, **options})
 
 
-def test_a_further_site_that_there_is_not(tmp_path):
-    """Known only once the model has run."""
+def test_an_unknown_occurrence_of_a_module_is_an_error(tmp_path):
+    """Occurrences are known only once the model has run."""
     with pytest.raises(fp4graph.Error, match=r"no quantized site matches 'second#2'; did you mean 'second#1'"):
         recorded(tmp_path, 2, sites="second#2")
 
 
-def test_inside_ddp(tmp_path):
-    """The model inside is what is looked at and probed."""
+def test_a_model_under_ddp_is_observed(tmp_path):
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         model, optimizer = make(policy())
@@ -414,7 +410,7 @@ def test_sharded_models_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])
-def test_the_model_was_removed(techniques, tmp_path):
+def test_a_model_that_is_removed_before_its_statistics_are_closed_is_an_error(techniques, tmp_path):
     model, optimizer = make(policy(techniques=techniques))
     with Statistics(model, optimizer, every=2, directory=tmp_path):
         steps(model, optimizer, 1)
@@ -423,8 +419,8 @@ def test_the_model_was_removed(techniques, tmp_path):
             steps(model, optimizer, 1)
 
 
-def test_gradient_norms_also_in_tensorboard(tmp_path):
-    """The norm that the optimizer gets, of each weight."""
+def test_gradient_norms_in_records_and_in_tensorboard(tmp_path):
+    """Each is the norm of a weight's gradient as the optimizer receives it."""
     model, optimizer = make(policy())
     seen = {}
 
@@ -439,9 +435,12 @@ def test_gradient_norms_also_in_tensorboard(tmp_path):
     expected = {key: norm for key, norm in seen.items() if key[0] in (2, 4)}
     rows = [row for row in read(tmp_path).rows if row["tensor"] == "weight.grad"]
     assert {(row["step"], row["site"]): row["gradient_norm"] for row in rows} == pytest.approx(expected, rel=1e-5)
-    read_there = tensorboard(tmp_path / "events").Scalars
-    events = {site: read_there(f"gradient_norm/{site}/weight.grad") for site in ("first", "second")}
-    shown = {(event.step, site): event.value for site, own in events.items() for event in own}
+    scalars = tensorboard(tmp_path / "events").Scalars
+    shown = {
+        (event.step, site): event.value
+        for site in ("first", "second")
+        for event in scalars(f"gradient_norm/{site}/weight.grad")
+    }
     assert shown == pytest.approx(expected, rel=1e-4)
 
 

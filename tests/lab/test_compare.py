@@ -1,4 +1,4 @@
-"""Comparing policies on a user's training: the numbers, the record, the files, going on after kills, and bad input."""
+"""Comparing policies on a user's training: numbers, record, files, resuming after kills, and bad input."""
 
 import csv
 import functools
@@ -63,7 +63,7 @@ def result(tmp_path_factory):
 
 @functools.cache
 def by_hand():
-    """The losses by policy and seed, in a loop without compare."""
+    """Return the losses by policy and seed, from a loop without ``compare``."""
     losses = {}
     for policy in ("bf16", *POLICIES):
         for seed in range(3):
@@ -77,7 +77,7 @@ def last(policy, seeds=range(3)):
 
 
 def recorded_runs(folder):
-    """The runs in the whole lines of the record."""
+    """Return the runs of the record; a last line that was cut off is left out."""
     file = folder / "runs.jsonl"
     lines = map(json.loads, file.read_text().split("\n")[:-1] if file.exists() else [])
     return [line for line in lines if line.get("kind") == "run"]
@@ -117,9 +117,9 @@ def test_a_training_may_yield_or_return_its_losses(compare, train):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("applies", [True, False], ids=["applied", "plain"])
-def test_a_trainer_is_run(compare, tmp_path, applies):
-    """Its factory applies the policy itself, or a callback does."""
+@pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "factory"])
+def test_a_trainer_of_transformers_is_run(compare, tmp_path, by_callback):
+    """The policy is applied by a callback of the Trainer, or by the function that makes the Trainer."""
     transformers = pytest.importorskip("transformers")
     from fp4graph.integrations import FP4GraphCallback
 
@@ -131,8 +131,8 @@ def test_a_trainer_is_run(compare, tmp_path, applies):
         arguments = transformers.TrainingArguments(
             str(tmp_path / "trainer"), **options, use_cpu=True, seed=seed, save_strategy="no", disable_tqdm=True
         )
-        callbacks = [FP4GraphCallback(policy, seed=seed, backend="eager")] if applies else []
-        net = fp4graph.apply(trainings.Net(), policy, seed=seed, backend="eager") if not applies else trainings.Net()
+        callbacks = [FP4GraphCallback(policy, seed=seed, backend="eager")] if by_callback else []
+        net = trainings.Net() if by_callback else fp4graph.apply(trainings.Net(), policy, seed=seed, backend="eager")
         return transformers.Trainer(net, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
 
     trainer = make("tetrajet", 0, None)
@@ -140,12 +140,12 @@ def test_a_trainer_is_run(compare, tmp_path, applies):
     row, (run,) = compared.rows[1], compared.of("tetrajet")
     assert row["quantized"] == 4
     assert [number for number, _ in run["curve"]] == [2, 4, 6]
-    assert 0 < row["loss"] < run["curve"][0][1]  # of the evaluation
+    assert 0 < row["loss"] < run["curve"][0][1]  # the loss of the evaluation
     assert trainer.state.global_step == 0
 
 
 @pytest.mark.long
-def test_a_lightning_pair_is_run(compare, tmp_path):
+def test_a_trainer_of_lightning_is_run(compare, tmp_path):
     lightning = pytest.importorskip("lightning", reason="needs fp4graph[clients]")
 
     class Module(lightning.LightningModule):
@@ -175,7 +175,7 @@ def test_a_lightning_pair_is_run(compare, tmp_path):
 
     (run,) = compare(make, "tetrajet", seeds=1, folder=tmp_path / "out").of("tetrajet")
     assert [number for number, _ in run["curve"]] == list(range(1, 9))
-    assert run["loss"] != run["curve"][-1][1]  # of the validation
+    assert run["loss"] != run["curve"][-1][1]  # it is the loss of the validation
 
 
 @pytest.mark.long
@@ -211,7 +211,7 @@ def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(compare, 
 
 
 def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path):
-    """The former attempt's log stays, for a training that goes on from a checkpoint of its own."""
+    """The log of the former attempt stays: the training may resume from a checkpoint that it wrote itself."""
     losses = iter([2.0])
 
     def train(policy, seed, log):
@@ -231,7 +231,7 @@ def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path):
     [
         (([(1, 3.0), (2, 2.0)], [(1, 3.5), (2, 1.0)]), [0.5, -1.0]),
         (([(1, 3.0), (2, None)], [(1, 3.5), (2, 1.0)]), [0.5]),  # a loss that is not finite
-        (([(1, 3.0), (2, 2.0)], [(2, 3.5), (4, 1.0)]), None),  # means of other steps
+        (([(1, 3.0), (2, 2.0)], [(2, 3.5), (4, 1.0)]), None),  # means over other steps
         (([(1, 3.0)], [(1, 3.5), (2, 1.0)]), None),
     ],
 )
@@ -255,7 +255,7 @@ def test_only_curves_at_the_same_steps_are_subtracted(curves, difference):
         *((loop, {"seeds": seeds}, "seeds must be a number of at least 1") for seeds in (0, [], [1, 1], [-1], [1.5])),
     ],
 )
-def test_calls_that_begin_nothing(tmp_path, train, options, says):
+def test_an_invalid_call_begins_nothing(tmp_path, train, options, says):
     with pytest.raises(Error, match=says):
         fp4graph.compare(train, **{"policies": "tetrajet", **options}, timing=False, folder=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -318,7 +318,7 @@ def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(compare):
 
 
 @pytest.mark.long
-def test_goes_on_where_it_was_stopped(compare, tmp_path):
+def test_a_stopped_comparison_goes_on_and_takes_further_policies_but_no_other_training(compare, tmp_path):
     began = []
 
     def train(policy, seed, log):
@@ -338,7 +338,7 @@ def test_goes_on_where_it_was_stopped(compare, tmp_path):
     assert began[2] == began[3]
     assert len(began) == 5
     assert [run["loss"] for run in whole.of("tetrajet")] == last("tetrajet", range(2))
-    compare(train, "mxfp4,tetrajet", seeds=2)  # more of the same
+    compare(train, "mxfp4,tetrajet", seeds=2)
     assert began[5:] == [("mxfp4", 0), ("mxfp4", 1)]
 
     with pytest.raises(Error, match=r"holds a comparison of .*train, not of .*:loop; give another folder"):
@@ -365,8 +365,8 @@ def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path, processes):
 
     while True:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        # Half of the kills fall into the start and the check of the policies, half into the trainings: after the second
-        # one has begun, so that the first one is recorded.
+        # Half of the kills fall into the start and the check of the policies. The other half fall into the trainings,
+        # after the second has begun, so that the first is recorded.
         watched = folder / ("ledger" if kills % 2 else "runs.jsonl")
         least, deadline = size(watched) + (len("tetrajet 19\n") if kills % 2 else 0), time.monotonic() + PATIENCE
         while process.poll() is None and size(watched) <= least:
@@ -393,14 +393,14 @@ def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path, processes):
 
 @pytest.mark.long
 @pytest.mark.process
-def test_processes_find_the_same(compare, tmp_path):
+def test_several_processes_give_the_losses_of_one(compare, tmp_path):
     runs = compare(loop, POLICIES, processes=2).runs
     assert {(run["policy"], run["seed"]): run["loss"] for run in runs} == {k: v[-1] for k, v in by_hand().items()}
     with pytest.raises(Error, match="processes= needs a train"):
         compare(lambda policy, seed, log: 0.0, POLICIES, folder=tmp_path / "other", processes=2)
 
 
-def test_a_training_that_goes_on_continues_its_log(tmp_path):
+def test_a_resumed_training_continues_its_log(tmp_path):
     killed = Log(tmp_path, lambda step, loss: None)
     for number in range(1, 6):
         killed(number, torch.tensor(float(number)))
@@ -411,14 +411,14 @@ def test_a_training_that_goes_on_continues_its_log(tmp_path):
 
 
 class Sleeper:
-    """A training whose steps take a time that depends on the policy, and that notes who runs."""
+    """A training whose steps take a time that depends on the policy; ``trace`` has the policy of every step."""
 
     def __init__(self, milliseconds, steps=1000):
         self.milliseconds, self.steps, self.trace, self.running = milliseconds, steps, [], threading.Lock()
 
     def __call__(self, policy, seed, log):
         for number in range(1, self.steps + 1):
-            assert self.running.acquire(blocking=False), "both run at once"
+            assert self.running.acquire(blocking=False), "two trainings run at once"
             self.trace.append(policy.name)
             time.sleep(self.milliseconds[policy.name] / 1000)
             self.running.release()
@@ -442,8 +442,8 @@ def test_times_alternate():
 
 
 @pytest.mark.slow
-def test_times_of_a_busy_machine_are_not_shown_and_measured_again(tmp_path, monkeypatch):
-    """Their note says why; the next call measures again, and shows what is steady."""
+def test_times_of_a_busy_machine_are_hidden_and_measured_again(tmp_path, monkeypatch):
+    """A note says why; the next call measures again, and keeps a steady ratio."""
     monkeypatch.setattr(timing, "timed", measured := Mock())
     for spread, ratio, called in ((0.4, None, 1), (0.1, 3.0, 2), (0.9, 3.0, 2)):
         measured.return_value = {"baseline_ms_per_step": 2.0, "ratio": 3.0, "spread": spread}
@@ -454,7 +454,7 @@ def test_times_of_a_busy_machine_are_not_shown_and_measured_again(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_a_listener_hears_its_context_and_its_thread():
+def test_a_listener_hears_only_its_context_and_its_thread():
     heard = []
     listener = SimpleNamespace(applied=heard.append, prepared=lambda model, optimizer: heard.append(type(optimizer)))
     with listening(listener):
@@ -481,7 +481,7 @@ def made(losses, folder=Path("out")):
     runs = [
         {"policy": name, "seed": seed, "state": "finished", "loss": loss, "metrics": {}, "ms_per_step": 2.0,
          "model": model, "note": None, "error": None, "step": 9, "curve": [[1, 30.0], [9, loss]]}
-        for name, own in losses.items() for seed, loss in enumerate(own)
+        for name, values in losses.items() for seed, loss in enumerate(values)
     ]  # fmt: skip
     policies = tuple(fp4graph.load_policy(name) for name in losses)
     seeds = tuple(range(max(map(len, losses.values()))))
@@ -520,7 +520,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     recorded = read(result.folder / "tetrajet-0")
     assert recorded.steps == [2, 4, 6, 8]
     final = [row for row in recorded.rows if row["step"] == 8 and row.get("snr_db") is not None]
-    assert all("limit_blocks" in row for row in final)  # a diagnosis takes the remedy of a low ratio from it
+    assert all("limit_blocks" in row for row in final)  # which a diagnosis of a low SNR needs
     lowest = min(final, key=lambda row: row["snr_db"])
     assert f"<td>{lowest['site']}</td>" in text
     assert f"{lowest['snr_db']:.1f} dB" in text
@@ -584,8 +584,8 @@ def test_the_command_compares_a_task(command, tmp_path):
 
 @pytest.mark.captured
 @pytest.mark.long
-def test_the_command_fails_where_a_function_of_the_users_fails_and_goes_on_where_it_was_mended(command, tmp_path):
-    """Of runs that have all failed nothing is kept that an edit could contradict."""
+def test_the_command_fails_with_the_users_function_and_goes_on_once_the_function_is_mended(command, tmp_path):
+    """While all runs have failed, an edited function is not refused as another training."""
     source = "from tests.lab.trainings import loop\n\ndef fn(policy, seed, log):\n    return loop(policy, seed, log)"
     words = "--train=mine:fn", "--policies=tetrajet", "--seeds=2", "--seed=1", "--no-timing", "--output=runs/mended"
     for text, status in ((source + " / 0\n", 1), (source + "\n", 0)):

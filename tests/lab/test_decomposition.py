@@ -1,4 +1,4 @@
-"""The three parts of the error add up to it, exactly, and are what their definitions say."""
+"""The three parts of the quantization error add up to it exactly, and equal their definitions."""
 
 import itertools
 import math
@@ -33,13 +33,12 @@ NUMBERS = st.one_of(
 def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     powers_of_two = [] if SCALES[scale].mantissa_bits else ["floor", "ceil"]
     rounding = data.draw(st.sampled_from([*powers_of_two, "nearest_even", "toward_positive", "stochastic"]))
-    rounds_in = data.draw(st.sampled_from(["nearest", "stochastic"]))
     convention = "encode" if rounding == "nearest_even" and data.draw(st.booleans()) else "decode"
     spec = QuantSpec(
         element,
         block=data.draw(st.sampled_from([4, 16, "row", "tensor"])),
         scale=ScaleSpec(scale, rounding, convention, data.draw(st.sampled_from(["nearest_subnormal", "to_one"]))),
-        rounding=rounds_in,
+        rounding=data.draw(st.sampled_from(["nearest", "stochastic"])),
     )
     rows = data.draw(st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=1, max_size=3))
     x = torch.tensor(rows, dtype=torch.float32)
@@ -48,7 +47,7 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     assert parts.total.dtype is torch.float64
     assert parts.total.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
-    # Not only in floating point: as fractions.
+    # As fractions too: the sum in floating point is not rounded.
     terms = (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
     for values in zip(*(part.flatten().tolist() for part in terms), strict=True):
         bias, dead, grid, total = map(Fraction, values)
@@ -57,7 +56,7 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
 
 @pytest.mark.parametrize(("element", "scale"), PAIRS)
 def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale):
-    """Blocks whose elements, quantized and ideal values differ by more than the 53 bits of float64."""
+    """In such blocks x, Q(x) and the ideal values differ in magnitude by more than the 53 bits of float64."""
     generator = torch.Generator().manual_seed(0)
     exponents = 60 * (2 * torch.rand(64, 64, generator=generator) - 1)
     x = torch.randn(64, 64, generator=generator) * exponents.exp2()
@@ -72,7 +71,7 @@ def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale
 
 
 def by_hand(x, block):
-    """(scale bias, dead zone, grid noise) of MXFP4 with scales 2^floor(log2 amax) / 4, in plain loops: [3, R, C]."""
+    """Return scale bias, dead zone, grid noise ``[3, R, C]`` of MXFP4 with scales 2^floor(log2 amax) / 4, by loops."""
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
     def nearest(u):
@@ -109,7 +108,7 @@ def test_the_terms_are_their_definitions():
     assert (parts.scale_bias != 0).any()
 
 
-def test_an_ideal_scale_has_no_bias_and_an_axis_is_chosen():
+def test_an_ideal_scale_has_no_bias_and_blocks_lie_along_the_chosen_axis():
     x = normal(64, 8)
     parts = decompose(x, QuantSpec("e2m1", 32, ScaleSpec("fp32", "nearest_even")))
     assert not parts.scale_bias.any()
@@ -121,16 +120,14 @@ def test_an_ideal_scale_has_no_bias_and_an_axis_is_chosen():
 
 
 @pytest.mark.parametrize("name", ["macro_block_scaling", "outlier_fallback", "four_over_six", "tensor_scaling"])
-def test_of_a_whole_program(name):
-    """Techniques take part in both quantizations; the sum stays exact."""
-    scale = ScaleSpec("e8m0", "nearest_even") if name != "four_over_six" else ScaleSpec("e4m3", "nearest_even")
-    spec = QuantSpec("e2m1", 16, scale)
+def test_techniques_take_part_and_the_sum_stays_exact(name):
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3" if name == "four_over_six" else "e8m0", "nearest_even"))
     plain, helped = decompose(normal(8, 256) * 3, spec), decompose(normal(8, 256) * 3, with_technique(name, spec))
     assert torch.equal(helped.scale_bias + helped.grid_noise + helped.dead_zone, helped.total)
     assert helped.total.square().sum() != plain.total.square().sum()
 
 
-def test_macro_blocks_of_one_block_leave_little_scale_bias_and_poisoned_blocks_are_nan():
+def test_macro_blocks_of_one_block_leave_little_scale_bias_and_blocks_with_an_infinity_are_nan():
     """A factor with 10 bits for each block makes every scale ideal to a thousandth."""
     spec, x = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even")), normal(32, 256)
     macro = with_technique("macro_block_scaling", spec, block=32, mantissa_bits=10)
@@ -166,12 +163,12 @@ def test_the_papers_own_formula(convention, rounding):
     ):
         np.testing.assert_allclose(found.numpy().reshape(-1, 32), expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
-    ours = decompose(x, spec)
-    assert torch.equal(ours.total, parts.total)
-    assert (ours.scale_bias[parts.dead_zone != 0] == 0).all()
+    ideal = decompose(x, spec)
+    assert torch.equal(ideal.total, parts.total)
+    assert (ideal.scale_bias[parts.dead_zone != 0] == 0).all()
 
 
-def test_the_papers_formula_has_one_scale():
+def test_the_papers_formula_is_refused_where_there_is_more_than_one_scale():
     x, spec = torch.randn(4, 64), QuantSpec("e2m1", 32)
     parts = decompose(x, with_technique("macro_block_scaling", spec), definition="printed")
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)

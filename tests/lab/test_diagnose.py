@@ -1,4 +1,4 @@
-"""A diagnosis names what went wrong first, and nothing where a training is healthy."""
+"""A diagnosis names the first thing that went wrong, and nothing if the training is healthy."""
 
 import json
 import math
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def train(folder, policy, *, seed=0, lr=3e-3, optimizer=torch.optim.Adam, planted=1.0, steps=50):
-    """Classify by the quadrant of a plane; ``planted`` multiplies an input channel of ``2.up``. Return the losses."""
+    """Learn to classify points by quadrant; return the losses. ``planted`` multiplies an input channel of ``2.up``."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(3)), nn.Linear(64, 4))
     with torch.no_grad():
@@ -50,25 +50,27 @@ def train(folder, policy, *, seed=0, lr=3e-3, optimizer=torch.optim.Adam, plante
 
 
 @pytest.mark.slow
-def test_a_diverging_learning_rate(tmp_path):
-    """The loss comes first and not the quantizers; a baseline that diverges too is named, one that does not as well."""
+def test_a_diverging_learning_rate_is_told_from_quantization(tmp_path):
+    """The loss is the first finding; the headline says whether the baseline diverges too."""
     losses = train(tmp_path / "run", "int4-per-tensor", lr=3.0, optimizer=torch.optim.SGD)
     same = train(tmp_path / "same", "bf16", lr=3.0, optimizer=torch.optim.SGD)
     good = train(tmp_path / "good", "bf16")
-    alone, both, one = (diagnose(tmp_path / "run", other, losses=losses) for other in (None, same, good))
+    alone, like_baseline, unlike_baseline = (
+        diagnose(tmp_path / "run", baseline, losses=losses) for baseline in (None, same, good)
+    )
     assert (alone.findings[0].quantity, alone.findings[0].site) == ("loss", "")
-    assert (alone.baseline, both.baseline, one.baseline) == (None, True, False)
+    assert (alone.baseline, like_baseline.baseline, unlike_baseline.baseline) == (None, True, False)
     assert "learning rate" in alone.headline
-    assert "what both runs share" in both.headline
-    assert both.headline in both._repr_html_()
-    assert "quantization is part of the cause" in one.headline
-    assert {each.range for each in one.findings if each.quantity == "loss"} == {"early", "baseline"}
+    assert "what both runs share" in like_baseline.headline
+    assert like_baseline.headline in like_baseline._repr_html_()
+    assert "quantization is part of the cause" in unlike_baseline.headline
+    assert {each.range for each in unlike_baseline.findings if each.quantity == "loss"} == {"early", "baseline"}
     assert diagnose(tmp_path / "good", same, losses=good).findings == ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["int4-per-tensor", "mxfp4"])
-def test_a_planted_outlier_channel(tmp_path, policy):
+def test_a_planted_outlier_channel_is_the_first_finding(tmp_path, policy):
     diagnosis = diagnose(tmp_path, losses=train(tmp_path, policy, planted=100.0, steps=30))
     first = diagnosis.findings[0]
     assert (first.site, first.operand, first.quantity, first.step) == ("2.up", "fprop.input", "underflowed", 5)
@@ -79,7 +81,7 @@ def test_a_planted_outlier_channel(tmp_path, policy):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "seed"), [("int4-per-tensor", 1), ("mxfp4", 2), ("tetrajet", 3), ("nvfp4", 4)])
-def test_a_healthy_run(tmp_path, policy, seed):
+def test_a_healthy_run_has_no_finding(tmp_path, policy, seed):
     diagnosis = diagnose(tmp_path, losses=train(tmp_path, policy, seed=seed))
     assert (diagnosis.findings, diagnosis.missing) == ((), ())
     assert diagnosis.headline == "Nothing left its normal range in 50 losses and 10 records of operands."
@@ -105,7 +107,7 @@ FALLING = [noisy(n, 0.5 + 2 * 0.97**n) for n in range(100)]
         ([None], [], [(1, "early", True)]),
     ],
 )
-def test_losses(losses, baseline, expected):
+def test_findings_of_losses(losses, baseline, expected):
     found = loss_findings(dict(enumerate(losses, 1)), dict(enumerate(baseline, 1)))
     assert [(each.range, each.stays) for each in found] == [each[1:] for each in expected]
     for finding, (step, _, _) in zip(found, expected, strict=True):
@@ -113,7 +115,7 @@ def test_losses(losses, baseline, expected):
 
 
 def record(folder, values, column="snr_db", tensor="fprop.input", **header):
-    """Write records of every 10th step: the values of each site."""
+    """Write a record at every tenth step, with the next of each site's values."""
     log = Log(folder, {"step": 0, "policy": "p", "every": 10, **header})
     for n in range(len(next(iter(values.values())))):
         rows = [{"site": site, "tensor": tensor, column: curve[n]} for site, curve in values.items()]
@@ -124,19 +126,19 @@ def record(folder, values, column="snr_db", tensor="fprop.input", **header):
     ("values", "column", "expected"),
     [
         ({"a": [20.0] * 8}, "snr_db", None),
-        ({"a": [20.0] * 6 + [13.0, 20.0]}, "snr_db", None),  # one record alone
+        ({"a": [20.0] * 6 + [13.0, 20.0]}, "snr_db", None),  # a single record
         ({"a": [20.0] * 6 + [13.0, 13.0]}, "snr_db", (70, "a", "early", 14.0)),
-        ({"a": [20.0] * 7 + [13.0]}, "snr_db", None),  # the last alone, of a healthy run
-        ({s: [20.0] * 4 + [13.0] * 4 for s in "abc"}, "snr_db", None),  # a drift of all
+        ({"a": [20.0] * 7 + [13.0]}, "snr_db", None),  # only the last record
+        ({s: [20.0] * 4 + [13.0] * 4 for s in "abc"}, "snr_db", None),  # all sites drift
         ({"0.a": [20.0, 20.0], "1.a": [20.0, 20.0], "2.a": [13.0, 13.0]}, "snr_db", (10, "2.a", "peers", 14.0)),
-        ({"0.a": [20.0, 20.0], "2.a": [13.0, 13.0]}, "snr_db", None),  # one other site tells nothing
+        ({"0.a": [20.0, 20.0], "2.a": [13.0, 13.0]}, "snr_db", None),  # too few peers
         ({"a": [2.0, 2.0]}, "snr_db", (10, "a", "limit", 3.0)),
         ({"a": [0, 3, 0]}, "nonfinite", (20, "a", "limit", 0.0)),
-        ({"a": [0.01] * 6 + [0.09] * 2}, "underflowed", None),  # small shares are alike
+        ({"a": [0.01] * 6 + [0.09] * 2}, "underflowed", None),  # shares as small as these are normal
         ({"a": [1.0] * 6 + [40.0, 40.0]}, "gradient_norm", (70, "a", "early", 30.0)),
     ],
 )
-def test_ranges_of_operands(tmp_path, values, column, expected):
+def test_findings_of_operands(tmp_path, values, column, expected):
     record(tmp_path, values, column)
     found = diagnose(tmp_path).findings
     assert [(each.step, each.site, each.range) for each in found] == ([expected[:3]] if expected else [])
@@ -146,7 +148,7 @@ def test_ranges_of_operands(tmp_path, values, column, expected):
 
 def test_an_operand_precedes_the_bias_that_follows_from_it(tmp_path):
     bias = {"site": "a", "tensor": "dgrad", "bias": 0.99}
-    ratio = {"site": "a", "tensor": "dgrad.grad", "snr_db": 2.9}  # just below the limit: the smaller finding
+    ratio = {"site": "a", "tensor": "dgrad.grad", "snr_db": 2.9}  # just below the limit, so the smaller finding
     log = Log(tmp_path, {"step": 0, "policy": "p", "every": 10})
     for step in (10, 20):
         log.append([{"step": step, **row} for row in (bias, ratio)])
@@ -154,7 +156,7 @@ def test_an_operand_precedes_the_bias_that_follows_from_it(tmp_path):
 
 
 @pytest.mark.parametrize(("quantizer", "ranges"), [("e2m1/32", ["baseline"]), ("int4/tensor", [])])
-def test_a_baseline_with_the_same_quantizer(tmp_path, quantizer, ranges):
+def test_only_a_baseline_with_the_same_quantizer_gives_a_range(tmp_path, quantizer, ranges):
     for name, level, words in (("run", 12.0, "e2m1/32"), ("baseline", 20.0, quantizer)):
         record(tmp_path / name, {"a": [level] * 4}, weights=[{"site": "a", "operands": {"fprop.input": words}}])
         lines = "".join(json.dumps({"step": n, "train_loss": 1.0 - n / 20}) + "\n" for n in range(1, 11))
@@ -162,7 +164,7 @@ def test_a_baseline_with_the_same_quantizer(tmp_path, quantizer, ranges):
     assert [each.range for each in diagnose(tmp_path / "run", tmp_path / "baseline").findings] == ranges
 
 
-def test_the_command(tmp_path):
+def test_the_command_prints_findings_or_json(tmp_path):
     record(tmp_path / "statistics", {"0.a": [20.0] * 6, "1.a": [19.0] * 6, "2.a": [5.0] * 6})
     lines = [{"step": n, "train_loss": 2.3 - n / 50, "gradient_norm": 1.0 if n < 45 else 100.0} for n in range(1, 61)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -174,7 +176,7 @@ def test_the_command(tmp_path):
         assert word in text
 
 
-def test_mistakes(tmp_path):
+def test_missing_folders_losses_and_statistics_are_named(tmp_path):
     with pytest.raises(fp4graph.Error, match="there is no folder"):
         diagnose(tmp_path / "nowhere")
     with pytest.raises(fp4graph.Error, match="neither losses nor statistics"):
@@ -187,8 +189,8 @@ def test_mistakes(tmp_path):
         diagnose(tmp_path, tmp_path / "nowhere")
 
 
-def test_evidence_is_there():
-    """Sections named as evidence exist, and techniques have these names."""
+def test_evidence_and_techniques_of_remedies_exist():
+    """Evidence is a section of docs/findings.md."""
     text = (ROOT / "docs" / "findings.md").read_text("utf-8")
     known = set(default_registry().techniques)
     for remedy in {SCALES, *OF_ERROR.values(), *(q.remedy for q in QUANTITIES.values() if q.remedy)}:

@@ -16,8 +16,8 @@ EVERY = frozenset({"snr", "error", "saturation", "underflow"})
 
 
 def sampled(x, q, ideal, ratio, element=E2M1):
-    one = [torch.tensor(each, dtype=torch.float32)[None, None] for each in (x, q, ideal, ratio)]
-    return Sample(*one, Moments(one[1]), element, torch.ones(1))
+    tensors = [torch.tensor(each, dtype=torch.float32)[None, None] for each in (x, q, ideal, ratio)]
+    return Sample(*tensors, Moments(tensors[1]), element, torch.ones(1))
 
 
 def test_operand_statistics_of_five_elements():
@@ -35,7 +35,8 @@ def test_operand_statistics_of_five_elements():
     assert record["grid_noise"] == pytest.approx((0.25**2 + 0.25**2) / signal, rel=1e-6)
     assert record["interaction"] == pytest.approx(2 * (-(0.25**2) + 0.25 * 0.25) / signal, abs=1e-9)
 
-    nan, inf = math.nan, math.inf  # are counted and left out
+    # Elements with a value that is not finite are counted, and left out of the other sums.
+    nan, inf = math.nan, math.inf
     sums = m.operand_sums(sampled([1.0, nan, 2.0], [1.0, nan, inf], [1.0, 1.0, 2.0], [1.0, 1.0, 1.0]))
     assert (sums["nonfinite"].item(), sums["signal"].item()) == (2, 1)
 
@@ -65,7 +66,7 @@ def test_confidence_of_every_format_is_a_share(element):
 
 @settings(deadline=None)
 @given(st.integers(0, 100))
-def test_oscillation_ratio_in_loops(seed):
+def test_oscillation_ratio_by_paths(seed):
     path = np.random.default_rng(seed).normal(size=(6, 4)).astype(np.float32)
     path[:, 1] = path[0, 1]  # never moves
     quantized = np.round(path * 2) / 2
@@ -89,14 +90,14 @@ def test_a_flip_is_a_change_of_value_and_not_of_a_scale():
     assert m.flipped(e2m3[1:], e2m3[:-1], ELEMENTS["e2m3"]).all()
 
 
-def test_rate_of_change():
+def test_rate_of_change_by_numpy():
     a, b = np.random.default_rng(0).normal(size=(2, 5, 7))
     expected = math.sqrt(((a - b) ** 2).sum()) / math.sqrt((b**2).sum())
     assert m.relative_change(torch.tensor(a), torch.tensor(b)).item() == pytest.approx(expected)
     assert m.relative_change(torch.ones(3), torch.zeros(3)).isnan()
 
 
-def test_scales_by_exponent():
+def test_scales_are_counted_by_exponent():
     scales = [1.0, 1.9, 2.0, 2.0**-126, 2.0**-149, 2.0**127, 0.0, math.nan, math.inf]
     sums = m.scale_sums(torch.tensor([*scales, 448.0, 2.0**-9]), E4M3)
     counted = {place: int(count) for place, count in enumerate(sums["scales"].tolist(), m.LOWEST_EXPONENT) if count}
@@ -114,7 +115,7 @@ def test_histograms_by_numpy():
 
 
 def test_the_variance_of_a_product_by_sampling():
-    """Of independent elements that take one of two values each."""
+    """The elements are independent, and each takes one of two values."""
     generator = torch.Generator().manual_seed(0)
     low, gap, p = (torch.rand(2, 3, 4, generator=generator) for _ in range(3))
     mean, variance = low + p * gap, p * (1 - p) * gap.square()

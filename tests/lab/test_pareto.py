@@ -1,4 +1,4 @@
-"""What a sweep came to: scores, the best of each family, the frontier, the figure and the exports."""
+"""Results of a sweep: scores, the best of each family, the frontier, the figure, the exports and the progress."""
 
 import csv
 import io
@@ -54,7 +54,7 @@ SWEEP = made(
 )
 
 
-def test_scores_by_both_rules_whose_reference_is_the_better_baseline_that_came_through():
+def test_scores_by_both_rules_are_relative_to_the_better_complete_baseline():
     assert SWEEP.reference == 2.0
     diverged, zero = trial(0, None, 0, kind="baseline", state="diverged"), trial(0, 0.0, 0, kind="baseline")
     assert reference_loss([diverged, BASELINES[1], trial(2, 0.5, 0)]) == 2.5
@@ -90,23 +90,23 @@ _POINTS = st.lists(
 
 @pytest.mark.slow
 @given(_POINTS, st.sampled_from(RULES))
-def test_the_frontier_is_what_nothing_is_preferable_to(points, rule):
-    """Against the definition, over all pairs; of equal points the first stands."""
+def test_the_frontier_holds_the_trials_that_no_other_dominates(points, rule):
+    """Against the definition, over all pairs. Of equal points the frontier holds the first."""
     trials = [
         trial(number, loss, complexity, state="complete" if loss else "diverged")
         for number, (complexity, loss) in enumerate(points, 2)
     ]
-    some = [s for s in made([*BASELINES, *trials]).trials if s.trial.kind == "trial"]
-    value = {s.trial.number: s.scores[rule] for s in some}
+    scored = [s for s in made([*BASELINES, *trials]).trials if s.trial.kind == "trial"]
+    value = {s.trial.number: s.scores[rule] for s in scored}
 
-    def preferable(a, b):
+    def dominates(a, b):
         first, second = (a.complexity, -value[a.number]), (b.complexity, -value[b.number])
         no_worse = all(x <= y for x, y in zip(first, second, strict=True))
         return no_worse and (first != second or a.number < b.number)
 
-    finite = [s.trial for s in some if math.isfinite(value[s.trial.number])]
-    expected = [b.number for b in finite if not any(preferable(a, b) for a in finite)]
-    front = [s.trial for s in frontier(some, rule)]
+    finite = [s.trial for s in scored if math.isfinite(value[s.trial.number])]
+    expected = [b.number for b in finite if not any(dominates(a, b) for a in finite)]
+    front = [s.trial for s in frontier(scored, rule)]
     assert sorted(t.number for t in front) == expected
     assert front == sorted(front, key=lambda t: t.complexity)
 
@@ -134,7 +134,7 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule):
 
 
 @pytest.mark.slow
-def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overlap():
+def test_the_texts_of_the_figure_lie_inside_it_and_do_not_overlap():
     many = [trial(n, 2.0 - 0.001 * n, 0.5 * n, "e8m0", summary="MXFP4, " + "long words " * 12) for n in range(2, 10)]
     many += [trial(20 + n, 2.1 - 0.003 * n, 0.5 * n, "e4m3", summary="NVFP4") for n in range(2, 10)]
     drawn = figure([made([*BASELINES, *many])] * 2, "text")
@@ -145,7 +145,7 @@ def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overla
     renderer = canvas.get_renderer()
     width = canvas.get_width_height()[0]
     named = [t for t in drawn.axes[0].texts if t.xycoords == "axes fraction"]
-    assert len(named) == 24  # 8 names of a line, 8 of two
+    assert len(named) == 24  # 8 names take one line each, 8 take two
     assert " ".join(t.get_text().strip() for t in named).count("long words " * 11 + "long words") == 8  # none is cut
     box = drawn.get_tightbbox(renderer)  # of all that is drawn, in inches
     size = drawn.get_size_inches()
@@ -154,10 +154,10 @@ def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overla
     below = drawn.axes[0].xaxis.label.get_window_extent(renderer)
     assert all(a.y0 >= b.y1 for a, b in zip([below, *lines], lines, strict=False))
     right = drawn.axes[1].yaxis.label.get_window_extent(renderer)
-    assert max(line.x1 for line in lines) <= right.x0 + width / 4  # names stay under their own panel
+    assert max(line.x1 for line in lines) <= right.x0 + width / 4  # names stay under their panel
 
 
-def test_the_frontier_can_be_read_beside_what_fails_by_far():
+def test_the_frontier_stays_readable_beside_a_trial_that_is_far_worse():
     many = [trial(n, 1.99 - 0.02 * n, n, "e8m0") for n in range(2, 6)] + [trial(9, 500.0, 3)]
     drawn = figure([made([*BASELINES, *many])], "table")
     (axes,) = drawn.axes
@@ -167,35 +167,35 @@ def test_the_frontier_can_be_read_beside_what_fails_by_far():
     assert all(low < score < high for _, score in places)
     assert min(score for _, score in places) < -500
     heights = axes.transAxes.inverted().transform(axes.transData.transform([(2, 0.01), (2, 0.018)]))[:, 1]
-    assert heights[1] - heights[0] > 0.01  # of the panel; without a logarithm it would be 1e-5
+    assert heights[1] - heights[0] > 0.01  # of the panel's height; on a linear axis it would be 1e-5
     assert [label.get_text() for label in axes.get_yticklabels() if label.get_text() in ("0", "-100")] == ["-100", "0"]
 
 
-def test_what_each_choice_came_to():
-    found = made(
+def test_effects_of_each_choice():
+    results = made(
         [
             *BASELINES,
             trial(2, 3.0, 1, rounding="nearest", optimizer="adam"),
             trial(3, 1.0, 1, rounding="up", optimizer="adam"),
             trial(4, 2.0, 1, rounding="nearest", optimizer="stable"),
             trial(5, None, 1, rounding="up", optimizer="stable", state="diverged"),
-            trial(6, 1.5, 1, rounding="up"),  # its optimizer had no say
+            trial(6, 1.5, 1, rounding="up"),  # without a choice of optimizer
             trial(7, 9.0, 1, rounding="up", state="pruned"),
             trial(8, 9.0, 1, rounding="up", state="refused"),
             trial(9, 4.0, 1, "e4m3", rounding="up"),
         ]
     )
-    assert effects(found) == [
+    assert effects(results) == [
         Effect("e8m0", "rounding", "nearest", 2, 0, 2.5, 2.0),
         Effect("e8m0", "rounding", "up", 3, 1, 1.5, 1.0),
         Effect("e8m0", "optimizer", "adam", 2, 0, 2.0, 1.0),
         Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
     ]
-    data = json.loads(to_json([found], choices=True))["choices"]
-    rows = [(one["choice"], one["median"], one["best"]) for one in data]
+    data = json.loads(to_json([results], choices=True))["choices"]
+    rows = [(row["choice"], row["median"], row["best"]) for row in data]
     assert rows[1:] == [("up", 1.5, 1.0), ("adam", 2.0, 1.0), ("stable", None, 2.0)]
     printed = io.StringIO()
-    Console(width=100, file=printed).print(effects_table(found))
+    Console(width=100, file=printed).print(effects_table(results))
     lines = printed.getvalue().splitlines()
     assert [line.split("│")[3].strip() for line in lines if line.startswith("│")] == ["nearest", "up", "adam", "stable"]
     assert "inf" in lines[-2]
@@ -239,7 +239,7 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
         write(tmp_path / "pipe", "text")
 
 
-def test_on_a_terminal_a_table_has_a_line_for_every_trial():
+def test_on_a_terminal_the_progress_is_a_table_with_a_line_for_every_trial():
     running = trial(12, None, 3.0, "e4m3", state="running", summary="NVFP4, " + "long words " * 20)
     console = Console(width=100, height=40, force_terminal=True, color_system=None, file=io.StringIO(), markup=False)
     with Progress(console, 40, "table", "digits") as progress:
@@ -261,7 +261,7 @@ def test_on_a_terminal_a_table_has_a_line_for_every_trial():
     assert "worker 1 ended (SIGKILL)" in shown
 
 
-def test_elsewhere_every_result_is_said_once():
+def test_without_a_terminal_the_progress_prints_every_result_once():
     console = Console(width=100, file=io.StringIO(), markup=False)
     with Progress(console, 40, "text", "digits") as progress:
         for count in (3, 3, 12):

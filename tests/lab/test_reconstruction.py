@@ -29,7 +29,7 @@ def test_the_error_of_nvfp4_by_hand(figures):
 
 
 def test_the_softmax_makes_scales_too_small_to_clip(figures):
-    """Z = log Σ exp(β·abs(x))/β ≥ max: at β = 1 far above it, at β = 320 nearly it."""
+    """Z = log Σ exp(β·abs(x))/β is above the amax: far above it at β = 1, and by little at β = 320."""
     x = figures.gaussian(16, 64)
     spec = QuantSpec("e2m1", 16, ScaleSpec("fp32", "nearest_even", "encode"))
     blocks = x.numpy().reshape(-1, 16).astype(np.float64)
@@ -49,7 +49,7 @@ def test_zeros_have_no_relative_error():
 
 @pytest.mark.long
 def test_the_figures(figures, tmp_path, monkeypatch):
-    """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
+    """The default metric is the paper's |X − X̂|/|X| of each element; a row of the table has its mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: x)
     spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", "encode"))

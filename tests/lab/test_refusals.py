@@ -1,4 +1,4 @@
-"""What commands refuse, in one sentence, and without leaving anything behind."""
+"""Commands refuse a mistake with a sentence, and leave no file behind."""
 
 import pytest
 
@@ -47,7 +47,7 @@ SERVER, SECRET = (f"postgresql://someone:{password}@127.0.0.1:9/x" for password 
         ("sweep-results postgresql://host:port/name", "not a database URL"),
     ],
 )
-def test_a_mistake_is_one_sentence(command, tmp_path, words, says):
+def test_a_mistake_is_named_and_leaves_no_file(command, tmp_path, words, says):
     code, _, error = command(*words.split())
     assert code != 0
     assert says in error

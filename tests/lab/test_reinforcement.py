@@ -96,7 +96,7 @@ def scores(model, prompt, tokens):
 
 
 def grouped(problem):
-    """The first batch, with a prompt for each completion."""
+    """Return the first batch with each prompt repeated for its four completions."""
     prompts, noise = next(problem.batches(0))
     return prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
 
@@ -117,7 +117,7 @@ def test_advantages_are_normalised_in_each_group():
 def test_a_rollout_takes_the_argmax_of_logits_plus_noise():
     problem = make_problem()
     prompts, noise = grouped(problem)
-    noise[:, :, countdown.END] += 2  # so that some end early
+    noise[:, :, countdown.END] += 2  # so that some completions end early
     tokens, logits = countdown.rollout(problem.model, prompts, noise)
     entropy = countdown.mean_entropy(logits, countdown.before_end(tokens))
     assert problem.model.training
@@ -148,7 +148,7 @@ def test_the_noise_draws_from_the_softmax():
 
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_objective_written_out():
-    """Compute −(1/G)·Σ A·(1/|o|)·Σ log p by single completions and tokens. The value of the loss is 1 − mean reward."""
+    """−(1/G)·Σ A·(1/|o|)·Σ log p, by single completions and tokens. The value of the loss is 1 − mean reward."""
     problem = make_problem(reward=by_length)
     model, batch = problem.model.train(), next(problem.batches(5))
     losses = problem.measure(model, batch)["loss"]
@@ -167,7 +167,7 @@ def test_the_gradient_is_that_of_the_objective_written_out():
         weights = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         for row, weight in zip(rows, weights, strict=True):
             logits = scores(model, prompt, row)
-            logs = [one.double().log_softmax(-1)[token] for one, token in zip(logits, row, strict=True)]
+            logs = [each.double().log_softmax(-1)[token] for each, token in zip(logits, row, strict=True)]
             objective = objective - weight * torch.stack(logs).mean() / 4 / len(prompts)
     objective.backward()
     assert any(gradient.any() for gradient in found.values())
@@ -276,7 +276,7 @@ def test_rollouts_under_a_policy_have_the_trainers_probabilities():
         model = fp4graph.apply(countdown.started.__wrapped__(3, 0), policy, backend="eager", seed=1)
         model.load_state_dict(problem.model.state_dict())
         tokens, logits = countdown.rollout(model, prompts, noise)
-        sampled = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
-        chosen, mask = countdown.log_probs(model.train(), prompts, tokens)
         longest = logits.shape[1]
+        sampled = logits.log_softmax(-1).gather(-1, tokens[:, :longest, None])[..., 0]
+        chosen, mask = countdown.log_probs(model.train(), prompts, tokens)
         assert ((chosen[:, :longest] - sampled).abs() * mask[:, :longest]).max() < 1e-4

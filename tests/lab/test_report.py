@@ -1,4 +1,4 @@
-"""The report of a run: complete, self-contained, without complaints from a browser; and the statistics it shows."""
+"""The report of a run: complete, in one file, and without errors in a browser; the statistics that it shows."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def record(folder, lines, outcome):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder as fp4graph train leaves it, with the statistics of a short training of two blocks."""
+    """Return a folder as ``fp4graph train`` leaves it, with the statistics of a short training of two blocks."""
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     policy = fp4graph.load_policy("tetrajet")
@@ -59,12 +59,12 @@ def page(run):
     return write_report(run)
 
 
-def test_it_holds_everything_and_refers_to_nothing_outside(page):
+def test_the_report_has_every_picture_site_and_setting_and_needs_no_other_file(page):
     text = page.read_text("utf-8")
     assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
     parts = [f'<section id="{part.__name__}">' for part in PICTURES]
     sites = [f">{site}</th>" for site in ("0.up", "0.down", "1.up", "1.down")]
-    for words in (*parts, *sites, "roll &lt;the&gt; rows", "Ω 0.5", "stochastic"):  # the last in the policy
+    for words in (*parts, *sites, "roll &lt;the&gt; rows", "Ω 0.5", "stochastic"):  # "stochastic" is in the policy
         assert words in text
     outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)
     assert not outside
@@ -72,7 +72,6 @@ def test_it_holds_everything_and_refers_to_nothing_outside(page):
 
 @pytest.mark.parametrize("part", PICTURES, ids=lambda part: part.__name__)
 def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
-    """Nothing that is drawn reaches over the edge."""
     picture = part(read(run))
     renderer = FigureCanvasAgg(picture).get_renderer()
     picture.draw_without_rendering()
@@ -88,20 +87,20 @@ def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
 
 @pytest.mark.long
 @pytest.mark.service
-def test_in_a_browser(page):
-    """No console message, no error, no request."""
+def test_a_browser_shows_the_report(page):
+    """It logs no message and no error, and requests no other file."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_path is None:
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    said, asked = [], []
+    messages, requests = [], []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=1000 * PATIENCE)
         tab = browser.new_page(viewport={"width": 1200, "height": 900})
         tab.set_default_timeout(1000 * PATIENCE)
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: messages.append(message.text))
+        tab.on("pageerror", lambda error: messages.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
         tab.goto(page.resolve().as_uri())
         assert tab.title() == "roll <the> rows under tetrajet"
         drawn = tab.eval_on_selector_all("figure svg", "all => all.map(e => e.getBoundingClientRect().width)")
@@ -111,11 +110,11 @@ def test_in_a_browser(page):
             tab.set_viewport_size({"width": width, "height": 900})
             assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), width
         browser.close()
-    assert (said, asked) == ([], [page.resolve().as_uri()])
+    assert (messages, requests) == ([], [page.resolve().as_uri()])
 
 
 @pytest.mark.long
-def test_statistics_without_a_run_by_the_command(command, run, tmp_path):
+def test_the_command_reports_statistics_without_a_run(command, run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
     code, out, _ = command("report", tmp_path, "-o", tmp_path / "other.html")
     assert code == 0
@@ -128,7 +127,7 @@ def test_statistics_without_a_run_by_the_command(command, run, tmp_path):
         write_report(run, tmp_path / "other.html" / "page.html")
 
 
-def test_a_run_without_statistics_and_one_that_diverged(run, tmp_path):
+def test_a_run_without_statistics_and_a_diverged_run_are_reported(run, tmp_path):
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(run / name, tmp_path)
     text = write_report(tmp_path).read_text("utf-8")
@@ -140,7 +139,7 @@ def test_a_run_without_statistics_and_one_that_diverged(run, tmp_path):
     assert "diverged" in write_report(tmp_path).read_text("utf-8")
 
 
-def test_pictures_of_what_was_not_recorded(tmp_path):
+def test_metrics_without_records_have_no_picture(tmp_path):
     (tmp_path / "statistics.jsonl").write_text('{"format": "fp4graph.statistics", "version": 1, "every": 50}\n')
     recorded = read(tmp_path)
     assert all(part(recorded) is None for part in PICTURES)
@@ -157,7 +156,7 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
         (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "delete this line"),
     ],
 )
-def test_folders_that_hold_something_else(tmp_path, make, message):
+def test_folders_without_a_readable_run_are_errors(tmp_path, make, message):
     folder = tmp_path / "folder"
     folder.mkdir()
     make(folder)
@@ -170,8 +169,8 @@ DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--valida
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_training_and_its_report(command, tmp_path):
-    """Statistics change nothing of the training, and the report has every picture."""
+def test_the_command_records_statistics_and_reports_them(command, tmp_path):
+    """The training is the same as without statistics, and the report has every picture."""
     plain = json.loads(command(*DIGITS, "--output", tmp_path / "plain").out)["outcome"]
     watched = json.loads(command(*DIGITS, "--output", tmp_path / "run", "--statistics", 4).out)["outcome"]
     for name in ("validation_loss", "train_loss", "metrics", "history"):
@@ -186,8 +185,7 @@ def test_a_training_and_its_report(command, tmp_path):
 
 
 @pytest.mark.long
-def test_a_resumed_run(tmp_path):
-    """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
+def test_a_resumed_run_replaces_the_records_after_its_checkpoint(tmp_path):
     run = Run("digits", policy="tetrajet", optimizer="sgd", steps=8, validate_every=4, device="cpu")
     whole = train(run, directory=tmp_path / "whole", statistics=2)
     with pytest.raises(KeyboardInterrupt):
@@ -198,14 +196,14 @@ def test_a_resumed_run(tmp_path):
     recorded, expected = read(tmp_path / "run"), read(tmp_path / "whole")
     assert recorded.header["step"] == 4  # though plain SGD counts no steps
     assert recorded.steps == expected.steps == [2, 4, 6, 8]
-    # All but what the window that began before the kill would have said, of weights and outputs.
+    # Rows of weights and outputs come from a window of steps; the kill ended the window.
     assert recorded.rows == tuple(row for row in expected.rows if row["tensor"] not in ("weight", "output"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
-def test_the_other_families(task, policy, tmp_path):
-    """What goes into the model is the task's, noise and timesteps of a diffusion included."""
+def test_outputs_are_probed_in_every_other_family(task, policy, tmp_path):
+    """The probe is a batch of the task, with noise and timesteps where the task is diffusion."""
     small = {"batch_size": 4, "validation_batches": 1, "steps": 2}
     train(Run(task, policy=policy, device="cpu", **small), directory=tmp_path, statistics=2)
     rates = read(tmp_path).series("rate_of_change", tensor="output")["value"]
@@ -213,7 +211,7 @@ def test_the_other_families(task, policy, tmp_path):
 
 
 @pytest.mark.parametrize(("every", "says"), [(13, "from 1 to 12"), (0, "from 1 to 12"), (5, "kept in the folder of")])
-def test_statistics_that_record_nothing(every, says, tmp_path):
+def test_settings_under_which_statistics_would_record_nothing_are_errors(every, says, tmp_path):
     folder = None if every == 5 else tmp_path / "run"
     with pytest.raises(fp4graph.Error, match=says):
         train(Run("digits", policy="tetrajet", steps=12, device="cpu"), directory=folder, statistics=every)

@@ -70,7 +70,7 @@ def test_a_corrected_source_agrees_with_its_row():
             assert row["misprint"], name(row)
 
 
-def test_printed_scores_follow_the_rule_of_the_tables_and_seldom_that_of_the_text():
+def test_printed_scores_follow_the_rule_of_the_tables_and_46_follow_that_of_the_text():
     deviant = [row for row in QUANTIZED if not follows(row, "table")]
     assert {name(row) for row in deviant} == DEVIANT
     assert all(row["misprint"] for row in deviant)
@@ -91,13 +91,13 @@ def test_printed_scores_follow_the_rule_of_the_tables_and_seldom_that_of_the_tex
         *((diverged, complexity, -math.inf, -math.inf) for diverged in NOT_FINITE for complexity in (0.0, 7.5)),
     ],
 )
-def test_both_rules(loss, complexity, text, table):
+def test_scores_by_both_rules(loss, complexity, text, table):
     """A diverged run scores below every other."""
     assert score(loss, 2.0, complexity) == score(loss, 2.0, complexity, "text") == pytest.approx(text, abs=1e-15)
     assert score(loss, 2.0, complexity, rule="table") == table
 
 
-def test_gain():
+def test_gain_is_the_relative_decrease_of_the_loss():
     losses = {1.5: 0.25, 2.0: 0.0, 3.0: -0.5, 0.0: 1.0, -2.0: 2.0, 1: 0.5, **dict.fromkeys(NOT_FINITE, -math.inf)}
     assert {loss: gain(loss, 2) for loss in losses} == losses
 
@@ -114,6 +114,6 @@ REFERENCE, COMPLEXITY = "reference loss must be positive and finite", "complexit
         (score, (1.0, 2.0, 1.0, "tables"), "unknown rule 'tables' of the score; known: text, table"),
     ],
 )
-def test_what_has_no_score(function, arguments, says):
+def test_arguments_without_a_score_are_errors(function, arguments, says):
     with pytest.raises(ValueError, match=says):
         function(*arguments)

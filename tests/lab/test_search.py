@@ -1,4 +1,4 @@
-"""The search: exact against brute force, policies that give what was chosen, and scores that a kill cannot lose."""
+"""The search: exact against brute force; its policies give the chosen formats; a kill loses no score."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.out = (nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v by its name alone
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v is a sibling by its name alone
         return self.out(torch.softmax(q @ k.mT, -1) @ v)
 
 
@@ -77,7 +77,7 @@ def batches(count=2):
 
 
 def scores_of(model, seed, formats=FORMATS[:3]):
-    """Random scores, which are not those of the model."""
+    """Return random scores for every linear but the head."""
     generator = random.Random(seed)
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "head"]
     return [
@@ -92,7 +92,7 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
     generator = np.random.default_rng(int(1000 * quantile) + len(kind))
     costs, use, other = (generator.exponential(size=(12, 3)) for _ in range(3))
 
-    def sums(table):  # of every choice of an option per row, [3¹²]
+    def sums(table):  # [3¹²]: of every choice of one option in each row
         return functools.reduce(np.add.outer, table).ravel()
 
     allowed = generator.random((12, 3)) < (0.7 if kind == "forbidden" else 1)
@@ -119,12 +119,12 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind, quantile):
     ],
 )
 def test_search_is_exact_against_brute_force(bounds, by):
-    """Four groups in each of two blocks: q, k and v, out, and both linears of the MLP. All choices are tried."""
+    """All choices are tried. Each of two blocks has four groups: q with k and v, out, and both linears of the MLP."""
     model, formats = model_of(), ("nvfp4", "mxfp8", "bf16")
     scores = scores_of(model, 3, formats[:2])
     found = search(model, loss, batches(1), formats=formats, by=by, scores=scores, simplify=False, **bounds)
     parts = [["attn.q_proj", "attn.k_proj", "attn.v_proj"], ["attn.out"], ["mlp.0"], ["mlp.2"]]
-    groups = [[f"blocks.{n}.{part}" for part in own] for n in range(2) for own in parts]
+    groups = [[f"blocks.{n}.{name}" for name in part] for n in range(2) for part in parts]
     assert [list(each.modules) for each in found.choices] == groups
     size = 2 * [3 * 32 * 32, 32 * 32, 32 * 64, 32 * 64]
     bits = {"nvfp4": 4.5, "mxfp8": 8.25, "bf16": 16.0}
@@ -189,7 +189,7 @@ def test_block_ranges_are_written_as_globs():
     assert '"blocks.[2-4].mlp.0"  # +0.75' in text
 
 
-def test_siblings_go_together():
+def test_siblings_experts_and_tied_layers_are_grouped():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ def test_siblings_go_together():
     )  # fmt: skip
 
 
-def test_bits_count_scales():
+def test_bits_per_element_count_the_scales():
     specs = {
         4.25: QuantSpec(), 4.5: QuantSpec(block=16, scale=ScaleSpec("e4m3")), 8.25: QuantSpec(element="e4m3"),
         8 + 32 / 128**2: QuantSpec(element="e4m3", block=(128, 128), scale=ScaleSpec("fp32")),
@@ -264,7 +264,7 @@ def test_complexity_and_measured_overhead_bind():
     bound = search(model, loss, batches(1), formats=formats, complexity=0.4, scores=scores)
     assert {each.formats for each in bound.choices} == {("nvfp4",) * 3}
 
-    def cost(policy):  # a mixture costs more than the interpolation says
+    def cost(policy):  # a mixture of formats costs more than a linear interpolation of its formats' costs
         sites = fp4graph.explain(model, policy, (batches(1)[0],)).sites
         specs = [spec for site in sites for spec in site.operands.values() if spec is not None]
         return 1.1 + 0.9 * (sum(spec.element.name == "e2m1" for spec in specs) / len(specs)) ** 0.5

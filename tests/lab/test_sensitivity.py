@@ -1,4 +1,4 @@
-"""Sensitivity against loops written by hand, estimates where they are exact, and what a measurement leaves alone."""
+"""Sensitivity against loops written by hand; estimates where they are exact; a measurement changes no state."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ class Hand(torch.autograd.Function):
 
 
 def by_hand(model, parts, batch, rate=0.0):
-    """Return the loss with the operands of ``parts`` quantized, by site, and after one step of SGD if there is one."""
+    """Return the loss with the operands that ``parts`` names by site quantized; with ``rate``, after a step of SGD."""
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
 
     def value():
@@ -84,7 +84,7 @@ def test_forward_units_are_a_loop_by_hand(keep):
     for (policy, unit), score in scores.items():
         site, operand = unit.split(", ")
         whole = {name: {Q1, Q2} for name in (SITES if policy == "fp4" else SITES[:1])}
-        parts = {name: own - {operand} if name == site else own for name, own in whole.items()}
+        parts = {name: both - {operand} if name == site else both for name, both in whole.items()}
         parts, reference = (parts, whole) if keep else ({site: {operand}}, {})
         pairs = [by_hand(model, parts, batch) - by_hand(model, reference, batch) for batch in batches]
         assert score.increase == pytest.approx(np.mean(pairs), abs=3e-7)
@@ -129,7 +129,7 @@ def test_modules_together_are_one_site_by_hand():
 
 
 def test_the_estimate_is_exact_for_a_quadratic_loss_with_residuals_of_one():
-    """L = 1/N Σ (y_n − t_n)²/2 with residuals ±1 has the Hessian 1/N = 1/N·(y_n − t_n)², which the Fisher matrix is."""
+    """L = 1/N Σ (y_n − t_n)²/2 has the Hessian 1/N; with residuals ±1 it equals the Fisher matrix 1/N·(y_n − t_n)²."""
     torch.manual_seed(0)
     model, x = nn.Linear(64, 1), torch.randn(32, 64)
     target = model(x).detach() + torch.randn(32, 1).sign()
@@ -181,7 +181,7 @@ def test_the_model_and_all_random_numbers_stay():
 
 
 @pytest.mark.slow
-def test_units():
+def test_units_by_site_block_gemm_or_operand():
     model, batch = Net(), torch.randn(8, 32)
     sites = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head")
     expected = {
@@ -240,7 +240,7 @@ def test_ranking_correlation_and_files(tmp_path):
         ({"loss": lambda model, batch: loss(model, batch).detach()}, "has no gradient"),
     ],
 )
-def test_bad_input(changed, message):
+def test_bad_input_is_named(changed, message):
     model, batches = mlp()
     arguments = {"loss": loss, "batches": batches, "policies": POLICY, "by": "site"} | changed
     with pytest.raises(fp4graph.Error, match=message):

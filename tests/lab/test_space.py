@@ -1,4 +1,4 @@
-"""Search spaces: those of the design-space and TetraJet papers, spaces of one's own, and what is wrong with some."""
+"""Search spaces: those of the design-space and TetraJet papers, custom spaces, and errors in spaces."""
 
 import csv
 import dataclasses
@@ -51,7 +51,7 @@ CONTRADICTORY = [row for row in ROWS if "complexity points" in row["misprint"]]
 
 
 def spelled(row, space):
-    """The choices of a row among the parameters of a space."""
+    """Return the choices of a row for the parameters of a space that the row has a cell for."""
     names = {parameter.name for parameter in space.parameters}
     cells = {name: labels[row[cell].replace(".", "_")] for cell, (name, labels) in SPELLED.items() if name in names}
     return {name: label for name, label in cells.items() if label is not None}
@@ -66,7 +66,7 @@ def policy_of(space, chosen):
 
 
 def specs(policy):
-    """The six specs of the policy's one rule, after what techniques make of them."""
+    """Return the six specs of the policy's one quantizing rule, as its techniques change them."""
     (rule,) = (rule for rule in policy.rules if rule.quantizes)
     return dict(plan_site(SiteView("fc", "linear", 64, 64, 4096), rule).specs)
 
@@ -136,7 +136,7 @@ def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(tabl
             + 0.25 * (chosen["scale rounding"] == "stochastic")
         )
         assert configuration.policy.complexity == complexity
-        # What a trial trains is the dict, loaded once more.
+        # A trial trains the policy that its document is loaded to.
         assert load_policy(configuration.document).fingerprint == configuration.policy.fingerprint
         assert configuration.policy.name == f"design-space: {configuration.summary}"
 
@@ -151,7 +151,7 @@ def test_the_plain_configurations_are_the_shipped_pure_policies(table10):
     assert shown == [("baseline", "Adam", 0, False), ("baseline", "StableSPAM", 0.5, False)]
 
 
-def test_what_depends_on_several_choices(table10):
+def test_options_that_depend_on_several_choices(table10):
     plain = next(iter(table10.assignments()))
 
     def options(technique, **chosen):
@@ -198,7 +198,7 @@ def test_printed_rows_are_configurations_of_the_printed_complexity(name, table, 
             assert policy.complexity == points(row)
 
 
-def test_what_is_best_in_table_8_is_the_shipped_recipe():
+def test_the_best_recipe_of_table_8_is_the_shipped_one():
     space = load_space("ue5m3")
     best = {"underflow": "to_one", "optimizer": "stablespam", "tensor scaling": "with"}
     best["stochastic rounding"] = "backward"
@@ -207,7 +207,7 @@ def test_what_is_best_in_table_8_is_the_shipped_recipe():
     assert set(policy.techniques) == set(shipped.techniques)
 
 
-def test_the_cells_of_tetrajets_table_5():
+def test_the_cells_of_tetrajets_table_5_have_their_specs():
     space = load_space("tetrajet-backward")
     cells = {tuple(chosen.values()): specs(policy_of(space, chosen)) for chosen in space.assignments()}
     switches = [
@@ -244,9 +244,9 @@ def test_the_hyperparameters_of_tetrajets_tables_8_to_10(name, technique, option
     assert values == [None, *rows]
 
 
-OWN = """\
+CUSTOM = """\
 version: 1
-name: own
+name: custom
 base: mxfp4
 family: recipe
 baselines:
@@ -271,40 +271,40 @@ also:
 
 
 @pytest.fixture(scope="module")
-def own():
-    return parse_space(OWN, "own.yaml")
+def custom():
+    return parse_space(CUSTOM, "custom.yaml")
 
 
-def test_a_space_over_a_shipped_policy(own):
-    assert own.size() == 2 * 3 * 2 * 2
-    assert [(c.kind, c.family, *c.run.values()) for c in own.first()] == [
+def test_a_custom_space_changes_a_shipped_policy(custom):
+    assert custom.size() == 2 * 3 * 2 * 2
+    assert [(c.kind, c.family, *c.run.values()) for c in custom.first()] == [
         ("baseline", "slow", 0.001), ("baseline", "fast", 0.01), ("pure", "plain", 0.001), ("pure", "double", 0.001),
     ]  # fmt: skip
     chosen = {"recipe": "double", "weights": "averaged", "also averaged": "no", "lr": "high"}
-    configuration = own.configuration(chosen)
+    configuration = custom.configuration(chosen)
     assert configuration.summary == "twice, weights averaged, lr high"
     assert configuration.run == {"lr": 0.01}
     specs = {str(operand): spec for operand, spec in configuration.policy.rules[0].specs.items()}
     assert {name for name, spec in specs.items() if spec.source == "fprop"} == {"wgrad.input", "dgrad.weight"}
     assert {spec.ties for spec in specs.values()} == {"up"}
-    now = own.configuration({**chosen, "weights": "now"}).policy
+    now = custom.configuration({**chosen, "weights": "now"}).policy
     assert {spec.ties for spec in now.rules[0].specs.values()} == {"even"}
 
 
-def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not(own):
-    refused = [a for a in own.assignments() if own.configuration(a).error is not None]
-    assert refused == [a for a in own.assignments() if (a["weights"], a["also averaged"]) == ("ramped", "yes")]
-    configuration = own.configuration(refused[0])
+def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not(custom):
+    refused = [a for a in custom.assignments() if custom.configuration(a).error is not None]
+    assert refused == [a for a in custom.assignments() if (a["weights"], a["also averaged"]) == ("ramped", "yes")]
+    configuration = custom.configuration(refused[0])
     assert configuration.policy is None
-    assert re.match(r"own\.yaml:\d+: (?=.*q_ramping).*q_ema", str(configuration.error))
-    assert len({own.configuration(a).key for a in refused}) == 4  # keys tell refused ones apart too
+    assert re.match(r"custom\.yaml:\d+: (?=.*q_ramping).*q_ema", str(configuration.error))
+    assert len({custom.configuration(a).key for a in refused}) == 4  # keys tell refused ones apart too
 
 
-def test_choices_that_come_to_the_same_training_have_one_key(own):
-    """The later q_ema replaces the earlier, whatever it was."""
+def test_assignments_that_give_the_same_training_have_one_key(custom):
+    """The later q_ema replaces the earlier one, so the choice of the earlier has no effect."""
     chosen = {"recipe": "plain", "weights": "now", "also averaged": "yes", "lr": "low"}
     changed = ({}, {"weights": "averaged"}, {"lr": "high"})
-    key, twice, other = (own.configuration({**chosen, **more}).key for more in changed)
+    key, twice, other = (custom.configuration({**chosen, **more}).key for more in changed)
     assert key == twice != other
 
 
@@ -324,11 +324,11 @@ parameters:
     refusals = {tuple(a.values()): space.configuration(a).error for a in space.assignments()}
     assert [pair for pair, refusal in refusals.items() if refusal] == [("up", "clip")]
     assert "has no effect" in str(refusals["up", "clip"])
-    assert space.first()[0].summary == "bf16"  # without baselines of its own
+    assert space.first()[0].summary == "bf16"  # the space defines no baseline
     assert [c.family for c in space.first()] == ["bf16", "all"]
 
 
-def test_the_text_of_a_space_needs_no_other_file(tmp_path):
+def test_the_text_of_a_space_contains_its_base(tmp_path):
     phases = "phases: [{at: 0.5, rules: [{match: {}, quantize: {block: 8}}]}]"
     (tmp_path / "mine.yaml").write_text(f"version: 1\nextends: nvfp4\n{phases}\n")
     written = tmp_path / "space.yaml"
@@ -340,12 +340,12 @@ def test_the_text_of_a_space_needs_no_other_file(tmp_path):
         assert again.configuration(assignment).key == space.configuration(assignment).key
     policy = space.configuration({"element": "int4"}).policy
     elements = {s.element.name for p in (policy, policy.phases[0].policy) for s in p.rules[0].specs.values() if s}
-    assert elements == {"int4"}  # in its phase too
+    assert elements == {"int4"}  # in the phase too
     (tmp_path / "mine.yaml").write_text("version: 1\nextends: mxfp4\n")
     assert load_space(written).digest != space.digest
 
 
-def test_rules_that_a_phase_puts_first_are_overlaid_and_a_scales_maximum_goes_with_its_format():
+def test_choices_change_rules_that_a_phase_adds_and_a_new_scale_format_drops_the_old_maximum():
     base = "{default: {}, phases: [{at: 0.5, rules: {before: [{match: {}, quantize: {block: 8}}]}}]}"
     space = parse_space(f"version: 1\nbase: {base}\n{ELEMENTS}", "s.yaml")
     (rule,) = space.configuration({"element": "int4"}).policy.phases[0].policy.rules
@@ -427,7 +427,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_spaces(case, tmp_path):
+def test_errors_in_spaces_name_the_line(case, tmp_path):
     text, *words = WRONG[case]
     path = tmp_path / "space.yaml"
     path.write_text(text.replace("#!", "") if text.strip("#! \n") else "\n", encoding="utf-8")
@@ -441,7 +441,7 @@ def test_wrong_spaces(case, tmp_path):
         assert word in str(error), str(error)
 
 
-def test_a_space_that_is_not_there(tmp_path):
+def test_a_space_that_is_unknown_or_unreadable_is_an_error(tmp_path):
     with pytest.raises(PolicyError, match=r"'designspace' is neither .* did you mean 'design-space'"):
         load_space("designspace")
     (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xff\n")
@@ -449,7 +449,7 @@ def test_a_space_that_is_not_there(tmp_path):
         load_space(tmp_path / "latin.yaml")
 
 
-def test_the_documented_space_is_one(tmp_path):
+def test_the_documented_space_loads_and_its_page_states_sizes_and_settings(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     space = parse_space(written, "docs/sweeps.md")

@@ -1,4 +1,4 @@
-"""What was recorded stays readable: after a kill, a full disk, a resumed training."""
+"""Records of statistics stay readable after a kill, on a full disk and in a resumed training; streams get them too."""
 
 import itertools
 import json
@@ -19,14 +19,14 @@ def row(step, value=1.0, site="a"):
 
 
 def write(directory, rows, streams=(), **header):
-    """Append each row by itself, after which it is in the file, even if the process is killed."""
+    """Append rows one by one, and check that each is in the file at once, where a kill cannot lose it."""
     log = Log(directory, {"step": 0, **header}, *streams)
     for each in rows:
         log.append([each])
         assert json.loads((directory / FILE).read_bytes().splitlines()[-1])["step"] == each["step"]
 
 
-def test_written_and_read(tmp_path):
+def test_rows_are_read_as_they_were_written(tmp_path):
     write(tmp_path, [row(50, 1 / 3), row(100, float("nan")), row(100, 2.0, "b")], policy="p")
     recorded = read(tmp_path)
     assert (recorded.header["policy"], recorded.steps, recorded.sites) == ("p", [50, 100], ["a", "b"])
@@ -35,7 +35,7 @@ def test_written_and_read(tmp_path):
     assert series == {"step": [50], "site": ["a"], "tensor": ["weight"], "value": [0.333333]}
 
 
-def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
+def test_worst_orders_by_the_mean_and_a_repr_is_short(tmp_path):
     rows = [(50, "a", 30.0), (50, "b", 10.0), (100, "a", 5.0), (100, "b", 12.0)]
     write(tmp_path, [{"step": n, "site": s, "tensor": "x", "snr_db": v, "bias": v} for n, s, v in rows], policy="p")
     recorded = read(tmp_path)
@@ -52,14 +52,14 @@ def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
 
 
 def stand_in(*methods):
-    """A stand-in for a tracker, with the methods that statistics call, which keep the arguments of their calls."""
+    """Return a stand-in for a tracker; its ``calls`` has the arguments of each call of its methods."""
     tracker = SimpleNamespace(calls=[])
     for method in methods:
         setattr(tracker, method, lambda *values, **options: tracker.calls.append((*values, *options.values())))
     return tracker
 
 
-def test_streams_get_every_number(tmp_path):
+def test_streams_receive_every_number(tmp_path):
     run, tracking = stand_in("define_metric", "log"), stand_in("log_metrics")
     writer, called = stand_in("add_scalar"), []
     log = Log(tmp_path, {"step": 0}, run, tracking, writer, lambda step, values: called.append((step, values)))
@@ -76,7 +76,7 @@ def test_streams_get_every_number(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_itself_offline(tmp_path, monkeypatch):
+def test_wandb_offline_has_the_values(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="statistics", mode="offline", dir=str(tmp_path)) as run:
@@ -87,7 +87,7 @@ def test_wandb_itself_offline(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_itself_in_a_folder(tmp_path, monkeypatch):
+def test_mlflow_in_a_folder_has_the_values(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
@@ -111,15 +111,15 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_cut_away(tmp_path, keep):
         json.loads(line)
 
 
-def test_a_resumed_training_takes_the_place_of_what_came_after(tmp_path):
+def test_a_resumed_training_replaces_the_rows_after_its_step(tmp_path):
     write(tmp_path / "statistics", [row(50, 1.0), row(100, 1.0), row(150, 1.0)])
     write(tmp_path / "statistics", [row(100, 2.0)], step=80)
-    for place in (tmp_path, tmp_path / "statistics" / FILE):  # the directory of the run will do
+    for place in (tmp_path, tmp_path / "statistics" / FILE):  # the folder of the run will do too
         assert [(r["step"], r["value"]) for r in read(place).rows] == [(50, 1.0), (100, 2.0)]
 
 
 @pytest.mark.long
-def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
+def test_a_disk_that_fills_up_is_an_error_and_written_rows_stay(tmp_path):
     steps, says = itertools.count(1), "cannot write statistics to .*Earlier records are readable"
     rows = ({"step": step, "site": "a", "tensor": "weight", "values": list(range(200))} for step in steps)
     with files_no_larger_than(10_000), pytest.raises(fp4graph.Error, match=says):
@@ -139,11 +139,13 @@ def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
         ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2 is not a line"),
     ],
 )
-def test_files_that_are_something_else(tmp_path, text, message):
+def test_files_without_statistics_are_errors(tmp_path, text, message):
     if text is not None:
         (tmp_path / FILE).write_text(text)
     with pytest.raises(fp4graph.Error, match=message):
         read(tmp_path)
 
+
+def test_a_folder_that_cannot_be_made_is_an_error():
     with pytest.raises(fp4graph.Error, match="cannot write statistics"):
-        Log(Path(__file__) / "statistics", {})  # a folder that cannot be made
+        Log(Path(__file__) / "statistics", {})

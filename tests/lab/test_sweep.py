@@ -1,4 +1,4 @@
-"""Sweeps: every configuration once, whoever is killed, and everything that came of it recorded."""
+"""A sweep trains every configuration once and records every result, whichever process is killed."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ parameters:
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Threads of claims end with their trial."""
+    """Check that the threads of claims end with their trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     before = threading.active_count()
     yield
@@ -66,7 +66,7 @@ def small():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder in memory, if there is one: SQLite waits for the disk at every step."""
+    """Return a folder in memory if the machine has one: on a disk, SQLite waits at every step."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -94,7 +94,7 @@ def one_worker(url, folder, study, objective):
 
 
 def claimed(study, space, configuration=None, target=9):
-    """Claim a configuration, by default the next one, for a worker elsewhere, which never beats by itself."""
+    """Claim a configuration, by default the next, for a worker on another machine that sends no heartbeat."""
     return study.claim(configuration or propose(space, study.trials(), 0), space, "elsewhere:1", target)
 
 
@@ -108,7 +108,7 @@ def states(study):
 
 @contextlib.contextmanager
 def database_away(study, url):
-    """Put something else in the database's place, which ``study`` asks for 0.3 seconds."""
+    """Put another file in the database's place; ``study`` gives up after 0.3 seconds."""
     path = Path(url.removeprefix("sqlite:///"))
     saved, study.storage.ask_again = path.read_bytes(), 0.3
     study.storage.engine.dispose()
@@ -119,8 +119,8 @@ def database_away(study, url):
         path.write_bytes(saved)
 
 
-def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url, study, table10):
-    """Here of a sweep that goes on where it was, as often as it is called."""
+def test_the_order_is_baselines_pure_configurations_and_draws_by_the_seed(url, study, table10):
+    """The first of the three sweeps is resumed twice, without effect on its order."""
     for target in (5, 5, 8):
         work(make(url, table10), table10, target, objective=toy.objective)
     studies = [study, make(url, table10, name="again")]
@@ -137,7 +137,7 @@ def test_baselines_then_pure_then_a_sequence_that_the_seed_decides(url, study, t
     assert len(set(seeded) & set(keys)) == 4  # baselines and pure ones
 
 
-def test_nothing_but_a_baseline_is_begun_before_one_came_through(study, table10):
+def test_only_baselines_begin_until_one_of_them_has_ended(study, table10):
     claims = [claimed(study, table10) for _ in range(2)]
     assert [trial.summary for trial in study.trials()] == ["Adam", "StableSPAM"]
     assert propose(table10, study.trials(), 0) is None
@@ -145,8 +145,8 @@ def test_nothing_but_a_baseline_is_begun_before_one_came_through(study, table10)
     assert propose(table10, study.trials(), 0).summary == "MXFP4"
 
 
-def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(url, small, capsys):
-    """1 baseline and 24 configurations, of which 6 combine what cannot be combined."""
+def test_a_sweep_ends_with_its_space_and_records_every_result(url, small, capsys):
+    """The space has a baseline and 24 configurations; 6 of these combine techniques that conflict."""
     study = make(url, small)
     work(study, small, 1000, objective=toy.objective)
     assert Counter(states(study)) == {"complete": 7, "diverged": 6, "failed": 6, "refused": 6}
@@ -170,7 +170,7 @@ def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(url, small, c
     def healed(run, report):
         return toy.objective(dataclasses.replace(run, batch_size=None), report)
 
-    assert study.excuse_failed() == 6  # failed ones are run again on request
+    assert study.excuse_failed() == 6  # on request, failed configurations run again
     work(make(url, small), small, 1000, objective=healed)
     assert Counter(states(study)) == {"complete": 13, "diverged": 6, "refused": 6, "withdrawn": 6}
 
@@ -188,7 +188,7 @@ def test_tpe_suggests_configurations_of_the_space_and_none_twice(space, target, 
 
 
 def misfit(run, report, least=0.0):
-    """Refuses policies of this complexity and more."""
+    """Refuse policies whose complexity is ``least`` or more."""
     policy = fp4graph.load_policy(run.policy)
     if policy.quantizes and policy.complexity >= least:
         raise PolicyError("rule 'transformer linears' matched nothing")
@@ -204,7 +204,9 @@ def misfit(run, report, least=0.0):
     ],
     ids=["a failing baseline", "a plain policy that does not fit", "an interrupt"],
 )
-def test_what_ends_a_sweep_takes_its_trial_back(objective, error, says, completed, study, table10):
+def test_an_error_or_interrupt_that_ends_a_sweep_withdraws_its_trial(
+    objective, error, says, completed, study, table10
+):
     with pytest.raises(error, match=says):
         work(study, table10, 9, objective=objective)
     assert states(study) == ["complete"] * completed + ["withdrawn"]
@@ -219,9 +221,9 @@ def test_other_policies_that_do_not_fit_the_model_are_refused_one_by_one(study, 
     assert max(complexities["complete"]) < 9 <= min(complexities["refused"])
 
 
-def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url, table10):
+def test_pruning_ends_trials_but_no_baseline_and_no_pure_configuration(url, table10):
     def worsening(run, report):
-        """What has a technique is worse at each report than all before it."""
+        """Report a loss that rises with the complexity of the policy."""
         complexity = fp4graph.load_policy(run.policy).complexity
         for step in range(1, 5):
             report(10 * step, 1.0 + complexity)
@@ -253,8 +255,8 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
 
 
 @pytest.mark.long
-def test_a_worker_that_beats_is_left_alone(url, table10, monkeypatch):
-    patience = 4.0  # six times what lies between two beats, which a busy machine delays
+def test_the_trial_of_a_worker_that_sends_heartbeats_goes_on(url, table10, monkeypatch):
+    patience = 4.0  # four times the interval of heartbeats, which a busy machine delays
     study = make(url, table10, patience=patience)
     claim = claimed(study, table10)
     until = time.monotonic() + 2 * patience
@@ -265,7 +267,7 @@ def test_a_worker_that_beats_is_left_alone(url, table10, monkeypatch):
             raise optuna.exceptions.StorageInternalError("away")
         record(storage, identifier)
 
-    monkeypatch.setattr(RDBStorage, "record_heartbeat", once_away)  # Optuna's thread would end there
+    monkeypatch.setattr(RDBStorage, "record_heartbeat", once_away)  # which would end Optuna's thread
     with study.beating(claim.number):
         while time.monotonic() < until:
             study.lose_silent(study.trials())
@@ -297,7 +299,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(study
 
 
 class NotThere:
-    """An objective that a new process cannot be given."""
+    """An objective that ends the process that unpickles it."""
 
     __call__ = None
 
@@ -322,7 +324,7 @@ def test_workers_that_end_at_once_are_not_started_forever(objective, says, tmp_p
 
 @pytest.mark.long
 @pytest.mark.process
-def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path, url, study):
+def test_workers_ignore_ctrl_c_from_their_first_moment_on(tmp_path, url, study):
     with one_worker(url, tmp_path, study, toy.objective) as workers:
         (worker,) = workers._running.values()
         os.kill(worker.process.pid, signal.SIGINT)  # as it begins to import
@@ -334,7 +336,7 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path, url, stu
 
 @pytest.fixture
 def sigint():
-    """Set Python's handler: a shell that runs us in the background ignores the signal."""
+    """Set Python's handler of SIGINT, which processes in the background of a shell ignore."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, inherited)
@@ -342,20 +344,20 @@ def sigint():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_is_noted_and_a_later_one_raises(number, sigint, monkeypatch, capfd):
-    """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
+    """Raised at once, 4 of 200 interrupts fell into a read and left the database locked and trials running."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch, interrupts() as asked:
         assert not asked
-        patch.setattr(time, "monotonic", lambda: 100.0)  # on a busy machine a second may pass between two lines
+        patch.setattr(time, "monotonic", lambda: 100.0)  # seconds may pass between two lines on a busy machine
         signal.raise_signal(number)
-        signal.raise_signal(number)  # pressed twice
+        signal.raise_signal(number)  # as a key that is pressed twice
         assert asked
         assert capfd.readouterr().err.count("stopping") == 1
         patch.setattr(time, "monotonic", lambda: 160.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the shell ignores stays ignored
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal that the shell ignores stays ignored
     with interrupts() as asked:
         signal.raise_signal(signal.SIGINT)
         assert not asked
@@ -363,8 +365,8 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(number, sigint, monkeypatc
 
 @pytest.mark.long
 @pytest.mark.process
-def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path, url, study):
-    """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
+def test_workers_that_end_with_the_sweep_are_not_reported_as_lost(tmp_path, url, study):
+    """A supervisor signals the whole process group, so that workers end before the sweep looks."""
     with interrupts() as asked, one_worker(url, tmp_path, study, toy.slow) as workers:
         for trials, events in workers.watch(lambda: bool(asked)):
             assert not events
@@ -392,7 +394,7 @@ def test_of_many_claims_to_one_configuration_one_is_granted(url, table10):
     assert Counter(states(studies[0])) == {"running": 1, "withdrawn": 3}
 
 
-def test_no_more_is_begun_than_was_asked_for(study, table10):
+def test_no_more_trials_begin_than_the_target_needs(study, table10):
     every = map(table10.configuration, table10.assignments())
     claims = [claimed(study, table10, next(every), 2) for _ in range(3)]
     assert [claim is not None for claim in claims] == [True, True, False]
@@ -419,7 +421,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(url, t
     wait(lambda: len(trained()) >= 4)
     hold.touch()
     wait(lambda: not hold.exists() and len(trained()) >= 8)
-    # Now one of the two is in the middle of a training, and the other wherever it happens to be.
+    # One of the two workers is now in the middle of a training; the other may be anywhere.
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     before = Study.open(url, "toy").trials()
@@ -433,7 +435,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(url, t
     assert len(counting) == len({trial.key for trial in counting}) == 30
     assert {trial.state for trial in counting} == {"complete"}
     assert all(trials[trial.number] == trial for trial in done)
-    # A training that ended in the moment of the kill, its result not yet written, is the only one that may be repeated.
+    # One training may be repeated: one that had ended, and whose result was not yet written at the kill.
     assert len(set(trained())) == 30
     assert len(trained()) - 30 <= 1
 
@@ -450,7 +452,7 @@ def test_the_command_on_two_workers_one_of_them_killed(kind, target, tmp_path, r
     output = tmp_path / "out"
     where = ("--storage", url, "--output", str(output))
     command = _command("sweep", "--task", "digits", "--trials", str(target), "--workers", "2", *where, *QUICK)
-    if kind == "sqlite":  # stopped once before, as Ctrl-C does; a shell may have its background jobs ignore SIGINT
+    if kind == "sqlite":  # SIGTERM stops a sweep as Ctrl-C does; background jobs of a shell may ignore SIGINT
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
         _a_worker(url, process, results=1)
         process.send_signal(signal.SIGTERM)
@@ -489,7 +491,7 @@ def test_the_command_on_two_workers_one_of_them_killed(kind, target, tmp_path, r
 
 
 def _a_worker(url, process, results=4):
-    """The pid of a worker that has just begun a trial, and will be at it for a while, once ``results`` are done."""
+    """Return the pid of a worker that has just begun a trial, once ``results`` trials have ended."""
     study, known, fresh = None, 0, set()
     while True:
         assert process.poll() is None
@@ -497,7 +499,7 @@ def _a_worker(url, process, results=4):
             # Opened once: a server has only so many connections, and a slow machine asks often.
             study = study or Study.open(url, "digits")
             trials = study.trials()
-            # New at the last look and still running: a claim that another worker has made before is withdrawn at once.
+            # Trials that were new at the last look and still run: a claim to a claimed configuration ends at once.
             begun = [trial for trial in trials if trial.number in fresh and trial.state == "running"]
             if sum(trial.finished for trial in trials) >= results and begun:
                 return int(begun[-1].worker.split(":")[-2])
@@ -507,7 +509,7 @@ def _a_worker(url, process, results=4):
 
 
 @pytest.mark.long
-def test_a_server_that_is_restarted_in_between_costs_nothing(postgres, table10):
+def test_a_restart_of_the_server_loses_no_trial(postgres, table10):
     study = make(postgres.url, table10, name="restarted")
 
     def objective(run, report):
@@ -584,7 +586,7 @@ def test_a_database_that_is_away_is_no_failure_of_a_configuration(url, study, ta
     work(make(url, table10), table10, 4, objective=toy.objective)
     with pytest.raises(Error, match=NOT_USABLE):
         work(study, table10, 6, objective=away)
-    assert states(study) == ["complete"] * 4 + ["running"]  # until its silence tells
+    assert states(study) == ["complete"] * 4 + ["running"]  # until its worker has been silent for too long
 
 
 @pytest.mark.process
@@ -594,4 +596,4 @@ def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(url, study
         study.storage.engine.dispose()
         Path(url.removeprefix("sqlite:///")).write_bytes(b"no database any more" * 100)
         started = time.monotonic()
-    assert time.monotonic() - started < database.ASK_AGAIN  # which it would wait otherwise
+    assert time.monotonic() - started < database.ASK_AGAIN  # for which it would otherwise wait

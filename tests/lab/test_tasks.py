@@ -1,4 +1,4 @@
-"""Tasks: the paper's figures, every family at once, and what each problem computes, against references of its own."""
+"""Tasks: recipes as the paper prints them, a training of every family, and problems against their definitions."""
 
 import math
 from functools import partial
@@ -62,11 +62,11 @@ def test_the_recipes_are_table_11(name):
         ("digits", 8, 12),
         pytest.param("digits-diffusion", 24, 54, marks=pytest.mark.long),
         pytest.param("text", 14, 17, marks=pytest.mark.long),
-        # Its sites are the same however often its rollouts are captured.
+        # Captured, since captures of rollouts must add no sites.
         pytest.param("countdown", 14, 17, marks=[pytest.mark.long, pytest.mark.captured]),
     ],
 )
-def test_every_family_trains_at_once(task, quantized, sites):
+def test_every_family_trains_without_a_download(task, quantized, sites):
     short = {"steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}
     outcome = train(Run(task, policy="mxfp4", batch_size=None if task == "gaussian" else 8, **short))
     assert (outcome.quantized, outcome.sites, outcome.diverged) == (quantized, sites, False)
@@ -154,7 +154,7 @@ def denoising():
 
 @pytest.mark.slow
 def test_diffusion_noises_as_ddpm_does(denoising):
-    """√ᾱ·x + √(1 - ᾱ)·ε with ᾱ the product of 1 - β, β linear from 1e-4 to 0.02 (Ho et al. 2020)."""
+    """√ᾱ·x + √(1 - ᾱ)·ε; ᾱ is the product of 1 - β, and β is linear from 1e-4 to 0.02 (Ho et al. 2020)."""
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     images, noise, timesteps = batch = next(denoising.batches(0))
     expected = [math.sqrt(kept[t]) * x + math.sqrt(1 - kept[t]) * e for x, e, t in zip(*batch, strict=True)]
@@ -169,7 +169,7 @@ def test_diffusion_noises_as_ddpm_does(denoising):
     assert noise.std() == pytest.approx(1, abs=0.1)
     assert len(timesteps.unique()) > 8
 
-    _, noise, _ = batch = next(denoising.validation())  # solved by the noise itself
+    _, noise, _ = batch = next(denoising.validation())  # the noise itself is the solution
     assert not denoising.measure(lambda *_, **__: (noise,), batch)["loss"].any()
     assert torch.equal(next(denoising.validation())[1], noise)  # validation is the same each time
     assert not torch.equal(next(denoising.batches(1))[1], next(denoising.batches(2))[1])
@@ -192,10 +192,10 @@ def test_language_loss_is_the_models_own():
     problem = TASKS["text"].make(settings("text", batch_size=4))
     (ids,) = batch = next(problem.batches(0))
     with torch.no_grad():
-        own = problem.model(input_ids=ids, labels=ids).loss
+        expected = problem.model(input_ids=ids, labels=ids).loss
         losses = problem.measure(problem.model, batch)["loss"]
     assert losses.shape == (4,)
-    assert losses.mean().item() == pytest.approx(own.item(), rel=1e-6)
+    assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-6)
     assert problem.summary({"loss": 2.0}) == {"perplexity": pytest.approx(math.exp(2))}
 
 
@@ -203,7 +203,7 @@ def test_language_loss_is_the_models_own():
     ("size", "parameters"),
     [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
 )
-def test_llamas_are_as_large_as_they_are_called(size, parameters, monkeypatch):
+def test_llamas_have_about_as_many_parameters_as_their_names_say(size, parameters, monkeypatch):
     tokens = language.Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
     monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
     with torch.device("meta"):
@@ -211,12 +211,12 @@ def test_llamas_are_as_large_as_they_are_called(size, parameters, monkeypatch):
     assert sum(parameter.numel() for parameter in problem.model.parameters()) == parameters
 
 
-def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path, monkeypatch):
+def test_a_tokenizer_is_trained_on_the_text_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
     texts = language.Parts(["one two three " * 500], ["two one three " * 50])
     first = language.prepared(texts, 300)
     (folder,) = (tmp_path / "kept" / "tokens").iterdir()
-    monkeypatch.setattr(language, "train_tokenizer", lambda *_: pytest.fail("it was kept"))
+    monkeypatch.setattr(language, "train_tokenizer", lambda *_: pytest.fail("the tokenizer was kept"))
     second = language.prepared(texts, 300)
     assert np.array_equal(first.train, second.train)
     from tokenizers import Tokenizer
@@ -227,8 +227,8 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path, monkeypatc
 
 @pytest.mark.captured
 @pytest.mark.long
-def test_a_u_nets_blocks_are_all_its_levels(denoising):
-    """Every linear of every level, and neither the time embedding before them nor a convolution."""
+def test_the_blocks_of_a_u_net_are_all_its_levels(denoising):
+    """Every linear of every level is quantized, and neither the time embedding before them nor a convolution is."""
     policy = placed(fp4graph.load_policy("mxfp4"), denoising.blocks)
     images = torch.zeros(2, 1, 8, 8)
     sites = fp4graph.explain(denoising.model, policy, (images, torch.zeros(2, dtype=torch.int64))).sites
@@ -238,7 +238,7 @@ def test_a_u_nets_blocks_are_all_its_levels(denoising):
     assert any(name.startswith("mid_block.") for name in quantized)
 
 
-def test_placing_follows_first_and_last_blocks_through_phases():
+def test_rules_on_blocks_become_rules_on_the_modules_of_the_given_blocks_in_phases_too():
     rules = [
         {"name": "first", "match": {"op": "linear", "first_blocks": 1}, "keep": "sensitive"},
         {"name": "ends", "match": {"op": "linear", "last_blocks": 2, "block": True}, "keep": "sensitive"},
@@ -267,7 +267,7 @@ def test_a_regression_or_an_mlp_is_one_block(policy):
         assert (explanation.quantized, explanation.problem) == (quantized, None)
 
 
-def test_every_family_has_a_task_that_needs_no_data_from_elsewhere():
+def test_every_family_has_a_task_with_embedded_data():
     families = {"regression", "classification", "diffusion", "language", "reinforcement"}
     for tasks in (TASKS.values(), (task for task in TASKS.values() if task.embedded)):
         assert {task.family for task in tasks} == families

@@ -1,4 +1,4 @@
-"""Data from where people have it: torchvision's files, folders of images, Hugging Face datasets, text."""
+"""Data in the forms that users have: torchvision's files, folders of images, Hugging Face datasets, text."""
 
 import pickle
 import struct
@@ -25,7 +25,7 @@ from tests.lab.test_tasks import settings
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path, monkeypatch):
-    """Nothing is read from, or left in, the user's caches, or read from the network by datasets."""
+    """Keep caches in the test's folder, and ``datasets`` off the network."""
     import datasets
 
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "cache"))
@@ -52,7 +52,7 @@ def mxfp4(task, **options):
 
 
 def contents(batches):
-    """The beginnings of the images in some batches."""
+    """Return the set of the first 50 values of each image of some batches."""
     return {image.flatten()[:50].numpy().tobytes() for batch in batches for image in batch[0]}
 
 
@@ -91,7 +91,7 @@ def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented):
     first, number = next(augmented.batches(0)), 1437 // 64
     assert first[0].shape == (64, 1, 16, 16)
     again = TASKS["digits-augmented"].make(settings("digits-augmented", workers=1))
-    torch.rand(3)  # what a model with dropout does between two batches
+    torch.rand(3)  # as a model with dropout draws between two batches
     assert all(map(torch.equal, first, next(again.batches(0))))
     index = next(augmented.order.rows(0))[1][0]
     with sources.seeded(0, 0, int(index)):
@@ -144,7 +144,7 @@ def test_mnist_is_read_from_its_files(tmp_path):
 
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch):
-    """CIFAR-10's files, five pictures each, and their checksums where torchvision has the true ones."""
+    """Write CIFAR-10's files with five pictures each, and have torchvision expect their checksums."""
     from torchvision.datasets import CIFAR10
 
     folder = tmp_path / CIFAR10.base_folder
@@ -169,7 +169,7 @@ def cifar10(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("cifar10")
 @pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])
 def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
-    """6 blocks of 4 linears; 7 attentions of 4 and 11 projections of the time embedding."""
+    """The ViT has 6 blocks of 4 linears; the U-Net has 7 attentions of 4 linears and 11 time projections."""
     options = {"data": str(tmp_path), "batch_size": 4}
     problem = TASKS[task].make(settings(task, **options))
     assert problem.samples == 25
@@ -197,7 +197,7 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
         ("text", "{tmp}/short.txt", "too few for sequences of 64; give more text"),
     ],
 )
-def test_what_is_not_there_is_to_be_put_somewhere(task, data, says, tmp_path, monkeypatch):
+def test_the_error_of_missing_data_says_where_to_put_them(task, data, says, tmp_path, monkeypatch):
     monkeypatch.setattr(OpenerDirector, "open", Mock(side_effect=URLError("no network")))
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "cifar-10-batches-py").mkdir()
@@ -208,7 +208,7 @@ def test_what_is_not_there_is_to_be_put_somewhere(task, data, says, tmp_path, mo
 
 @pytest.fixture
 def folder(tmp_path):
-    """ImageNet's layout, two classes."""
+    """Make a folder in ImageNet's layout with two classes."""
     root = tmp_path / "images"
     for part, seed in (("train", 0), ("val", 10)):
         for number, name in enumerate(("cat", "dog")):
@@ -217,12 +217,12 @@ def folder(tmp_path):
 
 
 @pytest.mark.long
-def test_imagenet_is_shown_as_it_is(folder):
+def test_imagenet100_is_not_augmented(folder):
     options = {"data": str(folder), "batch_size": 2, "autocast": False}
     problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
     before = torch.get_rng_state()
     images, labels = next(problem.batches(0))
-    assert torch.equal(torch.get_rng_state(), before)  # what a model draws does not depend on who reads when
+    assert torch.equal(torch.get_rng_state(), before)  # reading images uses no random numbers of the model
     assert images.shape == (2, 3, 224, 224)
     assert set(labels.tolist()) <= {0, 1}
     assert [len(batch[1]) for batch in problem.validation()] == [2, 2, 2]
@@ -247,7 +247,7 @@ def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder):
 
 
 @pytest.mark.process
-def test_workers_change_nothing(folder):
+def test_batches_do_not_depend_on_the_number_of_workers(folder):
     found = [
         next(TASKS["imagenet100"].make(settings("imagenet100", data=str(folder), batch_size=3, workers=n)).batches(1))
         for n in (0, 1)
@@ -257,7 +257,7 @@ def test_workers_change_nothing(folder):
 
 @pytest.mark.slow
 def test_swin_is_augmented_as_swin_is(folder):
-    """At a width that a test has time for."""
+    """At a width that is fast to test."""
     narrow = {"embed_dim": 32, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8), "drop_path_rate": 0.2}
     chosen = settings("swin-tiny", data=str(folder), batch_size=2)
     split = sources.image_folder(folder)
@@ -271,7 +271,7 @@ def test_swin_is_augmented_as_swin_is(folder):
 
 
 def test_diffusion_on_a_folder(tmp_path):
-    """FFHQ's class, with a U-Net that a test has time for."""
+    """The problem of big-diffusion, with a small U-Net."""
     pictures(tmp_path / "faces" / "00000", 100)
     chosen = settings("big-diffusion", data=str(tmp_path / "faces"), batch_size=4)
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
@@ -286,7 +286,7 @@ def test_diffusion_on_a_folder(tmp_path):
 
 
 def dataset(folder, parts, *, labelled):
-    """Parquet files of noise, as the hub has them."""
+    """Write Parquet files of noise as the Hugging Face hub has them; return their folder."""
     import datasets
 
     columns = {"picture": datasets.Image()}
@@ -320,7 +320,7 @@ def test_a_hugging_face_dataset_of_faces(tmp_path):
 
 
 @pytest.mark.long
-def test_a_llama_on_text_of_ones_own(tmp_path):
+def test_a_llama_learns_a_text_file(tmp_path):
     file = tmp_path / "words.txt"
     words = np.array(["rounding", "scale", "block", "tensor", "gradient", "weight"])
     file.write_text(" ".join(words[np.random.default_rng(0).integers(0, len(words), 6000)]))
@@ -392,6 +392,6 @@ def test_pixels_are_normalized_channel_by_channel():
         assert (images.shape, labels.tolist()) == ((1, 3, 3, 3), [0])
 
 
-def test_what_is_not_installed_is_named():
+def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(Error, match=r"made by nobody, which is not installed; pip install .*\[tasks\]"):
         needs("a_package_of_nobodys", "models are made by nobody")

@@ -1,4 +1,4 @@
-"""The training loop: against loops written by hand, killed and resumed, diverging, its record, and bad input."""
+"""The training loop: against a loop written by hand, killed and resumed, diverging; its record; bad input."""
 
 import dataclasses
 import gc
@@ -34,7 +34,7 @@ from tests.lab.trainings import stop_at, tensorboard
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
-#: A ViT on a few digits.
+#: Settings of a short training of a ViT on digits.
 SHORT = {"task": "digits", "batch_size": 16, "validation_batches": 2, "device": "cpu", "steps": 6, "validate_every": 2}
 CONTENT = {"settings": {}, "policy": ""}
 
@@ -48,7 +48,7 @@ def losses(outcome):
 
 
 def curves(folder):
-    """The metrics without their times."""
+    """Return the metrics of a run without their times."""
     return [{**line, "seconds": None} for line in read_metrics(folder)]
 
 
@@ -58,8 +58,8 @@ def stopped(chosen, folder, step):
 
 
 @pytest.mark.slow
-def test_equals_a_loop_written_by_hand(tmp_path):
-    """AdamW with a cosine, warm-up and clipping, nothing quantized: digit by digit."""
+def test_a_training_equals_a_loop_written_by_hand(tmp_path):
+    """AdamW with warm-up, a cosine, clipping and accumulation; nothing is quantized."""
     chosen = run(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=0.34, clip=0.5, accumulate=2)
     outcome = train(chosen, directory=tmp_path)
 
@@ -92,7 +92,7 @@ def test_equals_a_loop_written_by_hand(tmp_path):
             expected.append((step + 1, sum(since) / 2, torch.nn.functional.cross_entropy(logits, labels).item()))
             since = []
             accuracy = (logits.argmax(1) == labels).float().mean().item()
-    assert losses(outcome) == [pytest.approx(theirs, rel=1e-5) for theirs in expected]
+    assert losses(outcome) == [pytest.approx(entry, rel=1e-5) for entry in expected]
     assert outcome.metrics["accuracy"] == pytest.approx(accuracy)
     assert outcome.quantized == 0
     recorded = [line["gradient_norm"] for line in read_metrics(tmp_path) if "gradient_norm" in line]
@@ -100,7 +100,7 @@ def test_equals_a_loop_written_by_hand(tmp_path):
 
 
 @pytest.mark.long
-def test_repeats_itself_and_depends_on_the_seed():
+def test_a_training_is_a_function_of_its_seed_and_leaves_the_callers_random_state():
     torch.manual_seed(1)
     first = train(run(policy="tetrajet"))
     state = torch.get_rng_state()
@@ -108,7 +108,7 @@ def test_repeats_itself_and_depends_on_the_seed():
     assert losses(train(run(policy="tetrajet"))) == losses(first)
     assert losses(train(run(policy="tetrajet", seed=1))) != losses(first)
     torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.long
@@ -123,7 +123,7 @@ def test_options_change_what_is_computed():
 
 @pytest.mark.slow
 def test_the_last_short_validation_batch_counts_each_sample_once():
-    """360 images in batches of 100: the last has 60, filled up to the one shape that is compiled."""
+    """Of 360 images the last batch of 100 has 60, and is padded to the one shape that is compiled."""
     chosen = run(steps=1, batch_size=100, validate_every=1)
     whole, some = (train(dataclasses.replace(chosen, validation_batches=count)) for count in (None, 3))
     problem = TASKS["digits"].make(TASKS["digits"].settings(chosen))
@@ -154,7 +154,7 @@ def test_complexity_counts_the_optimizer(options, complexity):
 @pytest.mark.long
 @pytest.mark.slow
 def test_report_hears_each_validation_and_watch_has_model_and_optimizer_and_keeps_no_model_alive(tmp_path):
-    """A sweep trains hundreds in one process."""
+    """A sweep trains hundreds of models in one process."""
     events, kept, heard = [], [], []
 
     @contextmanager
@@ -212,7 +212,7 @@ def test_the_record_holds_the_options_and_the_result(tmp_path):
 
 @pytest.mark.slow
 def test_resumes_bit_for_bit(tmp_path):
-    """With state in techniques, optimizer, loss scaler and schedule, and noise."""
+    """Techniques, optimizer, loss scaler and schedule have state, and the policy draws random bits."""
     policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
     chosen = run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2)
     uninterrupted = train(chosen, directory=tmp_path / "whole")
@@ -236,7 +236,7 @@ def test_resumes_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path):
     chosen = run(steps=4, validate_every=4)
-    uninterrupted = train(chosen, directory=tmp_path / "whole", resume=True)  # no run to resume: training begins
+    uninterrupted = train(chosen, directory=tmp_path / "whole", resume=True)  # without a run to resume, it begins one
     assert losses(uninterrupted) == losses(train(chosen))
 
     with pytest.raises(KeyboardInterrupt):
@@ -249,7 +249,7 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_
 @pytest.mark.long
 @pytest.mark.process
 def test_a_folder_has_one_writer_until_its_process_dies(tmp_path):
-    """Even if a worker that it forked lives on, as those of a DataLoader may."""
+    """Even if a process that the writer forked lives on, as workers of a DataLoader may."""
     code = (
         "import os, pathlib, sys, time; from fp4graph.lab.runs.folder import RunFolder; "
         f"folder = RunFolder(pathlib.Path(sys.argv[1])); folder.begin({CONTENT!r}, resume=True); "
@@ -309,7 +309,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path):
     assert [line["step"] for line in read_metrics(folder) if "lr" in line] == list(range(1, 401))
 
 
-def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path):
+def test_a_full_disk_is_an_error_and_written_lines_stay(tmp_path):
     folder = RunFolder(tmp_path)
     folder.begin(CONTENT, resume=False)
     for step in range(2):
@@ -372,7 +372,7 @@ def test_an_invalid_record_is_an_error(read, content, says, tmp_path):
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(options, says):
+def test_an_invalid_setting_is_an_error(options, says):
     options = dict(options)
     directory = options.pop("directory", None)
     with pytest.raises(Error, match=says):
@@ -385,7 +385,7 @@ def test_a_policy_that_quantizes_no_site_is_an_error(tmp_path):
     nothing["rules"][0]["required"] = False
     with pytest.raises(Error, match="policy 'p' quantizes no site of this model"):
         train(run(policy=nothing), directory=tmp_path)
-    train(run(steps=1), directory=tmp_path)  # nothing was recorded, so the folder is free
+    train(run(steps=1), directory=tmp_path)  # the failed call has recorded nothing, so the folder is free
 
 
 BRIEF = ["train", "digits", "--batch-size=16", "--steps=2", "--validate-every=1", "--validation-batches=1"]
@@ -401,7 +401,7 @@ def test_the_command_prints_a_table_or_json_and_keeps_a_record(command, tmp_path
     assert "step 2: validation loss" in err
     assert command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam").code == 0
     assert (tmp_path / "runs" / "digits-mxfp4-stablespam-0.2" / "outcome.json").exists()
-    # Or JSON alone, and no streams.
+    # With --json it prints JSON alone, and with --stream=none it writes no streams.
     options = ["--optimizer-option=betas=[0.5, 0.9]", "--output=here", "--stream=none"]
     code, out, err = command(*BRIEF, "--json", *options)
     assert (code, err) == (0, "")

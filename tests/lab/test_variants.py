@@ -1,4 +1,4 @@
-"""Policies taken apart: they are the shipped ones where those exist, and train."""
+"""Variants that quantize parts of a policy: they equal shipped policies of the same parts, and keep the rest."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ PARTS = [(), *VARIANTS["operand"].values(), *VARIANTS["gemm"].values(), tuple(Op
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_parts_of_policies_are_those_that_are_shipped(name):
-    """Written by hand from the papers' tables."""
+def test_variants_equal_the_shipped_policies(name):
+    """The shipped policies were written by hand from the papers' tables."""
     whole, by, variant = SHIPPED[name]
     derived, shipped = variants(whole, by)[variant], fp4graph.load_policy(name)
     assert (derived.fingerprint, derived.complexity) == (shipped.fingerprint, shipped.complexity)
@@ -40,7 +40,7 @@ def test_variants_are_named_in_the_order_of_the_table():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(default_registry().policies))
-def test_every_shipped_policy_can_be_taken_apart(name):
+def test_every_shipped_policy_has_variants_that_quantize_the_chosen_operands(name):
     policy = fp4graph.load_policy(name)
     for operands in PARTS:
         part = only(policy, operands)  # without a warning
@@ -50,7 +50,7 @@ def test_every_shipped_policy_can_be_taken_apart(name):
                 assert quantized == (operand in operands and former.specs[operand] is not None), (operands, operand)
 
 
-def test_channels_stay_apart_where_fprop_is_quantized():
+def test_out_control_stays_where_both_operands_of_fprop_are_quantized():
     policy = fp4graph.load_policy("tetrajet-v2")
     for operands in PARTS:
         part = only(policy, operands)
@@ -60,7 +60,7 @@ def test_channels_stay_apart_where_fprop_is_quantized():
         assert modes == (["wait", "measure", "split"] if whole else []), operands
 
 
-def test_nothing_quantized_is_the_exact_gradient():
+def test_a_variant_that_quantizes_nothing_has_the_exact_gradient():
     gradients = []
     for policy in (only(fp4graph.load_policy("tetrajet-qema"), ()), "bf16"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A training that has made no step yet says that it compiles."""
+"""Before its first step, a training reports that it compiles."""
 
 import time
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_it_counts_graphs_until_the_first_step(monkeypatch):
+def test_graphs_are_counted_until_the_first_step(monkeypatch):
     said = []
     with waiting(lambda *words: said.append(words)) as stepped:
         stepped()
-    assert said == []  # of a fast training
+    assert said == []  # a fast training reports nothing
     monkeypatch.setattr(module, "PATIENCE", 0.02)
     with waiting(lambda *words: said.append(words)) as stepped:
         wait_for(lambda: said)
@@ -36,7 +36,7 @@ def test_it_counts_graphs_until_the_first_step(monkeypatch):
         assert len(said) == count
 
 
-def test_without_a_terminal_there_are_lines(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_printed_as_lines(monkeypatch, capsys):
     monkeypatch.setattr(module, "PATIENCE", 0.02)
     monkeypatch.setattr(train, "EVERY", 10.0)
     now = [0.0]

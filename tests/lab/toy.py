@@ -1,4 +1,4 @@
-"""An objective of a few milliseconds: how well a policy's forward operands reproduce a Gaussian matrix."""
+"""An objective that takes milliseconds: how well the quantizers of a policy reproduce Gaussian matrices."""
 
 import contextlib
 import sys
@@ -13,9 +13,10 @@ from fp4graph.lab.runs.run import Outcome, Run, Validation
 
 
 def objective(run, report):
-    """Loss is 1 plus the mean relative squared error of the quantized operands, over ``run.steps`` matrices.
+    """Quantize a new matrix at each step with every spec; the loss is 1 plus the mean relative squared error.
 
-    It takes ``validate_every`` milliseconds; a learning rate above 1 diverges, a batch size of 13 raises.
+    The outcome has the loss of the last step. A run takes ``validate_every`` milliseconds; a learning rate above 1
+    diverges, a batch size of 13 raises.
     """
     policy = fp4graph.load_policy(run.policy)
     specs = [spec for rule in policy.rules for spec in rule.specs.values() if spec is not None]
@@ -55,9 +56,9 @@ def slow(run, report):
 
 
 def logged(run, report):
-    """Leaves a line per training in the file that ``data`` names.
+    """Append a line per training to the file ``run.data``.
 
-    Whoever finds ``hold`` beside that file takes it away, and trains until it is killed.
+    A training that finds a file ``hold`` beside it deletes ``hold`` and sleeps, so that a test can kill it meanwhile.
     """
     assert run.data is not None
     with contextlib.suppress(FileNotFoundError):
@@ -70,7 +71,7 @@ def logged(run, report):
 
 
 def sweep(url, log, trials, milliseconds):
-    """Run two worker processes until ``trials`` results are there."""
+    """Run two worker processes until the study has ``trials`` results."""
     import optuna
 
     from fp4graph.lab.sweeps.space import load_space

@@ -66,7 +66,7 @@ def returning(policy, seed, log):
 
 
 def tensorboard(folder):
-    """What was written for TensorBoard, as it reads it."""
+    """Return the events in ``folder`` as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -75,7 +75,7 @@ def tensorboard(folder):
 
 
 def stop_at(step):
-    """A hook of a training that interrupts it at this step."""
+    """Return a hook that interrupts a training at this step."""
 
     def stop(number, *_):
         if number == step:
@@ -85,11 +85,11 @@ def stop_at(step):
 
 
 def slow(policy, seed, log):
-    """Note in a ledger beside the runs when a run begins, and take a fifth of a second."""
+    """Write the run into a ledger beside the runs' folders when it begins, and take a fifth of a second."""
     model, optimizer = applied(policy, seed)
     with torch.no_grad():
-        model(torch.randn(16, 32))  # where the check before the trainings ends
-    if log.folder.name == f"{policy.name}-{seed}":  # not a timing
+        model(torch.randn(16, 32))  # the check before the trainings ends here
+    if log.folder.name == f"{policy.name}-{seed}":  # which is not so where speed is measured
         with (log.folder.parent / "ledger").open("a", encoding="utf-8") as ledger:
             ledger.write(f"{policy.name} {seed}\n")
     for number in range(1, STEPS + 1):
