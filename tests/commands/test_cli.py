@@ -14,10 +14,9 @@ from fp4graph import QuantSpec, fake_quantize, load_policy
 from fp4graph import __main__ as command
 from fp4graph.commands import output, reference
 from fp4graph.technique import registry
-from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
 from tests.helpers.processes import python, run
-from tests.helpers.techniques import Broken
+from tests.helpers.techniques import Broken, offering
 
 
 @pytest.fixture
@@ -280,14 +279,9 @@ def test_without_timm_the_error_names_the_extra(fp4graph, monkeypatch):
 
 @pytest.mark.slow
 def test_broken_plugins_and_policies_are_warned_about_and_left_out(fp4graph, monkeypatch, tmp_path):
-    class Ships:
-        @hookimpl
-        def fp4graph_policies(self):
-            return [path]
-
     path = tmp_path / "shabby.yaml"
     path.write_text("version: 9\n")
-    broken = Registry([("shiny", Broken()), ("ships", Ships())])
+    broken = Registry([("shiny", Broken()), ("ships", offering(policies=[path]))])
     monkeypatch.setattr(registry, "default_registry", lambda: broken)
     result = fp4graph("policies")
     assert result.code == 0

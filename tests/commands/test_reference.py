@@ -12,13 +12,13 @@ import pytest
 import yaml
 from pydantic import Field
 
-from fp4graph import hookimpl, load_policy
+from fp4graph import load_policy
 from fp4graph.commands import catalogue, reference
 from fp4graph.technique import Overhead, Technique, registry
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.options import OperandList, Operands
 from fp4graph.technique.registry import Registry
-from tests.helpers.techniques import Broken
+from tests.helpers.techniques import Broken, offering
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = catalogue.shipped_registry()
@@ -113,13 +113,8 @@ class Rich(Technique):
         return 0.0 if self.kind == "free" else 1.5
 
 
-class Plugin:
-    @hookimpl
-    def fp4graph_techniques(self):
-        return [Bare, Rich]
-
-
-REGISTRY = Registry([("stranger", Plugin())], entry_point_group=None)
+PLUGINS = [("stranger", offering(techniques=[Bare, Rich]))]
+REGISTRY = Registry(PLUGINS, entry_point_group=None)
 
 
 def test_a_technique_without_a_docstring_has_a_page():
@@ -198,7 +193,7 @@ def test_a_policy_files_comment_becomes_prose(tmp_path):
 
 def test_the_command_writes_checks_and_removes_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_shipped_policies", list)
-    without_policies = Registry([("stranger", Plugin())], entry_point_group=None)
+    without_policies = Registry(PLUGINS, entry_point_group=None)
     monkeypatch.setattr(catalogue, "shipped_registry", lambda: without_policies)
     target = tmp_path / "reference"
     write, check = [str(target)], [str(target), "--check"]

@@ -1,12 +1,10 @@
 """examples/findings/gaussian.py: its policies are rows of the paper, and its table has means over seeds."""
 
-import csv
-
 import pytest
 
 import fp4graph
 from tests.helpers.findings import script
-from tests.helpers.processes import ROOT
+from tests.lab.test_score import QUANTIZED
 
 
 @pytest.fixture
@@ -16,13 +14,11 @@ def gaussian(monkeypatch):
 
 def test_every_row_of_the_paper_is_there_with_its_points(gaussian):
     """Complexity points of Table 3's six quantized rows, and of Table 8's pure UE5M3."""
-    with (ROOT / "tests" / "golden" / "design_space.csv").open() as file:
-        printed = {
-            (float(row["val_loss"]), float(row["complexity_points"]))
-            for row in csv.DictReader(line for line in file if not line.startswith("#"))
-            if row["task"] == "gaussian_reg" and row["complexity_points"] not in ("", "N/A")
-            and (row["table"] == "3" or row["val_loss"] == "31.375")
-        }  # fmt: skip
+    printed = {
+        (float(row["val_loss"]), float(row["complexity_points"]))
+        for row in QUANTIZED
+        if row["task"] == "gaussian_reg" and (row["table"] == "3" or row["val_loss"] == "31.375")
+    }
     assert len(printed) == 7
     policies = [(row, fp4graph.load_policy(row.policy)) for row in gaussian.ROWS]
     assert printed == {

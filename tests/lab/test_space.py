@@ -1,6 +1,5 @@
 """Search spaces: those of the design-space and TetraJet papers, custom spaces, and errors in spaces."""
 
-import csv
 import dataclasses
 import itertools
 import random
@@ -18,9 +17,8 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy import load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.lab.test_score import QUANTIZED
 
-with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
-    QUANTIZED = [row for row in csv.DictReader(file) if row["kind"] == "quantized"]
 ROWS = [row for row in QUANTIZED if row["scale"] in ("E8M0", "E4M3")]
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 #: The shipped spaces beside design-space, and their sizes.

@@ -204,9 +204,7 @@ def misfit(run, report, least=0.0):
     ],
     ids=["a failing baseline", "a plain policy that does not fit", "an interrupt"],
 )
-def test_an_error_or_interrupt_that_ends_a_sweep_withdraws_its_trial(
-    objective, error, says, completed, study, table10
-):
+def test_an_error_or_interrupt_that_ends_a_sweep_withdraws_its_trial(objective, error, says, completed, study, table10):
     with pytest.raises(error, match=says):
         work(study, table10, 9, objective=objective)
     assert states(study) == ["complete"] * completed + ["withdrawn"]
