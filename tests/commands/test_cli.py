@@ -292,7 +292,6 @@ def test_broken_plugins_and_policies_are_warned_about_and_left_out(fp4graph, mon
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.compiler
 def test_explain_prints_schedules(fp4graph, data, tmp_path):
     pytest.importorskip("timm")

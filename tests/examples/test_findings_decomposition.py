@@ -7,8 +7,6 @@ from fp4graph.policy import load_policy
 from fp4graph.technique.operands import Operand
 from tests.helpers import findings
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.long
 def test_every_site_is_measured_at_every_observed_step(monkeypatch, tmp_path):

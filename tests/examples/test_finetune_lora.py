@@ -65,7 +65,6 @@ def adapted(example):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.compiler
 def test_a_frozen_model_quantizes_nothing_for_unneeded_gradients():
     """Each of the 2·7 products has two operands. A frozen weight has no wgrad. No trained parameter precedes

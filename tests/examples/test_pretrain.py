@@ -42,7 +42,6 @@ STABLE = ["--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -74,7 +73,6 @@ def test_learns_and_resumes_bit_for_bit(example, text, small, tmp_path, monkeypa
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_vit_trains_from_a_folder(example, tmp_path):
     random = np.random.default_rng(0)
     for part, classes in (("train", "abc"), ("val", "ac")):

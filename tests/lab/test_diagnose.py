@@ -79,7 +79,6 @@ def test_a_planted_outlier_channel_is_the_first_finding(tmp_path, policy):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "seed"), [("int4-per-tensor", 1), ("mxfp4", 2), ("tetrajet", 3), ("nvfp4", 4)])
 def test_a_healthy_run_has_no_finding(tmp_path, policy, seed):
     diagnosis = diagnose(tmp_path, losses=train(tmp_path, policy, seed=seed))

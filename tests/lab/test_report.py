@@ -168,7 +168,6 @@ DIGITS = ["train", "digits", "--policy=tetrajet", "--optimizer=adamw", "--valida
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_records_statistics_and_reports_them(command, tmp_path):
     """The training is the same as without statistics, and the report has every picture."""
     plain = json.loads(command(*DIGITS, "--output", tmp_path / "plain").out)["outcome"]

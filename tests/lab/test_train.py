@@ -112,7 +112,6 @@ def test_a_training_is_a_function_of_its_seed_and_leaves_the_callers_random_stat
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_options_change_what_is_computed():
     variants = [{}, {"policy": "mxfp4"}, {"dtype": "bf16"}, {"autocast": True}, {"optimizer": "sgd", "lr": 0.1}]
     variants.append({**variants[-1], "optimizer_options": {"momentum": 0.9}})
@@ -136,7 +135,6 @@ PHASED = {"extends": "mxfp4", "techniques": ["loss_scaling"], "phases": [{"at": 
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "complexity"),
     [
@@ -152,7 +150,6 @@ def test_complexity_counts_the_optimizer(options, complexity):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_report_hears_each_validation_and_watch_has_model_and_optimizer_and_keeps_no_model_alive(tmp_path):
     """A sweep trains hundreds of models in one process."""
     events, kept, heard = [], [], []
@@ -233,7 +230,6 @@ def test_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path):
     chosen = run(steps=4, validate_every=4)
     uninterrupted = train(chosen, directory=tmp_path / "whole", resume=True)  # without a run to resume, it begins one
