@@ -72,7 +72,7 @@ def tensors(recorded, step):
     return {row["tensor"] for row in recorded.rows if row["step"] == step}
 
 
-def recorded_without_a_trace(recipe, make_model, count, folder, shape=(8, 32), **options):
+def recorded_without_effect(recipe, make_model, count, folder, shape=(8, 32), **options):
     """Check that a training with statistics ends with the same weights and random numbers; return the record."""
     trained = []
     for watched in (False, True):
@@ -91,11 +91,11 @@ def recorded_without_a_trace(recipe, make_model, count, folder, shape=(8, 32), *
 @pytest.mark.parametrize(
     "name", ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("mxfp4-rl", "nvfp4-te"))]
 )
-def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
+def test_statistics_change_no_bit_of_a_training(name, vit, tmp_path):
     """The policies draw random bits and keep state, and the model has dropout."""
     probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
     model = partial(vit, drop_rate=0.2, depth=3 if name == "nvfp4-te" else 2)
-    rows = recorded_without_a_trace(name, model, 4, tmp_path, (4, 3, 32, 32), window_every=4, probe=probe)
+    rows = recorded_without_effect(name, model, 4, tmp_path, (4, 3, 32, 32), window_every=4, probe=probe)
     assert rows.steps == [2, 4]
     assert {r["tensor"] for r in rows.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
 
@@ -104,14 +104,14 @@ def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
 def test_a_phase_may_change_techniques_that_hook_the_step(tmp_path):
     """A new phase adds hooks to the optimizer while torch iterates over the hooks of a step."""
     recipe = policy(techniques=["q_ema"], phases=[phase(3, {"q_ema": {"beta": 0.5}})])
-    rows = recorded_without_a_trace(recipe, Net, 6, tmp_path, window_every=2)
+    rows = recorded_without_effect(recipe, Net, 6, tmp_path, window_every=2)
     assert rows.steps == [2, 6]  # the fourth step, the first of its phase, is not recorded
 
 
 def test_a_site_whose_outlier_channels_are_multiplied_apart_is_one_site(tmp_path):
     wait, measure, split = ({"out_control": {"mode": mode}} for mode in ("wait", "measure", "split"))
     recipe = policy(techniques=[wait], phases=[phase(1, measure), phase(2, split)])
-    rows = recorded_without_a_trace(recipe, Net, 4, tmp_path, window_every=2)
+    rows = recorded_without_effect(recipe, Net, 4, tmp_path, window_every=2)
     assert set(rows.sites) == {"first", "second", "second#1"}  # a module called twice is two sites with one weight
     assert {r["site"] for r in rows.rows if r["tensor"] == "weight"} == {"first", "second"}
     only(rows, site="first", tensor="fprop.input", step=4)
@@ -194,7 +194,7 @@ def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
 
 @pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements"])
 def test_oscillation_in_loops(case, tmp_path):
-    """Against the paths of w and Q(w) over the window, element by element, kept beside the training."""
+    """The paths of w and Q(w) over the window are kept beside the training, element by element."""
     several = case == "a list of elements"
     operands = {"fprop.weight": {"element": ["e2m1", "int4"]}} if several else {}
     techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []

@@ -56,7 +56,7 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
 
 @pytest.mark.parametrize(("element", "scale"), PAIRS)
 def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale):
-    """In such blocks x, Q(x) and the ideal values differ in magnitude by more than the 53 bits of float64."""
+    """There x, Q(x) and the ideal values of a block differ in magnitude by more than the 53 bits of float64."""
     generator = torch.Generator().manual_seed(0)
     exponents = 60 * (2 * torch.rand(64, 64, generator=generator) - 1)
     x = torch.randn(64, 64, generator=generator) * exponents.exp2()
@@ -143,7 +143,7 @@ def test_macro_blocks_of_one_block_leave_little_scale_bias_and_blocks_with_an_in
 @pytest.mark.parametrize(
     ("convention", "rounding"), [("decode", "floor"), ("decode", "ceil"), ("encode", "nearest_even")]
 )
-def test_the_papers_own_formula(convention, rounding):
+def test_the_papers_formula_by_hand(convention, rounding):
     """MXFP4(x) = x + (s_rounded − s_true)·x/s_rounded + dead zone + grid noise, from the scales by hand."""
     x, spec = normal(8, 64), QuantSpec("e2m1", 32, ScaleSpec("e8m0", rounding, convention))
     blocks = x.double().numpy().reshape(-1, 32)

@@ -189,7 +189,7 @@ def test_missing_folders_losses_and_statistics_are_named(tmp_path):
 
 
 def test_evidence_and_techniques_of_remedies_exist():
-    """Evidence is a section of docs/findings.md."""
+    """The evidence of a remedy is a section of docs/findings.md."""
     text = (ROOT / "docs" / "findings.md").read_text("utf-8")
     known = set(default_registry().techniques)
     for remedy in {SCALES, *OF_ERROR.values(), *(q.remedy for q in QUANTITIES.values() if q.remedy)}:

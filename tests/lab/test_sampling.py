@@ -33,7 +33,8 @@ SPECS = {
 }
 
 
-def seen(program, x, count=3):
+def observed(program, x, count=3):
+    """Return ``x`` as it is observed under ``program``, with the random bits of the forward ``count``."""
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
     return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, given=x, terms=program(x, draw, {}))
 
@@ -62,7 +63,7 @@ def with_technique(name, spec=E4M3, **options):
 
 
 def sampled(program, x, count=None):
-    return sample(seen(program, x), Selection(tuple(x.shape), count))
+    return sample(observed(program, x), Selection(tuple(x.shape), count))
 
 
 def normal(*shape):
@@ -76,12 +77,12 @@ def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
     """In random bits too: each element draws the bits of its place in the operand."""
     program = OperandProgram(SPECS[name])
     x = normal(*shape) if len(shape) == 3 else normal(*reversed(shape)).mT  # a transposed view, as gradients are
-    one, selection = seen(program, x), Selection(shape, 1000)
+    operand, selection = observed(program, x), Selection(shape, 1000)
     assert by_block(program)
-    found = sample(one, selection)
+    found = sample(operand, selection)
     assert found.x.numel() < x.numel()
-    assert found.scales.numel() < of_whole(one, selection).scales.numel()
-    assert same(found, of_whole(one, selection))
+    assert found.scales.numel() < of_whole(operand, selection).scales.numel()
+    assert same(found, of_whole(operand, selection))
 
 
 @pytest.mark.slow
@@ -100,11 +101,11 @@ def test_techniques_that_act_block_by_block_are_sampled_with_lines_of_their_stat
     program = OperandProgram(spec, q_ema, slots)
     x = normal(*shape)
     state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
-    one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
+    operand = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
     selection = Selection(shape, 1000)
     assert by_block(program)
-    assert same(sample(one, selection), of_whole(one, selection))
-    assert not torch.equal(sample(seen(OperandProgram(spec), x), selection).ideal, sample(one, selection).ideal)
+    assert same(sample(operand, selection), of_whole(operand, selection))
+    assert not torch.equal(sample(observed(OperandProgram(spec), x), selection).ideal, sample(operand, selection).ideal)
     assert not by_block(OperandProgram(spec, parts_of(QEma(start_after=5)), slots))  # which needs the count of forwards
 
 
@@ -116,8 +117,8 @@ def test_padding_of_a_block_that_is_not_finite_is_not_counted(bad, convention, o
     program = OperandProgram(QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even", convention)))
     x = normal(4, 40)
     x[0, 39] = bad
-    one, selection = seen(program, x), Selection((4, 40), None)
-    samples = sample(one, selection), of_whole(one, selection)
+    operand, selection = observed(program, x), Selection((4, 40), None)
+    samples = sample(operand, selection), of_whole(operand, selection)
     sums, of_all = (metrics.operand_sums(each) for each in samples)
     assert (sums["elements"], sums["nonfinite"]) == (152, 8)
     assert sums == of_all
@@ -156,8 +157,8 @@ def test_techniques_that_mix_no_blocks_are_sampled_in_lines(name, options, conve
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", convention))
     program = with_technique(name, spec, **options)
     assert by_block(program)
-    one, selection = seen(program, normal(40, 100)), Selection((40, 100), 1000)
-    assert same(sample(one, selection), of_whole(one, selection))
+    operand, selection = observed(program, normal(40, 100)), Selection((40, 100), 1000)
+    assert same(sample(operand, selection), of_whole(operand, selection))
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_moments_by_many_draws(name):
         program, size = with_technique("tensor_scaling", SPECS["stochastic"]), 1e-4
     x = normal(8, 64) * size
     moments = sampled(program, x).moments
-    draws = torch.stack([total(seen(program, x, count).terms) for count in range(1000)]).double()
+    draws = torch.stack([total(observed(program, x, count).terms) for count in range(1000)]).double()
     spread = moments.variance[0].double().sqrt()
     assert ((draws.mean(0) - moments.mean[0]).abs() < 5 * spread / 1000**0.5 + 1e-6 * size).all()
     assert ((draws.std(0) - spread).abs() <= 0.15 * spread + 0.15 * spread.max()).all()
@@ -184,7 +185,7 @@ def test_techniques_that_mix_blocks_are_quantized_whole(name):
     program = with_technique(name, QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even")))
     assert not by_block(program)
     x, selection = normal(64, 256), Selection((64, 256), 4000)
-    found = sample(seen(program, x), selection)
+    found = sample(observed(program, x), selection)
     assert torch.equal(found.q, selection.of(total(program(x))))
     assert torch.equal(found.ideal, selection.of(total(with_ideal_scales(program)(x))))
     assert found.moments.variance is None

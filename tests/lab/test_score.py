@@ -31,13 +31,13 @@ def name(row):
 
 
 def reference(row):
-    """The better baseline of the row's task in the row's table."""
+    """Return the loss of the better baseline of the row's task in the row's table."""
     place = row["table"], row["task"]
     return min(float(r["val_loss"]) for r in ROWS if r["kind"] == "baseline" and (r["table"], r["task"]) == place)
 
 
 def follows(row, rule):
-    """Whether losses that round to the printed ones give a score that rounds to the printed one."""
+    """Return whether losses that round to the printed losses give a score that rounds to the printed score."""
     best, loss, printed = reference(row), float(row["val_loss"]), float(row["score"])
     points = float(row["complexity_points"].replace(",", "."))
     corners = itertools.product((loss - HALF, loss + HALF), (best - HALF, best + HALF))

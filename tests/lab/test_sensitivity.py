@@ -159,7 +159,7 @@ def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps():
 
 
 @pytest.mark.slow
-def test_the_model_and_all_random_numbers_stay():
+def test_a_measurement_changes_neither_the_model_nor_a_random_state():
     torch.manual_seed(0)
     layers = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 16)
     model, batch = fp4graph.apply(nn.Sequential(*layers), "tetrajet", backend="eager"), mlp()[1][0]

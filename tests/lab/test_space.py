@@ -104,7 +104,7 @@ def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(
     for row in ROWS:
         chosen = spelled(row, table10)
         if not table10.contains(chosen):
-            # The one row of a scale gradient beside an STE scale, where it does nothing.
+            # Only one row has a scale gradient beside an STE scale, where the scale gradient does nothing.
             assert row["scale_grad"] == "spline"
         if policy_of(table10, chosen).complexity + 1.5 * (row["scale_grad"] == "spline") != points(row):
             deviant.append(row)
