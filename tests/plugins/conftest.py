@@ -1,4 +1,4 @@
-"""Shared by the tests of techniques."""
+"""The fixture of the tests of techniques."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 @pytest.fixture
 def inductor() -> Callable[..., Callable[..., Any]]:
-    """``inductor(f, *example)``: ``f`` as one graph with symbolic sizes, compiled by Inductor. Dynamo alone breaks the
-    graph where a program looks its techniques up, and what is compiled in pieces is not fused as in a model."""
+    """``inductor(f, *example)`` compiles ``f`` by Inductor, as one graph with symbolic sizes. Dynamo alone would break
+    the graph where a program looks up its techniques, and Inductor fuses nothing across pieces, unlike in a model."""
 
     def compiled(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
         graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)

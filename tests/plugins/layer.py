@@ -1,8 +1,9 @@
-"""A linear layer under a technique: its quantizers, operand by operand, its three products, and its steps."""
+"""A linear layer under a technique: the quantizer of each operand, the three products, and steps of an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,16 @@ from tests.helpers.policies import NVFP4
 from tests.helpers.steps import Stream
 
 KEY = noise.make_key("site", "fc")
-#: NVFP4 with encode scales, and with a choice of elements; what ms_eden needs before it.
+#: The quantizer of MXFP4 as fp4graph.fake_quantize takes it, with ties to even and with ties up.
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+SPEC_TIES_UP = replace(SPEC, ties="up")
+#: NVFP4 with encode scales; NVFP4 with two elements to choose from; the rotation that ms_eden requires.
 ENCODE = NVFP4 | {"scale": NVFP4["scale"] | {"convention": "encode"}}
 SET = NVFP4 | {"element": ["e2m1", "int4"]}
 ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
+#: Options of adaptive_quantization_noise and of freeze.
+SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
+FREEZE = {"momentum": 0.125, "threshold": 0.3}
 
 
 def draw(count: int = 0, seed: int = 0, rank: int = 0) -> Draw:
@@ -39,7 +46,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Layer:
-    """A linear layer ``[inputs, outputs]``; each method takes the arguments of ``policy(options, **more)`` too."""
+    """A linear layer ``[inputs, outputs]``. Each method passes its ``options`` and further keywords to ``policy``."""
 
     def __init__(self, policy: Callable[..., Policy], inputs: int = 64, outputs: int = 8, producer: Any = None) -> None:
         self.policy = policy
@@ -52,7 +59,7 @@ class Layer:
         return self.program(options, **more).operand(operand)
 
     def quantize(self, x: Tensor, *operand: Any, **more: Any) -> Any:
-        """Return codes and scales."""
+        """Return the quantization of the operand: elements and scales."""
         return self.operand(*operand, **more).quantize(x, DRAW)
 
     def terms(self, x: Tensor, *operand: Any, draw: Draw = DRAW, **more: Any) -> list[Tensor]:
@@ -75,7 +82,7 @@ class Layer:
 
 
 def products_by(quantize: Callable[[Tensor], Tensor], x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-    """Return y, dX and dW of originals, each ``quantize``d along the contraction axis of its GEMM."""
+    """Return y, dX and dW if each GEMM ``quantize``s its operands from the originals, along its contraction axis."""
     left, right = (x, dy, dy.mT), (w, w.mT, x.mT)
     return tuple(quantize(a.contiguous()) @ quantize(b.contiguous()).mT for a, b in zip(left, right, strict=True))
 
@@ -86,19 +93,20 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 def stepped(policy: Any, make: Callable[..., Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return :func:`linear` under the policy, and ``make(parameters)``, prepared for the model."""
+    """Return :func:`linear` under the policy, and the optimizer ``make(parameters)``, prepared for the model."""
     model = training.applied(linear(dtype), policy)
     return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
 
 
 def step(model: Any, optimizer: Any, grad: Tensor) -> None:
-    """Step once on this gradient of the weight, and ones of the bias."""
+    """Step once; ``grad`` is the gradient of the weight, and ones are the gradient of the bias."""
     model.weight.grad, model.bias.grad = grad.clone(), torch.ones_like(model.bias)
     optimizer.step()
 
 
 def pushes(steps: int, dtype: torch.dtype = torch.float32) -> Stream:
-    """Gradients of a weight and a bias that push to and fro, most of all where a weight near a threshold oscillates."""
+    """Return gradients of a weight and a bias. In every eighth column of the weight they alternate in sign, so that the
+    weights near a threshold oscillate."""
     generator, stream = torch.Generator().manual_seed(1), []
     for number in range(steps):
         push = torch.where(torch.arange(64) % 8 == 0, 4.0 if number % 2 else -4.0, 0.3)

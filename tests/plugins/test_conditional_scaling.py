@@ -1,4 +1,4 @@
-"""conditional_scaling against the two cases of A.13 written out in float64, block by block."""
+"""conditional_scaling against the two cases of the paper's A.13, written out in float64, block by block."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import math
 import pytest
 import torch
 
-from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import Layer, gaussian, products_by
+from tests.helpers.policies import loaded
+from tests.plugins.layer import ENCODE, Layer, gaussian, products_by
 from tests.recipes.arithmetic import SCALES, round_nearest, round_scale
 
 
-def policy(options=None, *, more=(), operands=None, **scale):
-    scale = {"format": "e4m3", "rounding": "nearest_even", "convention": "encode", **scale}
-    return loaded(
-        "conditional_scaling", options, more=more, operands=operands, quantize=quantizer(16) | {"scale": scale}
-    )
+def policy(options=None, **scale):
+    return loaded("conditional_scaling", options, quantize=ENCODE | {"scale": ENCODE["scale"] | scale})
 
 
 layer = Layer(policy)
@@ -24,7 +21,7 @@ quantized = layer.quantized
 
 
 def expected(x, number="e4m3"):
-    """(h(X), case) in float64."""
+    """Return h(X) in float64, and the case, 1 or 2."""
     largest, smallest = SCALES[number][-1], SCALES[number][1]
     blocks = [(r, c) for r in range(x.shape[0]) for c in range(0, x.shape[1], 16)]
     m = {(r, c): x[r, c : c + 16].abs().max().item() for r, c in blocks}
@@ -49,7 +46,7 @@ def expected(x, number="e4m3"):
 
 
 def spread(rows, decades, width=64, seed=0):
-    """Gaussian rows whose sizes lie over so many powers of ten."""
+    """Return Gaussian rows whose sizes span ``decades`` powers of ten."""
     return gaussian(rows, width, seed=seed) * torch.logspace(0, -decades, rows)[:, None]
 
 
@@ -67,6 +64,7 @@ def test_case_one_centres_the_scales(decades, number, width):
 
 
 def block_maxima(*maxima):
+    """Return a block for each maximum; its other elements are zeros."""
     x = torch.zeros(len(maxima), 16)
     x[:, 0] = torch.tensor(maxima)
     return x
@@ -74,7 +72,7 @@ def block_maxima(*maxima):
 
 @pytest.mark.parametrize(("number", "ratio"), [("e4m3", 448 * 2.0**9), ("ue5m3", 114688 * 2.0**17)])
 def test_the_case_changes_at_the_formats_range(number, ratio):
-    """At T/t itself both ends are scales of the format, and both maxima are exact; just above all is lost."""
+    """At g/g̃ = T/t the block scales are T and t, and both maxima are exact; just above, every element becomes zero."""
     x = block_maxima(ratio, 1.0)
     torch.testing.assert_close(quantized(x, format=number), x, rtol=1e-5, atol=0)
     wider = block_maxima(ratio * 1.001, 1.0)
@@ -83,7 +81,7 @@ def test_the_case_changes_at_the_formats_range(number, ratio):
 
 
 def test_case_two_maps_the_scales_to_the_whole_range():
-    """s̃ = a·s + b, whose ends are t and T; with its own γ."""
+    """s̃ = a·s + b maps the least s to t and the largest to T; γ is g·T/Qmax."""
     maxima = [3e6, 1e4, 2.0, 1.0, 0.4]
     q = layer.quantize(block_maxima(*maxima))
     s = [6 / m for m in maxima]
@@ -101,7 +99,7 @@ def test_case_two_maps_the_scales_to_the_whole_range():
 @pytest.mark.slow
 @pytest.mark.parametrize("decades", [5.5, 7, 12])
 def test_in_case_two_every_block_rounds_to_zero(decades):
-    """At g/g̃ = 1e7, and anywhere else: the bound of the docstring."""
+    """No ratio reaches 2·Qmax·t/T, the bound in the technique's docstring."""
     x = spread(40, decades)
     y, case = expected(x)
     assert case == 2
@@ -114,7 +112,7 @@ def test_zeros_poison_and_empty():
     assert (quantized(torch.zeros(4, 64)) == 0).all()
     assert quantized(torch.zeros(0, 64)).shape == (0, 64)
     assert quantized(torch.zeros(64, 0)).shape == (64, 0)
-    for bad in (math.nan, math.inf):  # one factor for all: as with a tensor scale, all is poisoned
+    for bad in (math.nan, math.inf):  # all blocks share γ, so all are poisoned, as under a tensor scale
         x = spread(4, 1)
         x[1, 3] = bad
         assert quantized(x).isnan().all()
@@ -133,9 +131,9 @@ def test_the_backward_scales_every_operand():
 
 @pytest.mark.parametrize("ulps", [-1, 1])
 def test_a_square_root_that_is_an_ulp_off_changes_nothing(ulps, monkeypatch):
-    """As the vector library's of eager mode is for some fp32 numbers, on some processors."""
+    """Some processors' vector library, which eager mode calls, errs by an ulp for some fp32 numbers."""
     tensors = spread(50, 3, 100), spread(30, 2), spread(33, 0, 90, seed=1)
-    expected = [quantized(x) for x in tensors]
+    by_exact_roots = [quantized(x) for x in tensors]
     sqrt = torch.sqrt
 
     def off(x):
@@ -143,4 +141,4 @@ def test_a_square_root_that_is_an_ulp_off_changes_nothing(ulps, monkeypatch):
         return (sqrt(x).view(integer) + ulps).view(x.dtype)
 
     monkeypatch.setattr(torch, "sqrt", off)
-    assert all(torch.equal(quantized(x), y) for x, y in zip(tensors, expected, strict=True))
+    assert all(torch.equal(quantized(x), y) for x, y in zip(tensors, by_exact_roots, strict=True))

@@ -1,4 +1,4 @@
-"""What holds for techniques alike; a technique's own file has its equation and what is its own."""
+"""Properties that several techniques share. The file of each technique tests its equations and its other properties."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from tests.helpers.floats import assert_same_bits
 from tests.helpers.models import Mlp
 from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
 from tests.helpers.steps import assert_resumes, differences, push, through_file
-from tests.helpers.training import applied, prepared
-from tests.plugins.layer import ENCODE, KEY, ROTATED, SET, Layer, draw, gaussian, linear, pushes
+from tests.helpers.training import applied, prepared, train
+from tests.plugins.layer import ENCODE, FREEZE, KEY, ROTATED, SCHEDULE, SET, Layer, draw, gaussian, linear, pushes
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
 TECHNIQUES = default_registry().techniques
-SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 5, "steps_per_stage": 10}
 MULTIPLICATIVE = SCHEDULE | {"kind": "multiplicative"}
 E8M0 = quantizer(16, rounding="nearest_even")
 FLOOR = quantizer(32, rounding="floor")
@@ -49,13 +48,10 @@ def test_operands_that_do_not_exist_are_refused(name: str, operands: list[str]) 
 @pytest.mark.filterwarnings("ignore:.*has no effect:fp4graph.errors.PolicyWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_technique_is_explained(name: str) -> None:
-    """``explain`` makes the first state of weights without their values."""
+    """``explain`` makes the initial state of weights without their values."""
     policy = policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4)
     explanation = fp4graph.explain(Mlp(64, 48, 64), policy, (torch.randn(32, 64),))
     assert [site.quantized for site in explanation.sites] == [True, True], explanation.problem
-
-
-FREEZE = {"momentum": 0.125, "threshold": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ FREEZE = {"momentum": 0.125, "threshold": 0.3}
         ("conditional_scaling", {"operands": ["forward"]},
          {"quantize": ENCODE, "operands": {"backward": {"scale": {"convention": "decode"}}}}, 0.5),
         *(("element_choice", options | {"selector": "amax"}, {"quantize": SET | {"selector": "amax"}}, 0.5)
-          for options in ({}, {"others": ["e3m0"]})),  # it may repeat the selector of the list
+          for options in ({}, {"others": ["e3m0"]})),  # the technique may repeat the selector of the list
         ("four_over_six", {"operands": ["forward"]},
          {"quantize": NVFP4, "operands": {"gradients": {"element": "e4m3"}}}, 0.5),
         *(("freeze", FREEZE, {"quantize": TIES_UP, "operands": {"forward": {"element": element}}}, 3.0)
@@ -74,7 +70,7 @@ FREEZE = {"momentum": 0.125, "threshold": 0.3}
         ("freeze", FREEZE, {"quantize": TIES_UP, "more": [{"hadamard": {"scope": "backward"}}]}, 4.0),
         *(("hadamard", {"block": size}, {"quantize": quantizer(block)}, 1.0)  # one divides the other
           for size, block in ((8, 24), (64, 16), (4, "row"))),
-        ("hadamard", {"scope": ["wgrad"]},  # in blocks of 32, and asks nothing of the other GEMMs
+        ("hadamard", {"scope": ["wgrad"]},  # no rotation of 16 fits blocks of 24, but fprop and dgrad have none
          {"quantize": quantizer(24), "operands": {"wgrad": {"block": 32}}}, 1.0),
         ("low_rank_residual", {"operands": ["weights"], "rank": 4}, {}, 3.0),
         ("low_rank_residual", {"operands": ["fprop.input"]}, {"after": ["q_ema"]}, 5.0),
@@ -90,7 +86,7 @@ FREEZE = {"momentum": 0.125, "threshold": 0.3}
         ("tensor_scaling_gradient", {"kind": "ste"}, {"more": ["tensor_scaling"], "quantize": NVFP4}, 3.5),
     ],
 )  # fmt: skip
-def test_a_policy_is_taken_counted_and_written_down(name: str, options: Any, rest: Any, omega: float) -> None:
+def test_a_policy_loads_with_its_complexity_and_round_trips(name: str, options: Any, rest: Any, omega: float) -> None:
     made = layer(name, **rest)
     assert made.program(options)
     policy = made.policy(options)
@@ -123,7 +119,7 @@ def layer(name: str, **rest: Any) -> Layer:
     ],
 )
 def test_the_gradient_is_straight_through(name: str, options: Any, quantize: Any) -> None:
-    """With an exact backward: dX = dY·W and dW = dYᵀ·X of the operands as they are."""
+    """Under an exact backward dX is dY·W and dW is dYᵀ·X, of operands that are not quantized."""
     x, w, dy = gaussian(40, 96), gaussian(64, 96, seed=1), gaussian(40, 64, seed=2)
     y, dx, dw = layer(name, quantize=quantize, operands={"backward": "keep"}).products(x, w, dy, options)
     assert not torch.equal(y, x @ w.mT)
@@ -158,7 +154,7 @@ def test_only_the_chosen_operands_are_changed(name: str, options: Any, quantize:
 
 
 def wide(*shape: int, decades: float = 2, seed: int = 0) -> torch.Tensor:
-    """Rows of sizes that lie over so many powers of ten, with outliers of either sign."""
+    """Return rows whose sizes span ``decades`` powers of ten, with outliers of either sign."""
     x = gaussian(*shape, seed=seed)
     x.view(-1)[::97] *= 40
     x.view(-1)[::89] *= -25
@@ -185,7 +181,7 @@ def test_in_16_bits_the_result_is_that_of_fp32_rounded(name, options, operand, q
 
 
 def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.FPROP_INPUT, **rest: Any) -> Any:
-    """Return a row of the test below."""
+    """Return a case of the test below."""
     words = [name, *(f"{key}={value}" for key, value in (options or {}).items() if key not in SCHEDULE)]
     marks = [pytest.mark.long] if long else []
     return pytest.param(lambda: layer(name, **rest).operand(options, operand), marks=marks, id=" ".join(words))
@@ -232,6 +228,7 @@ def test_inductor_computes_the_bits_of_eager(make: Any, inductor: Any) -> None:
 # ---------------------------------------------------------------------- the optimizer's step
 
 
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 RAMPS = TRAINING["q_ramping"]
 #: Options of techniques that act in the optimizer's step.
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -248,11 +245,11 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def stepped(name: str, options: Any, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = applied(model, one_rule(quantize=TIES_UP, techniques=[{name: options}]))
-    return model, prepared(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return model, prepared(model, **ADAMW)
 
 
 class Sharing(nn.Module):
-    """One weight, used twice: ALBERT's way, by two names of one module, or tied, by two modules with one parameter."""
+    """Uses one weight twice, in one module with two names, as ALBERT does, or ``tied``, in two modules."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -269,10 +266,10 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", STEPS)
 def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> None:
-    """As the same layer used once, whose values are tested against the equations."""
+    """The weight moves as that of a layer that is used once, which other tests compare with equations."""
     (plain, optimizer), (shared, its) = stepped(*STEPS[case], linear()), stepped(*STEPS[case], Sharing(tied))
     free = linear()
-    without = torch.optim.AdamW(free.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    without = torch.optim.AdamW(free.parameters(), **ADAMW)
     for model, which in ((plain, optimizer), (shared, its), (free, without)):
         push(which, (model.weight, model.bias), pushes(47))
     assert torch.equal(shared.weight, plain.weight)
@@ -288,7 +285,7 @@ def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("case", "at"),  # q_ramping: in a detection, at its end, while gradients add up, in the second one
+    ("case", "at"),  # q_ramping: in a detection, at its end, while gradients add up, in the second detection
     [(case, at) for case in STEPS for at in ((3, 8, 13, 23) if "q_ramping" in case else (23,))],
 )
 def test_steps_resume_to_the_bit(case: str, at: int, dtype: torch.dtype) -> None:
@@ -308,30 +305,20 @@ def test_steps_resume_to_the_bit(case: str, at: int, dtype: torch.dtype) -> None
     ],
 )
 def test_a_training_in_bf16_resumes_to_the_bit(name: str) -> None:
-    """What the graph writes comes with the model, what the optimizer's step writes with the optimizer."""
+    """The model's state dict holds what the graph writes, the optimizer's what the step of the optimizer writes."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = applied(Mlp(64, 96, 32).bfloat16(), policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4))
         return model, prepared(model, fused=True)
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-        outputs = []
-        for step in steps:
-            y = model(gaussian(40, 64, seed=step).bfloat16())
-            y.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outputs.append(y.detach())
-        return outputs
-
     (model, optimizer), (other, its) = made(), made()
-    train(model, optimizer, range(2))
+    batches = [(gaussian(40, 64, seed=step).bfloat16(),) for step in range(5)]
+    train(model, optimizer, batches[:2])
     weights, state = through_file((model.state_dict(), optimizer.state_dict()))
     other.load_state_dict(weights)
     its.load_state_dict(state)
-    outputs, again = (train(*each, range(2, 5)) for each in ((model, optimizer), (other, its)))
-    assert outputs[0].dtype is torch.bfloat16
-    assert all(y.isfinite().all() for y in outputs)
-    assert not differences(outputs, again)
-    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+    results, again = (train(*each, batches[2:]) for each in ((model, optimizer), (other, its)))
+    assert results[0].dtype is torch.bfloat16
+    assert all(result.isfinite().all() for result in results)
+    assert not differences(results, again)
     assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])

@@ -1,4 +1,4 @@
-"""four_over_six against a loop over blocks with the scalar oracle and exact sums of errors."""
+"""four_over_six against a loop over blocks, with the scalar oracle and exact sums of errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ quantization, quantized = layer.quantize, layer.quantized
 
 
 def block_choice(values, spec, measure="mse"):
-    """(dequantized, whether its scale is that for 4) of one block."""
+    """Return a block dequantized, and whether its maximum is scaled to 4."""
     largest = max(map(abs, values))
     candidates = []
     for stretch in (1.0, 1.5):
@@ -54,12 +54,12 @@ def _fp32(value):
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
-def expected(x, spec, measure="mse", length=16):
+def expected(x, spec, measure):
+    """Return x dequantized, and the number of blocks whose maximum is scaled to 4."""
     y, fours = torch.empty_like(x), 0
-    for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], length)):
-        part = x[row, start : start + length]
-        deq, four = block_choice(part.tolist(), spec, measure)
-        y[row, start : start + length] = torch.tensor(deq)
+    for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], 16)):
+        deq, four = block_choice(x[row, start : start + 16].tolist(), spec, measure)
+        y[row, start : start + 16] = torch.tensor(deq)
         fours += four
     return y, fours
 
@@ -84,7 +84,7 @@ def test_each_block_takes_the_scale_that_errs_less(scale, measure):
 
 
 def test_a_worked_example():
-    """Scales unrounded. 10, 20, 30, 40 are codes 1 to 4 of E2M1 times 10; 5, 20, 40, 60 are codes up to 6."""
+    """Under unrounded scales 10, 20, 30, 40 are 10 times the values 1 to 4; 5, 20, 40, 60 are 10 times 0.5 to 6."""
     x = torch.zeros(2, 16)
     x[:, :4] = torch.tensor([[10.0, 20, 30, 40], [5.0, 20, 40, 60]])
     q = quantization(x, format="fp32")
@@ -93,32 +93,32 @@ def test_a_worked_example():
 
 
 def test_ties_take_six():
-    """A block of its maximum alone is exact either way; so are zeros."""
+    """A block that has only zeros and its maximum is exact under both scales."""
     x = torch.zeros(3, 16)
     x[0, 3], x[1] = 48.0, -96.0
     assert quantization(x).scale.flatten().tolist() == [8, 16, 2**-9]
 
 
-def test_a_scale_for_four_that_saturates_falls_back():
-    """6·448 needs a scale of 448 for 6 and of 672 for 4, which E4M3 does not have, however much better 4 would be."""
+def test_a_tensor_scale_to_256_lets_the_largest_block_take_four():
+    """The maximum 6·448 needs the scale 448 for 6, and for 4 the scale 672, which E4M3 does not have."""
     x = torch.zeros(2, 16)
     x[:, :4] = torch.tensor([10.0, 20, 30, 40]) * torch.tensor([[44.0], [67.2]])  # maxima 1760 and 2688
     assert quantization(x).scale.flatten().tolist() == [448, 448]
     assert quantization(x).elements[:, 0, 3].tolist() == [4, 6]
-    # The tensor scale of the paper leaves room: its largest block has scale 256, or 384.
+    # Under the paper's tensor scale the largest block has the scale 256 for 6, and 384 for 4.
     q = quantization(x, more=[{"tensor_scaling": {"target": 256}}])
     assert q.scale.flatten()[1] == 384
     assert q.scale.max() <= 448
     assert q.elements[:, 0, 3].tolist() == [4, 4]
-    # The default of 448 does not.
+    # Under the default target, 448, it takes 6.
     assert quantization(x, more=["tensor_scaling"]).scale.flatten()[1] == 448
 
 
-def test_a_saturated_scale_is_not_taken_though_it_errs_less():
-    """2000/4 is above 448. At the scale 448 the others, 2·448, would be exact; at q(2000/6) = 320 none is."""
+def test_a_scale_for_four_above_the_formats_maximum_is_not_taken_though_it_would_err_less():
+    """2000/4 is above 448. Under the scale 448 the elements 896 would be exact; under q(2000/6) = 320 none is."""
     x = torch.tensor([[2000.0] + [896.0] * 15])
     assert quantized(x)[0, :2].tolist() == [6 * 320.0, 3 * 320.0]
-    # Encode scales for 4 are the smaller ones: no such limit. q(4/2000) = 2^-9, under which 1024 is 2.
+    # Encode scales for 4 are smaller than those for 6 and cannot be too large: under q(4/2000) = 2^-9, 1024 is 2.
     x = torch.tensor([[2000.0] + [1024.0] * 15])
     assert quantized(x, convention="encode")[0, :2].tolist() == [2048.0, 1024.0]
 
@@ -130,7 +130,7 @@ def test_stochastic_rounding_keeps_the_choice_of_nearest():
     assert not torch.equal(nearest.elements, stochastic.elements)
 
 
-def test_poison_overflow_and_empty():
+def test_poison_overflow_and_empty_tensors():
     x = gaussian(4, 32)
     x[0, 3], x[1, 20], x[2] = math.nan, math.inf, 3e38
     for measure, scale in itertools.product(MEASURES, ({"format": "e8m0", "rounding": "floor"}, {"format": "fp32"})):

@@ -1,7 +1,7 @@
-"""step_gradient, scale_gradient, smooth_max, tensor_scaling_gradient: EL Eq. 1, 3, 4 and 5 against autograd.
+"""step_gradient, scale_gradient, smooth_max, tensor_scaling_gradient: the paper's Eq. 1, 3, 4, 5 against autograd.
 
-The reference builds the quantizer in float64 out of differentiable pieces, every rounding with the surrogate, written
-out by hand, as its derivative, and takes the diagonal of its Jacobian.
+The reference is the quantizer in float64, made of differentiable pieces: the derivative of each rounding is the
+surrogate, written out by hand. The gradient factor is the diagonal of the Jacobian.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
-from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.formats import E2M1 as ELEMENT
 from fp4graph.numerics.hadamard import hadamard_matrix
 from fp4graph.numerics.surrogates import spline, ties_even_knots
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
-from fp4graph.technique.site import SiteView
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.techniques import Offers, technique
 from tests.plugins.layer import DRAW, Layer, gaussian
@@ -33,7 +31,7 @@ GRID, E4M3, E8M0 = arithmetic.ELEMENTS["e2m1"], *SCALES.values()
 
 
 def nearest(x, values):
-    """To nearest, ties to even code; for powers of two ties go up, as everywhere in this project."""
+    """Round to nearest, ties to the even code; between powers of two ties go up, as everywhere in this project."""
     if values is GRID:
         return arithmetic.round_nearest(x, "e2m1")
     return arithmetic.round_scale(x, "e4m3" if values is E4M3 else "e8m0")
@@ -45,7 +43,7 @@ def interval(x, values):
 
 
 def surrogate(kind, u, values, k=5.0):
-    """The slope at ``u``, by its definition."""
+    """Return the slope at ``u``, by the definition of the surrogate."""
     if kind in ("ste", "clip"):
         return np.where((kind == "ste") | (np.abs(u) <= values[-1]), 1.0, 0.0)
     low, high = interval(u, values)
@@ -69,7 +67,7 @@ def surrogate(kind, u, values, k=5.0):
 
 
 def rounding(kind, values, only_below=np.inf):
-    """To nearest; its derivative is the surrogate, 1 from ``only_below`` on."""
+    """Return rounding to nearest, with the surrogate as its derivative, and 1 from ``only_below`` on."""
 
     def rounded(u):
         v = u.detach().numpy()
@@ -81,9 +79,9 @@ def rounding(kind, values, only_below=np.inf):
 
 
 def maximum(x, kind, beta=40.0):
-    """Z of Table 1 with its gradient, differentiable.
+    """Return Z of Table 1, differentiable.
 
-    ``hybrid`` adds zero, bracketed so that the maximum stays exact: the largest ratio is Qmax, at which slopes end.
+    ``hybrid`` adds a difference of zero, so that the maximum stays exact: the largest ratio is Qmax, where slopes end.
     """
     magnitude = torch.where(x >= 0, x, -x)
     if kind == "absmax":
@@ -127,11 +125,7 @@ def policy(techniques, scale="e4m3", convention="decode", block=8, operands=None
 
 
 layer = Layer(policy, 16, 4)
-
-
-def program(techniques, operand=Operand.FPROP_INPUT, **kwargs):
-    site = SiteView("fc", "linear", 16, 4, 64)
-    return plan_site(site, policy(techniques, **kwargs).rules[0]).program.operand(operand)
+program = layer.operand
 
 
 def factor(techniques, x, *operand, **kwargs):
@@ -144,7 +138,7 @@ def x():
 
 
 def close(found, expected):
-    # fp32 against float64: ratios near a threshold were kept apart by the seed; the rest is rounding of a few ops.
+    # fp32 against float64: under these seeds no ratio is near a threshold, so only a few operations round differently.
     torch.testing.assert_close(found.double(), expected, rtol=3e-4, atol=3e-4)
 
 
@@ -163,7 +157,7 @@ def test_equation_1(x, convention, scale, step, max_kind, scale_kind):
     close(found, slopes_of(x, scale=scale, convention=convention, **kinds))
 
 
-def test_low_range_scale_gradient(x):
+def test_range_low_differentiates_only_subnormal_scales(x):
     x = x[1:] * 2.0**-6  # scales from 2^-9 up: both below and above the smallest normal
     techniques = [{"smooth_max": {"kind": "absmax"}}, {"scale_gradient": {"kind": "dge", "range": "low"}}]
     close(factor(techniques, x), slopes_of(x, max_kind="absmax", scale_kind="dge", low=2.0**-6))
@@ -175,13 +169,13 @@ def test_low_range_scale_gradient(x):
 @pytest.mark.parametrize("headroom", [None, 0.5])
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_equation_3(x, kind, max_kind, step, headroom, convention):
-    """κ is 1344 for E4M3 with headroom 0.5, 2688 without.
+    """κ is 1344 for E4M3 with headroom 0.5, and 2688 without.
 
-    With a differentiated block scale Eq. 3 as printed keeps f' diagonal on the way through g too, where the Jacobian
-    of the whole would not; so f' and dg/dX are taken from autograd and put together by the equation.
+    If the block scale is differentiated, Eq. 3 as printed has the diagonal f' on the path through g too, unlike the
+    Jacobian of h. The reference then takes f' and dg/dX from autograd and combines them by the equation.
     """
     x = x[1:2]
-    # With a largest value of 2688·2^-10 γ is a power of two and the largest ratio exactly Qmax, at which slopes end.
+    # With the largest value 2688·2^-10, γ is a power of two and the largest ratio is exactly Qmax, where slopes end.
     x = torch.where(x.abs() == x.abs().max(), 2.625 * x.sign(), x)
     techniques = [
         {"tensor_scaling": {} if headroom is None else {"headroom": headroom}},
@@ -193,7 +187,7 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     kwargs = {"convention": convention, "step": step, "max_kind": max_kind}
 
     def quantize(t):
-        # ste: dg/dX = 1 at every element. No function has that gradient; this g has it on the diagonal.
+        # ste: dg/dX is 1 at every element. No function has this gradient; this g has it on the diagonal.
         g = t.abs().max().detach() + (t - t.detach()) if kind == "ste" else maximum(t, kind, 4.0)
         return values_of(t / (g / kappa), **kwargs) * (g / kappa)
 
@@ -210,8 +204,8 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     close(found, slope + dg / kappa * (values_of(u, **kwargs) - u * slope))
 
 
-def test_equation_3_sees_the_scales_inside_it(x):
-    """Macro blocks divide what the tensor scale has divided: f in Eq. 3 is the quantizer with its macro blocks."""
+def test_f_of_equation_3_is_the_quantizer_with_macro_blocks(x):
+    """Macro blocks are normalized after the tensor."""
     x = x[1:].double()
     techniques = [
         {"tensor_scaling": {"target": 16}}, {"tensor_scaling_gradient": {"kind": "ste"}},
@@ -227,8 +221,8 @@ def test_equation_3_sees_the_scales_inside_it(x):
     close(found.reshape(x.shape), slope + (f * macro - u * slope) / kappa)
 
 
-def test_macro_blocks_have_the_maximum_beside_a_smooth_tensor_scale(x):
-    """A small β makes the tensor's LogSumExp several times its maximum; γ of a macro block is still a mantissa."""
+def test_macro_blocks_take_the_exact_maximum_beside_a_smooth_tensor_scale(x):
+    """Under a small β the tensor's LogSumExp is several times its maximum; γ of a macro block is still a mantissa."""
     techniques = [
         {"tensor_scaling": {"target": 16}},
         {"tensor_scaling_gradient": {"kind": "softmax", "beta": 0.05}},
@@ -244,7 +238,7 @@ def test_macro_blocks_have_the_maximum_beside_a_smooth_tensor_scale(x):
 @pytest.mark.parametrize("of", ["normalized", "original"])
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, size):
-    """dZ/dU = softmax(β·abs(u))·sign(u) of U = X/g, or with ``of: original`` of X itself; never of X/γ = 2688·U."""
+    """dZ/dU is softmax(β·abs(u))·sign(u) of U = X/g, or with ``of: original`` of X; never of X/γ = 2688·U."""
     x = x[1:2] * size
     found = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0, "of": of}}], x).reshape(-1)
     flat = x.double().reshape(-1).numpy()
@@ -260,7 +254,7 @@ def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, 
 
 
 def test_the_soft_maximum_of_a_small_tensor():
-    """h = g·f(X/g) with Z(U) = log Σ exp(β·abs(u))/β, in float64; then with Z of X, which makes a tensor of zeros."""
+    """h = g·f(X/g) with Z(U) = log Σ exp(β·abs(u))/β, in float64. With Z of X itself most elements become zero."""
     x = gaussian(16, 64, seed=1) * 1e-3
     blocks = x.double().numpy().reshape(-1, 16)
     u = blocks / np.abs(blocks).max()
@@ -283,7 +277,7 @@ def test_the_soft_maximum_of_a_small_tensor():
 
 
 def test_the_soft_maximums_gradient_is_its_difference_quotient():
-    """dZ/dX by differences of the forward's own statistic in units of U, g held (its element lies elsewhere)."""
+    """dZ/dX by differences of the statistic of the forward, in units of U; g, in another row, does not change."""
     x = gaussian(2, 16, seed=3) * 1e-3
     x[0, 3] = 5e-3  # g
     f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", "beta": 4.0}}])
@@ -313,7 +307,7 @@ def test_absmax_ties_go_to_the_first_and_zero_blocks_are_straight_through():
     assert found[0, 2] == 1
 
 
-def test_the_softmax_statistic_leaves_padding_out_and_a_relative_beta_follows_the_data():
+def test_the_softmax_statistic_excludes_padding_and_a_relative_beta_scales_with_the_data():
     x = torch.randn(2, 12)
     z = program([{"smooth_max": {"kind": "softmax", "beta": 2.0}}]).quantize(x).z
     expected = [torch.logsumexp(2 * block.abs(), 1) / 2 for block in (x[:, :8], x[:, 8:])]
@@ -348,7 +342,7 @@ def test_surrogates_leave_the_forward_and_other_operands_alone(x):
     assert factor(of_weights, x, Operand.FPROP_WEIGHT) is not None
 
 
-#: What fprop's operands are multiplied with, X with R and W with R⁻ᵀ: a rotation, and a shear of each pair of channels.
+#: Transforms of fprop, X·R and W·R⁻ᵀ, with R a rotation or a shear of each pair of channels.
 TURN = torch.block_diag(*[hadamard_matrix(8)] * 2)
 SHEAR = {"left": torch.block_diag(*[torch.tensor([[1.0, 1.0], [0.0, 1.0]])] * 8)}
 SHEAR["right"] = SHEAR["left"].inverse().mT
@@ -366,7 +360,7 @@ TURNING = {"hadamard": {"kind": "deterministic", "block": 8, "scope": ["fprop"]}
     ("around", "sides"), [(TURNING, (TURN, TURN)), ("shear", SHEAR.values())], ids=["rotation", "shear"]
 )
 def test_the_factor_multiplies_the_gradient_of_the_product(around, sides, convention):
-    """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a transform around it: in the transformed basis."""
+    """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), in the basis of the transform."""
     x, w, dy = torch.randn(5, 16), torch.randn(4, 16), torch.randn(5, 4)
     exact = {"backward": "keep", "dgrad.weight": "fprop", "wgrad.input": "fprop"}
     registry = Registry([("toys", Offers(SHEARING))])
@@ -381,7 +375,7 @@ def test_the_factor_multiplies_the_gradient_of_the_product(around, sides, conven
 @pytest.mark.inductor
 @pytest.mark.compiler
 def test_gradients_compile(x):
-    """The factor under Inductor; pow and exp may differ from eager's in the last bits, so to a few ulps."""
+    """The factor agrees to a few ulps, because last bits of pow and exp may differ; the forward agrees to the bit."""
     f = program([{"smooth_max": {"kind": "absmax"}}, DGE, {"scale_gradient": {}}])
     eager = f.gradient_factor(x, None, None)
     compiled = torch.compile(lambda t: f.gradient_factor(t, None, None))(x)
@@ -395,7 +389,7 @@ TENSOR_GRADIENT = [{"tensor_scaling": {"headroom": 0.5}}, {"tensor_scaling_gradi
 @pytest.mark.parametrize(
     ("techniques", "scale", "convention", "acts"),
     [
-        (TENSOR_GRADIENT, "e4m3", "decode", False),  # S = 224, code 6: NVFP4's largest element is itself
+        (TENSOR_GRADIENT, "e4m3", "decode", False),  # S = 224, code 6: the largest element is exact
         (TENSOR_GRADIENT, "e4m3", "encode", True),  # s = 2/448 becomes 2^-8
         (["tensor_scaling", TENSOR_GRADIENT[1]], "e4m3", "decode", False),
         (["tensor_scaling", TENSOR_GRADIENT[1]], "e8m0", "decode", True),  # 1/6 becomes 1/8, and 8 is clipped
@@ -404,8 +398,8 @@ TENSOR_GRADIENT = [{"tensor_scaling": {"headroom": 0.5}}, {"tensor_scaling_gradi
         ([*TENSOR_GRADIENT, "stochastic_scale_rounding"], "e4m3", "decode", False),
     ],
 )
-def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniques, scale, convention, acts):
-    """Without it and with it: the same factor at every element, or not."""
+def test_a_gradient_of_the_tensor_scale_without_effect_is_warned_about(x, techniques, scale, convention, acts):
+    """It has no effect if the factor is the same with and without it."""
     without = [t for t in techniques if t is not TENSOR_GRADIENT[1]]
     x = x[1:]
     plain = factor(without, x, scale=scale, convention=convention)
@@ -417,13 +411,13 @@ def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniqu
     assert torch.allclose(found, expected, rtol=0, atol=1e-5) == (not acts)
 
 
-def test_a_scale_whose_gradient_has_no_effect_costs_as_without():
+def test_a_gradient_without_effect_has_no_complexity():
     with pytest.warns(PolicyWarning, match="no effect"):
         assert policy(["tensor_scaling", "tensor_scaling_gradient"]).complexity == 0.5
 
 
 def test_the_spline_is_the_line_through_its_knots():
-    """Finite differences of the piecewise linear function itself."""
+    """The slopes are finite differences of the piecewise linear function through the knots."""
     knots = ties_even_knots(ELEMENT)
     points = torch.linspace(-6.5, 6.5, 521, dtype=torch.float64) + 1e-4
     xs, ys = np.array(knots).T

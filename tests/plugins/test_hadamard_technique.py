@@ -1,4 +1,4 @@
-"""hadamard: that it cancels, and a whole site against its equations."""
+"""hadamard: rotations cancel in products, and a whole site follows its equations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, KEY, Layer, draw, gaussian, products_by
+from tests.plugins.layer import DRAW, KEY, SPEC, Layer, draw, gaussian, products_by
 from tests.recipes.arithmetic import hadamard
-
-SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 
 
 def policy(options, *, block=32, operands=None):
@@ -30,7 +28,7 @@ def sylvester(size):
 
 
 def on_blocks(x, matrix):
-    """x [R, K] times the block-diagonal of ``matrix``, zero-padded."""
+    """Return ``x [R, K]``, zero-padded, times the block-diagonal matrix of copies of ``matrix``."""
     g = len(matrix)
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % g))
     return (x.reshape(len(x), -1, g) @ matrix).reshape(len(x), -1)
@@ -38,19 +36,19 @@ def on_blocks(x, matrix):
 
 @pytest.fixture
 def data():
-    """50 tokens, which no block divides: wgrad's operands are padded."""
+    """X, W and dY of 50 tokens, which no block divides, so that wgrad's operands are padded."""
     return gaussian(50, 64), gaussian(96, 64, seed=1), gaussian(50, 96, seed=2)
 
 
 def dyadic():
-    """Data whose sums are exact."""
+    """Return X and W with elements of few bits, so that all sums are exact."""
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
 
 
 @pytest.mark.parametrize("kind", ["random", "deterministic"])
 @pytest.mark.parametrize("block", [2, 4, 8, 16, 32, 64])
-def test_cancels_exactly_where_a_power_of_four_and_to_rounding_elsewhere(block, kind):
+def test_rotations_cancel_exactly_for_powers_of_four_and_to_rounding_for_other_blocks(block, kind):
     x, w = dyadic()
     rotation = program({"block": block, "kind": kind}, block=64).fprop.rotate(x, w, DRAW)
     assert not torch.equal(rotation.left, x)
@@ -66,10 +64,10 @@ def test_cancels_exactly_where_a_power_of_four_and_to_rounding_elsewhere(block, 
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_the_deterministic_site_is_its_equations(data, block):
-    """All three GEMMs from the originals: each operand rotated along its contraction axis, then quantized."""
+    """Each GEMM rotates its operands, from the originals, along the contraction axis and then quantizes them."""
     expected = products_by(lambda t: fp4graph.fake_quantize(on_blocks(t, sylvester(block)), SPEC), *data)
     found = layer.products(*data, {"block": block, "kind": "deterministic"})
-    # The order of the product with H is not ours to know: a last bit may differ, and so may then a code at a tie.
+    # The product with H sums in an unknown order, so that last bits may differ, and with them codes at ties.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -77,7 +75,7 @@ def signs_of(built, gemm=Gemm.FPROP, step=0, seed=0):
     """Return S: the GEMM rotates the identity to I·S·H, and I·S·H times Hᵀ is S."""
     eye = torch.eye(64)
     rotation = getattr(built, gemm).rotate(eye, eye, draw(step, seed))
-    assert torch.equal(rotation.left, rotation.right)  # both operands get the same
+    assert torch.equal(rotation.left, rotation.right)
     return on_blocks(rotation.left, sylvester(16).T)
 
 
@@ -90,7 +88,7 @@ def test_random_signs_go_before_the_rotation_and_are_the_same_in_every_block():
 
 
 @pytest.mark.slow
-def test_signs_are_drawn_anew_at_every_forward_unless_told_otherwise():
+def test_signs_are_drawn_anew_at_every_forward_unless_resample_is_never():
     anew, kept = program({"block": 16}), program({"block": 16, "resample": "never"})
     for built, varies, count in ((anew, "step", 8), (kept, "step", 1), (kept, "seed", 8)):
         assert len({tuple(signs_of(built, **{varies: i}).diagonal().tolist()) for i in range(8)}) == count
@@ -109,23 +107,23 @@ def test_random_signs_in_the_backward_alone():
     ("scope", "rotated"),
     [("all", {*Gemm}), ("backward", {Gemm.DGRAD, Gemm.WGRAD}), (["wgrad"], {Gemm.WGRAD}), (["fprop"], {Gemm.FPROP})],
 )
-def test_scope(scope, rotated):
+def test_scope_names_the_gemms_that_are_rotated(scope, rotated):
     built = program({"scope": scope})
     assert {gemm for gemm in Gemm if getattr(built, gemm).transforms} == rotated
 
 
-def test_what_reads_an_fprop_operand_gets_it_rotated_back(data):
+def test_the_backward_reads_fprop_operands_rotated_back(data):
     x, w, dy = data
     exact = {"backward": "keep", "wgrad.input": "fprop"}
     _, dx, dw = layer.products(x, w, dy, {"block": 16, "kind": "deterministic"}, operands=exact)
     h = sylvester(16)  # dyadic: 1/4
     back = on_blocks(fp4graph.fake_quantize(on_blocks(x, h), SPEC), h.T)
-    torch.testing.assert_close(dw, dy.T @ back, rtol=1e-5, atol=1e-5)  # float sums in another order
+    torch.testing.assert_close(dw, dy.T @ back, rtol=1e-5, atol=1e-5)  # sums in another order
     torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
 
 
 def test_bit_identical_compiled(inductor):
-    """Of data whose sums are exact: in which order a BLAS adds is its own affair."""
+    """The sums of the data are exact, because the order in which a BLAS adds is unknown."""
     built = program({"block": 16})
 
     def both(x, w, key, step):

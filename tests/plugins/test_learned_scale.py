@@ -33,7 +33,7 @@ def e4m3(s: Tensor) -> Tensor:
 
 
 def straight(x: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """``value``, whose derivative by x is the mask."""
+    """Return ``value``, with the derivative ``mask`` by ``x``."""
     return value.detach() + torch.where(mask, x - x.detach(), 0)
 
 
@@ -71,7 +71,7 @@ class Reference(nn.Module):
 
 
 class Stored(nn.Module):
-    """x·W with W stored [K, N]; square, so that its shape does not tell the layout."""
+    """x·W with W stored as [K, N]; W is square, so that the shape does not show the layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class Stored(nn.Module):
 
 
 def spread(amax: Tensor) -> Tensor:
-    """``[..., N, K/16, 1]`` at each element, ``[..., N, K]``."""
+    """Return the value of each block, ``[..., N, K/16, 1]``, at its elements, ``[..., N, K]``."""
     return amax.expand(*amax.shape[:-1], 16).flatten(-2)
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """The outputs of each step; gradients are accumulated over two forwards."""
+    """Return the outputs of all forwards; two forwards accumulate the gradients of a step."""
     generator, outputs = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         for _ in range(2):
@@ -104,8 +104,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, dtyp
 @pytest.mark.parametrize("init", ["mse", "amax"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
-    """Rounding is the same throughout on this data, so weights and scales differ only by fp32's: the moments of Adam
-    are divided by each other, and a step is lr, so a few ulps of dW, of 2⁻²⁴·√32 tokens, move them by 1e-5 of it."""
+    """On this data both round to the same values, so weights and scales differ only by fp32's rounding. Adam divides
+    moments by each other and steps by lr, so a few ulps of dW, 2⁻²⁴·√32 for 32 tokens, change a step by 1e-5 of lr."""
     torch.manual_seed(0)
     model = Stored() if transposed else nn.Linear(K, N, bias=False)
     with torch.no_grad():
@@ -115,12 +115,12 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     model = applied(model, policy({"init": init, **OPTIONS}))
     optimizer = prepared(model, lr=LR)
     scales = {"params": [reference.amax], "lr": FACTOR * LR, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
-    its = torch.optim.AdamW([{"params": [reference.weight]}, scales], lr=LR)
+    reference_optimizer = torch.optim.AdamW([{"params": [reference.weight]}, scales], lr=LR)
     first, width = reference.amax.detach().clone(), K if transposed else N
     outputs = trained(model, optimizer, width, torch.float32)
-    expected = trained(reference, its, width, torch.float64)
+    expected = trained(reference, reference_optimizer, width, torch.float64)
     assert ((reference.amax - first).abs() > LR).any()
-    assert (reference.blocks.abs() > reference.amax).any()  # some elements are clipped, and masked
+    assert (reference.blocks.abs() > reference.amax).any()  # some elements are clipped and have masked gradients
     torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
     weight, amax = (x.detach().mT if transposed else x.detach() for x in (model.weight, getattr(model, STATE)))
     torch.testing.assert_close(weight.double(), reference.weight.detach(), rtol=0, atol=STEPS * LR * 1e-3)
@@ -132,7 +132,7 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
 @uncompiled
 @pytest.mark.parametrize("form", ["grouped", "loop"])
 def test_each_expert_learns_by_itself(form: str) -> None:
-    """At the first step of Adam: a ← a − lr·da/(abs(da) + ε), under the γ of each expert."""
+    """The first step of Adam is a ← a − lr·da/(abs(da) + ε), here under the γ of each expert."""
     model = Mixture(form, 2)
     with torch.no_grad():
         model.layers[0].experts.w1[2] *= 64

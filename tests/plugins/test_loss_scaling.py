@@ -1,4 +1,4 @@
-"""loss_scaling: torch's GradScaler with the policy's options, and what a skipped step leaves alone."""
+"""loss_scaling: torch's GradScaler with the options of the policy, and the state that a skipped step keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from torch import nn
 
 import fp4graph
 from fp4graph.training import checkpoint
+from tests.helpers import training
 from tests.helpers.policies import TIES_UP, one_rule
-from tests.helpers.training import applied
-from tests.helpers.training import prepared as prepare
 from tests.plugins.layer import gaussian
 
 PLAIN = one_rule(quantize=TIES_UP)
@@ -21,14 +20,14 @@ def policy(options=None, *, more=()):
 
 
 def prepared(data, make=torch.optim.AdamW, **options):
-    """A linear layer under the policy, its optimizer and its scaler."""
+    """Return a linear layer under the policy, its optimizer and its scaler."""
     torch.manual_seed(0)
-    model = applied(nn.Linear(64, 8), data)
-    return model, prepare(model, make, **options), fp4graph.grad_scaler(model)
+    model = training.applied(nn.Linear(64, 8), data)
+    return model, training.prepared(model, make, **options), fp4graph.grad_scaler(model)
 
 
 def step(model, optimizer, scaler, factor=1.0, *, unscale=False, half=False):
-    """One training step; ``factor`` multiplies the loss, ``half`` runs model and loss in fp16."""
+    """Take one training step; ``factor`` multiplies the loss, ``half`` runs the model in fp16."""
     with torch.autocast("cpu", torch.float16, enabled=half):
         y = model(gaussian(16, 64, seed=2))
         assert y.dtype is (torch.float16 if half else torch.float32)
@@ -44,7 +43,6 @@ def test_the_policy_turns_torchs_scaler_on():
     options = {"init_scale": 128.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
     _, _, scaler = prepared(policy(options))
     assert type(scaler) is torch.amp.GradScaler
-    assert scaler.is_enabled()
     assert scaler.get_scale() == 128.0
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 7)
     assert fp4graph.load_policy(policy()).complexity == 0.5
@@ -55,12 +53,11 @@ def test_the_policy_turns_torchs_scaler_on():
 )
 def test_the_defaults_are_torchs_also_where_nothing_is_quantized(data):
     _, _, scaler = prepared(data)
-    assert scaler.is_enabled()
     assert scaler.state_dict() == torch.amp.GradScaler("cpu").state_dict()
 
 
 @pytest.mark.slow
-def test_without_it_the_scaler_does_nothing():
+def test_without_the_technique_the_scaler_is_disabled():
     model, optimizer, scaler = prepared(PLAIN)
     assert not scaler.is_enabled()
     step(model, optimizer, scaler)
@@ -77,7 +74,7 @@ def test_the_scale_grows_and_backs_off(half):
     assert scales == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
 
 
-def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
+def test_the_scale_backs_off_until_gradients_fit_fp16():
     model, optimizer, scaler = prepared(policy({"init_scale": 2.0**24}), torch.optim.SGD, lr=1e-3)
     before, skipped = model.weight.detach().clone(), 0
     for _ in range(20):
@@ -88,8 +85,8 @@ def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
     assert model.weight.isfinite().all()
 
 
-def test_a_powers_scale_changes_no_bit_of_fp32_training():
-    """Scales of 8 bits have the exponents of fp32, so a power of two passes through every quantizer."""
+def test_a_scale_of_a_power_of_two_changes_no_bit_of_fp32_training():
+    """E8M0 scales have the exponents of fp32, so every quantizer commutes with a power of two."""
     plain, scaled = prepared(PLAIN), prepared(policy({"init_scale": 1024.0}))
     for _ in range(3):
         step(*plain)
@@ -100,8 +97,8 @@ def test_a_powers_scale_changes_no_bit_of_fp32_training():
 @pytest.mark.parametrize(
     ("fused", "unscale"), [(False, False), (False, True), (True, True)], ids=["plain", "unscaled", "fused"]
 )
-def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
-    """Their hooks do not run, and nothing that they keep changes."""
+def test_techniques_skip_a_skipped_step_too(fused, unscale):
+    """Their hooks do not run, and their state does not change."""
     techniques = [{"dampen": {"total_steps": 10}}, "freeze", "q_ema", "stable_spam"]
     model, optimizer, scaler = prepared(policy(more=techniques), betas=(0.8, 0.9), fused=fused)
     step(model, optimizer, scaler, unscale=unscale)
@@ -122,8 +119,8 @@ def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
     assert optimizer.state[model.weight]["fp4graph.dampen.steps"] == 2
 
 
-def test_hooks_see_unscaled_gradients():
-    """A fused optimizer unscales them inside its step, after the hooks."""
+def test_a_fused_optimizer_needs_unscaled_gradients_before_its_step():
+    """It would unscale them inside the step, after the hooks of techniques."""
     model, optimizer, scaler = prepared(policy(more=["dampen"]), fused=True)
     with pytest.raises(fp4graph.Error, match=r"call scaler\.unscale_\(optimizer\)"):
         step(model, optimizer, scaler)
@@ -140,7 +137,6 @@ def test_a_resumed_run_equals_the_whole_run(tmp_path):
     other, resumed, resumed_scaler = prepared(data)
     checkpoint.load(tmp_path / "run.pt", other, resumed, scaler=resumed_scaler)
     assert resumed_scaler.state_dict() == scaler.state_dict()
-    assert resumed_scaler.get_scale() == 8.0
     for factor in factors[3:]:
         step(model, optimizer, scaler, factor)
         step(other, resumed, resumed_scaler, factor)

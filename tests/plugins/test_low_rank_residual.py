@@ -1,4 +1,4 @@
-"""low_rank_residual against subspace iteration and singular values by numpy in float64."""
+"""low_rank_residual against subspace iteration and singular values, by numpy in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, Layer, draw, gaussian
+from tests.plugins.layer import DRAW, SPEC, Layer, draw, gaussian
 from tests.recipes.arithmetic import rotate
 
-SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 NVFP4 = ("e4m3", "nearest_even")
-OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key draws from
 
 
 def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **rule):
@@ -37,19 +35,19 @@ def terms(w, options=None, **more):
 
 
 def acting(w, options=None, **more):
-    """The technique and its context at fprop.weight."""
+    """Return the part of the technique that acts at fprop.weight, and its context."""
     return layer.operand(options, Operand.FPROP_WEIGHT, **more).acting(w, DRAW, None)[0]
 
 
 def decaying(n, k, power=0.7, seed=0):
-    """Singular values i^−power."""
+    """Return a matrix with the singular values i^−power."""
     rng = np.random.default_rng(seed)
     u, v = (np.linalg.qr(rng.standard_normal((size, min(n, k)))).Q for size in (n, k))
     return torch.from_numpy(u * np.arange(1, min(n, k) + 1) ** -power @ v.T).float()
 
 
 def with_strong_directions(n, k, rank=8, seed=0):
-    """Weights of size 0.02 plus a few directions that are large in a few places, as trained ones have."""
+    """Return weights of size 0.02 plus a few directions that are large in a few places, as trained weights have."""
     generator = torch.Generator().manual_seed(seed)
     w = 0.02 * torch.randn(n, k, generator=generator)
     u, v = torch.randn(n, rank, generator=generator), torch.randn(rank, k, generator=generator) ** 3
@@ -69,7 +67,7 @@ def subspace_iteration(w, rank, iterations, context):
 
 @pytest.mark.parametrize("shape", [(64, 96), (80, 50), (3, 96)])  # 50: padded blocks; 3: fewer rows than rank
 @pytest.mark.parametrize(("rank", "iterations"), [(16, 2), (5, 0), (1, 1), (40, 3)])
-def test_the_remainder_of_the_approximation_is_quantized(shape, rank, iterations):
+def test_the_approximation_is_subspace_iteration_and_its_remainder_is_quantized(shape, rank, iterations):
     w, options = decaying(*shape), {"rank": rank, "iterations": iterations}
     part, low_rank = terms(w, options)
     expected = subspace_iteration(w, rank, iterations, acting(w, options)[1])
@@ -80,7 +78,7 @@ def test_the_remainder_of_the_approximation_is_quantized(shape, rank, iterations
 
 @pytest.mark.slow
 @pytest.mark.parametrize("power", [0.3, 0.7, 1.5])
-def test_it_comes_near_the_best_approximation(power):
+def test_iterations_approach_the_best_approximation(power):
     w = decaying(96, 128, power)
     best = np.linalg.svd(w.double().numpy(), compute_uv=False)
     errors = [(w - terms(w, {"iterations": q})[1]).double().norm().item() for q in (0, 1, 2, 6)]
@@ -91,7 +89,7 @@ def test_it_comes_near_the_best_approximation(power):
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (8, 96), (64, 8), (1, 96), (64, 1), (1, 1)])
-def test_rank_may_exceed_the_matrix(shape):
+def test_a_rank_beyond_the_matrix_leaves_no_remainder(shape):
     w = gaussian(*shape)
     part, low_rank = terms(w, {"rank": 200})
     torch.testing.assert_close(low_rank, w, rtol=0, atol=1e-5)
@@ -102,24 +100,24 @@ def test_rank_may_exceed_the_matrix(shape):
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_terms_sum_to_w_to_half_a_unit_of_the_remainder(dtype, quantized):
     w = with_strong_directions(64, 96).to(dtype)
-    technique, context = acting(w, {"quantize_components": quantized})
-    part, low_rank = technique.split(w, context)
+    splitter, context = acting(w, {"quantize_components": quantized})
+    part, low_rank = splitter.split(w, context)
     assert part.dtype is low_rank.dtype is dtype
     error = (part.double() + low_rank.double() - w.double()).abs()
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     tiny = 2.0**-25 if dtype is torch.float16 else 0  # half of its subnormal spacing
-    # Doubled for float64, which is rounded to fp32 first.
+    # float64 is rounded to fp32 first, which may err by half a unit of W.
     assert (error <= (part.double().abs() + (dtype is torch.float64) * w.abs()) * eps / 2 + tiny).all()
-    reference = technique.split(w.float(), context)[1]
+    reference = splitter.split(w.float(), context)[1]
     torch.testing.assert_close(low_rank.float(), reference, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-7)
 
 
 @pytest.mark.slow
-def test_the_product_of_a_layer_and_what_dgrad_reads_from_it_have_both_terms():
+def test_the_product_and_the_weight_that_dgrad_reads_from_fprop_have_both_terms():
     x, w, dy = gaussian(40, 96, seed=1), with_strong_directions(64, 96), gaussian(40, 64)
     exact = {"wgrad": "keep", "dgrad.grad_output": "keep", "dgrad.weight": "fprop"}
     y, dx, _ = layer.products(x, w, dy, operands=exact)
-    part, low_rank = terms(w, draw=OF_WEIGHT)
+    part, low_rank = terms(w, draw=operand_draw(DRAW, Operand.FPROP_WEIGHT))  # the source from which a layer draws
     torch.testing.assert_close(dx, dy @ (part + low_rank), rtol=1e-6, atol=1e-5)
     left = fp4graph.fake_quantize(x, SPEC).double()
     expected = left @ low_rank.double().mT + left @ fp4graph.fake_quantize(w - low_rank, SPEC).double().mT
@@ -130,10 +128,10 @@ def test_the_product_of_a_layer_and_what_dgrad_reads_from_it_have_both_terms():
 def test_components_are_quantized_along_their_own_contraction():
     """A [N, k] in blocks along k, here of two blocks, the second padded; B [k, K] in blocks along K."""
     w = decaying(64, 96)
-    w = w / w.abs().max() * 1.5  # so that the power of two taken out is 1
+    w = w / w.abs().max() * 1.5  # so that W is divided by the power of two 1
     options = {"rank": 40, "quantize_components": True}
-    technique, context = acting(w, options)
-    a, b = technique.factors(w, context)
+    splitter, context = acting(w, options)
+    a, b = splitter.factors(w, context)
     assert a.shape == (64, 40)
     torch.testing.assert_close(a.mT @ a, torch.eye(40), rtol=0, atol=1e-5)
     part, low_rank = terms(w, options)
@@ -144,7 +142,7 @@ def test_components_are_quantized_along_their_own_contraction():
 
 
 @pytest.mark.slow
-def test_components_are_rounded_to_nearest_where_the_operand_is_not():
+def test_components_are_rounded_to_nearest_even_if_the_operand_is_rounded_stochastically():
     w, options = with_strong_directions(64, 96), {"quantize_components": True}
     part, low_rank = terms(w, options, rounding="stochastic")
     assert torch.equal(low_rank, terms(w, options)[1])
@@ -157,8 +155,8 @@ def test_components_are_rounded_to_nearest_where_the_operand_is_not():
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [("e8m0", "ceil"), NVFP4])
 @pytest.mark.parametrize("quantized", [False, True])
-def test_commutes_with_powers_of_two(quantized, scale):
-    """Far beyond where a product of W with itself overflows, or underflows, and beyond the range of E4M3."""
+def test_the_approximation_commutes_with_powers_of_two(quantized, scale):
+    """Also with powers under which a product of W with itself over- or underflows, or W leaves the range of E4M3."""
     w, options = with_strong_directions(64, 96), {"quantize_components": quantized}
     reference = terms(w, options, scale=scale)[1]
     assert (w - reference).norm() < 0.5 * w.norm()
@@ -167,7 +165,7 @@ def test_commutes_with_powers_of_two(quantized, scale):
 
 
 @pytest.mark.slow
-def test_it_is_the_same_at_every_forward():
+def test_the_approximation_depends_on_the_seed_and_not_on_forward_or_rank():
     w = with_strong_directions(64, 96)
     draws = draw(), draw(7), draw(7, rank=3), draw(seed=1)
     first, later, other_rank, other_seed = (terms(w, draw=each)[1] for each in draws)
@@ -198,28 +196,28 @@ def test_zeros_poison_and_empty_tensors(quantized):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_every_matrix_of_a_batch_has_its_own(quantized):
+def test_each_matrix_of_a_batch_is_approximated_separately(quantized):
     matrices = [with_strong_directions(40, 96, seed=seed) for seed in range(6)]
     options = {"quantize_components": quantized, "rank": 8}
     _, low_rank = terms(torch.stack(matrices).view(2, 3, 40, 96), options)
-    for found, alone in zip(low_rank.view(6, 40, 96), (terms(w, options)[1] for w in matrices), strict=True):
-        # Products of a batch sum in another order, and a rounding may flip.
-        assert (found - alone).norm() / alone.norm() < (0.02 if quantized else 1e-5)
+    for batched, alone in zip(low_rank.view(6, 40, 96), (terms(w, options)[1] for w in matrices), strict=True):
+        # Products of a batch sum in another order, so that some elements may round to the other neighbour.
+        assert (batched - alone).norm() / alone.norm() < (0.02 if quantized else 1e-5)
 
 
-def test_a_tensor_scale_is_that_of_the_remainder():
+def test_the_tensor_scale_is_that_of_the_remainder():
     w = with_strong_directions(64, 96)
     operand = layer.operand(None, Operand.FPROP_WEIGHT, scale=NVFP4, others=["tensor_scaling"])
     part, low_rank = operand(w, DRAW)
     remainder = w - low_rank.values
     gamma = remainder.abs().max() / (6 * 448)
-    mantissa = gamma / 2 ** gamma.log2().floor()  # its power of two goes before the GEMM
+    mantissa = gamma / 2 ** gamma.log2().floor()  # the power of two is multiplied into an operand before the GEMM
     torch.testing.assert_close(part.multiplier, mantissa, rtol=1e-6, atol=0)
     assert low_rank.multiplier is None
     assert (part.product() - remainder).norm() / remainder.norm() < 0.12
 
 
-def test_hadamard_rotates_before():
+def test_beside_hadamard_the_rotated_weight_is_approximated():
     x, w = gaussian(40, 96, seed=1), with_strong_directions(64, 96)
     beside = {"others": [{"hadamard": {"kind": "deterministic", "block": 32}}]}
     program = layer.program(**beside)
@@ -246,7 +244,7 @@ def test_hadamard_rotates_before():
     ],
 )
 def test_eager_and_inductor_agree(options, dtype, far, inductor):
-    """To what the last bits of LAPACK's QR and of a BLAS's products come to, relative to W."""
+    """They agree up to the effect of last bits of LAPACK's QR and of a BLAS's products, relative to W."""
 
     def f(w):
         return tuple(term.values for term in layer.operand(options, Operand.FPROP_WEIGHT)(w, DRAW))
@@ -265,7 +263,7 @@ def test_eager_and_inductor_agree(options, dtype, far, inductor):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_by_bits_is_the_cast(dtype):
-    """Ties, to even, among them: fp32 values with few bits below the dtype's last."""
+    """The fp32 values have few bits below the dtype's last bit, so that some are ties, which go to even."""
     mantissas = torch.arange(2**12, dtype=torch.float32) / 2**12 + 1
     x = torch.cat([mantissas, -mantissas, mantissas * 2**-6, torch.randn(1000), torch.tensor([0.0, torch.inf])])
     assert torch.equal(_rounded(x, dtype), x.to(dtype).float())

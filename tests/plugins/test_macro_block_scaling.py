@@ -8,7 +8,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 import fp4graph
 from fp4graph.technique.operands import Operand
@@ -29,7 +28,7 @@ SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_ev
 
 
 def factor(largest, bits=3, qmax=Fraction(6)):
-    """γ: the mantissa of g/Qmax, rounded up to so many bits."""
+    """Return γ: the mantissa of g/Qmax, rounded up to so many bits."""
     if largest == 0:
         return Fraction(1)
     mantissa = Fraction(largest) / qmax
@@ -41,7 +40,7 @@ def factor(largest, bits=3, qmax=Fraction(6)):
 
 
 def expected(x, macro, spec, bits=3, qmax=6, lines=1):
-    """γ·Q(x/γ), macro block by macro block, of so many lines."""
+    """Return γ·Q(x/γ) for macro blocks of ``lines`` lines and ``macro`` columns."""
 
     def quantized(part):
         gamma = torch.tensor(float(factor(part.abs().max().item(), bits, Fraction(qmax))))
@@ -81,8 +80,8 @@ def test_other_elements_and_encode_scales(element, qmax):
 
 @pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
 def test_the_largest_block_loses_its_scale_bias(rounding):
-    """Its scale times γ is Z/Qmax but for the rounding of γ, and never less, so that nothing is clipped. The maxima
-    include every value just above, on and just below those that γ represents exactly."""
+    """Its scale times γ is Z/Qmax up to the rounding of γ, and never less, so that nothing is clipped. Among the maxima
+    are the values that γ represents exactly, and their neighbours."""
     exact = torch.tensor([6 * (1 + k / 8) for k in range(8)])
     edges = torch.cat([exact, torch.nextafter(exact, exact + 1), torch.nextafter(exact, exact - 1)])
     maxima = torch.cat([edges, 6 * torch.exp2(torch.rand(500))])
@@ -96,21 +95,21 @@ def test_the_largest_block_loses_its_scale_bias(rounding):
     assert (q.ratio[:, 1].abs().amax(-1) <= 6).all()
 
 
-def test_blocks_of_two_axes_and_the_weight_of_both_gemms():
-    """A macro block of 2-D blocks is a run of them; each row of blocks has its own."""
+def test_a_macro_block_of_2d_blocks_is_a_run_of_blocks():
+    """Each row of blocks has separate macro blocks."""
     w = log_normal(32, 128)
     y = quantized(w, OPTIONS, Operand.FPROP_WEIGHT, block=[16, 16])
     assert torch.equal(y, expected(w, 64, replace(SPEC, block=(16, 16)), lines=16))
 
 
-def test_beside_a_tensor_scale():
-    """A tensor scale changes the range of the block scales, and macro blocks of X/g have the mantissas of X's."""
+def test_a_tensor_scale_does_not_change_the_mantissas_of_macro_blocks():
+    """It changes only the range of the block scales, for which E8M0 has room."""
     x = log_normal(20, 128)
     x = x / x.abs().max() * 8  # g = 8, by which division is exact
     assert torch.equal(quantized(x, OPTIONS, more=["tensor_scaling"]), quantized(x, OPTIONS))
 
 
-def test_zeros_poison_tiny_and_empty():
+def test_zeros_poison_tiny_values_and_empty_tensors():
     x = log_normal(6, 128)
     x[0], x[1, 3], x[2, 70], x[3] = 0, math.nan, math.inf, 1e-40
     y = quantized(x, OPTIONS)
@@ -118,7 +117,7 @@ def test_zeros_poison_tiny_and_empty():
     assert y[1, :16].isnan().all()
     assert y[2, 64:80].isnan().all()
     assert y.isnan().sum() == 32
-    # The poisoned block's neighbours, and what no scale reaches, are quantized without a factor.
+    # A macro block with a poisoned block, or too small for every scale, has γ = 1.
     assert torch.equal(y[1, 16:64], fp4graph.fake_quantize(x, SPEC)[1, 16:64])
     assert torch.equal(y[3], fp4graph.fake_quantize(x, SPEC)[3])
     assert quantized(x[:0], OPTIONS).shape == (0, 128)
@@ -128,4 +127,4 @@ def test_zeros_poison_tiny_and_empty():
 def test_the_gradient_quantizes_macro_blocks_along_each_gemms_own_axis():
     x, w, dy = log_normal(40, 64), gaussian(8, 64), gaussian(40, 8, seed=5)
     found = layer.products(x, w, dy, {"block": 32})
-    assert_close(found, products_by(lambda t: expected(t, 32, SPEC), x, w, dy), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, products_by(lambda t: expected(t, 32, SPEC), x, w, dy), rtol=1e-6, atol=1e-6)
