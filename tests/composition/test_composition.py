@@ -1,4 +1,4 @@
-"""Any techniques that the loader lets share a site compose: random policies from the whole catalogue."""
+"""Techniques that the loader lets share a site compose: random policies from the whole catalogue, and every pair."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def technique(draw: st.DrawFn, name: str) -> dict[str, dict[str, Any]]:
 def policies(draw: st.DrawFn) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=4, unique=True))
     classes = default_registry().techniques
-    for name in names:  # what one needs comes along
+    for name in names:  # add the techniques that this one requires
         names += sorted(classes[name].requires - set(names))
     assume(not any(b in classes[a].conflicts for a, b in itertools.permutations(names, 2)))
     source = draw(st.sampled_from([{}, {"dgrad.weight": {"source": "fprop"}, "wgrad.input": "fprop"}]))
@@ -75,7 +75,7 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class SwiGlu(nn.Module):
-    """Sizes that no block divides, and a product that smooth_swiglu knows."""
+    """A SwiGLU, for smooth_swiglu, with sizes that no block divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def quietly(data: dict[str, Any]) -> Policy:
 
 
 def loaded(data: dict[str, Any]) -> Policy:
-    """The policy; an unfit combination is refused at load, in one sentence, and not looked at further."""
+    """Return the policy; if the loader refuses the combination, reject the example."""
     try:
         policy = quietly(data)
     except PolicyError as error:
@@ -106,8 +106,8 @@ def loaded(data: dict[str, Any]) -> Policy:
 
 def test_the_catalogue_is_complete() -> None:
     registry = default_registry()
-    own = {name for name in registry.techniques if registry.origin(name) == name}
-    assert own == OPTIONS.keys() | TRAINING.keys()
+    shipped = {name for name in registry.techniques if registry.origin(name) == name}
+    assert shipped == OPTIONS.keys() | TRAINING.keys()
     for name, options in OPTIONS.items():
         assert options.keys() <= registry.techniques[name].model_fields.keys(), name
 
@@ -141,7 +141,7 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
 @settings(quick, max_examples=5)
 @given(policies())
 def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
-    """All six operands in one graph. The softmax relaxations are exempt: exp and log differ in the last bit."""
+    """All six operands in one graph, without softmax statistics, whose exp and log differ in the last bit."""
     policy = loaded(data)
     kinds = {t.name: getattr(t, "kind", None) for t in policy.rules[0].techniques}
     assume("softmax" not in (kinds.get("smooth_max"), kinds.get("tensor_scaling_gradient")))
@@ -162,13 +162,13 @@ def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
 
     args = x, noise.make_key("site", "down"), noise.make_step(0, 0, 3)
     torch._dynamo.reset()
-    graph = make_fx(quantize)(*args)  # one graph, as in a model; Dynamo by itself would break it at the techniques
+    graph = make_fx(quantize)(*args)  # one graph, as in a model; Dynamo alone would break it at techniques
     compiled = torch.compile(graph, fullgraph=True)(*args)
     for operand, a, b in zip(Operand, quantize(*args), compiled, strict=True):
         assert torch.equal(a, b), operand
 
 
-def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() -> None:
+def test_the_graph_and_the_optimizer_each_update_the_state_of_their_technique() -> None:
     techniques = [{"tensor_scaling": {"hold_steps": 2}}, "q_ema"]
     policy = one_rule(quantize=NVFP4, extends="ue5m3-d50", default="keep", techniques=techniques)
     model = applied(SwiGlu(), policy)
@@ -185,7 +185,7 @@ def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() ->
     "pair", list(itertools.combinations(sorted(OPTIONS), 2)), ids=lambda pair: f"{pair[0]}-{pair[1]}"
 )
 def test_every_pair_runs_or_is_refused(pair: tuple[str, str]) -> None:
-    """Each two techniques at their first options: a finite product and finite gradients, or one clear refusal."""
+    """Two techniques at their first options give a finite product and finite gradients, or a refusal that names one."""
     try:
         policy = quietly(policy_of(*pair))
     except PolicyError as error:

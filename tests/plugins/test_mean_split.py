@@ -1,4 +1,4 @@
-"""mean_split: what it splits, its bits under a compiler, and what it refuses."""
+"""mean_split: the axis and the experts over which means are taken, and the errors that remain without the mean."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ program = Layer(policy, 64, 64).operand
 
 
 def biased(*shape):
+    """Return Gaussian tokens around one large vector."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=generator) + 30 * torch.randn(shape[-1], generator=generator)
 
@@ -33,19 +34,19 @@ def quantized(x, operand=Operand.FPROP_INPUT):
 
 
 def error(y, x):
+    """Return the error of ``y`` relative to the distances of the tokens ``x`` from their mean."""
     return (y.double() - x.double()).square().sum().sqrt() / (x - x.mean(0)).double().square().sum().sqrt()
 
 
-def test_a_common_mean_does_not_coarsen_differences():
+def test_a_common_mean_does_not_coarsen_the_differences_between_tokens():
     x = biased(64, 96)
     without = total(Layer(lambda options: loaded("tensor_scaling", quantize=NVFP4), 64, 64).operand()(x))
-    centred = quantized(x) - quantized(x).mean(0), without - without.mean(0)
-    split, together = (error(y, x - x.mean(0)) for y in centred)
+    split, together = (error(y - y.mean(0), x - x.mean(0)) for y in (quantized(x), without))
     assert split < 0.15  # FP4's error of Gaussian numbers is a tenth
     assert together > 3 * split
 
 
-def test_operands_that_are_transposed_have_tokens_last():
+def test_operands_of_wgrad_have_their_tokens_in_the_last_axis():
     x = biased(64, 96)
     for operand in (Operand.WGRAD_INPUT, Operand.WGRAD_GRAD_OUTPUT):
         y = quantized(x.mT.contiguous(), operand).mT
@@ -55,9 +56,9 @@ def test_operands_that_are_transposed_have_tokens_last():
     assert program(None, Operand.FPROP_WEIGHT).at("around") == []
 
 
-def test_zeros_one_token_and_poison():
+def test_zeros_one_token_no_token_and_nan():
     assert (quantized(torch.zeros(4, 32)) == 0).all()
-    one = biased(1, 32)  # its own mean: the residual is zero
+    one = biased(1, 32)  # one token is the mean, so that the residual is zero
     plain = total(program({"operands": ["wgrad"]})(one))
     torch.testing.assert_close(quantized(one), plain, rtol=1e-6, atol=0)
     assert quantized(torch.zeros(0, 32)).shape == (0, 32)
@@ -66,22 +67,22 @@ def test_zeros_one_token_and_poison():
     assert quantized(x)[2, 3].isnan()
 
 
-def test_the_mean_is_that_of_an_experts_tokens():
-    """Three experts of means far apart, rows that fill up or belong to none, which stay zeros or may hold anything."""
+def test_each_expert_has_the_mean_of_its_tokens():
+    """Three experts with means far apart. Rows of padding stay zero, and rows outside all experts may hold anything."""
     x = torch.cat([biased(20, 64), biased(31, 64) * -7, biased(9, 64) * 0.01, torch.full((4, 64), torch.nan)])
     x[47:51] = 0
-    own = torch.tensor([0] * 20 + [1] * 27 + [3] * 4 + [2] * 9 + [3] * 4)
-    ids = torch.where(torch.arange(64) < 51, own.clamp(max=1), own)  # the zeros stand behind the second expert's tokens
+    unpadded = torch.tensor([0] * 20 + [1] * 27 + [3] * 4 + [2] * 9 + [3] * 4)
+    ids = torch.where(torch.arange(64) < 51, unpadded.clamp(max=1), unpadded)  # zeros pad the second expert's tokens
     for operand, axis in ((Operand.FPROP_INPUT, 0), (Operand.WGRAD_INPUT, 1)):
         (wrapper,) = program(None, operand).at("around")
-        given, parts = (x if axis == 0 else x.mT).contiguous(), []
+        tensor, parts = (x if axis == 0 else x.mT).contiguous(), []
 
         def collect(part, parts=parts):
             parts.append(part)
             return part
 
-        context = Context(Blocking(tuple(given.shape), 16, segments=Segments(axis, 3, ids, own)), None, None)
-        wrapper.around(collect, given, context)
+        context = Context(Blocking(tuple(tensor.shape), 16, segments=Segments(axis, 3, ids, unpadded)), None, None)
+        wrapper.around(collect, tensor, context)
         residual, mean = (part if axis == 0 else part.mT for part in parts)
         for expert, tokens in ((0, slice(0, 20)), (1, slice(20, 47)), (2, slice(51, 60))):
             expected = x[tokens].double().mean(0).float()
@@ -94,7 +95,7 @@ def test_the_mean_is_that_of_an_experts_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["four_over_six"], ["stochastic_rounding"]], ids=str)
-def test_tokens_whose_number_depends_on_values(more):
+def test_a_number_of_tokens_that_depends_on_values_compiles_to_the_same_bits(more):
     class Chosen(nn.Module):
         def __init__(self):
             super().__init__()

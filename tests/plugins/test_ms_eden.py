@@ -1,4 +1,4 @@
-"""ms_eden: what it makes unbiased, exactly and in the mean, its bits under a compiler, and what it refuses."""
+"""ms_eden: unbiased block scales, unbiased products, and the groups that an expert's tokens fill in part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ program = partial(Layer(policy, 256, 256).operand, operand=OPERAND)
 
 
 def test_the_mean_of_a_scale_is_the_corrected_one():
-    """E[S'] = c·S with c = Σu²/Σuq over each group of 128, whatever elements were rounded to."""
+    """E[S'] is c·S with c = Σu²/Σuq over each group of 128, whatever the elements were rounded to."""
     lines, copies = 4, 400
     x = gaussian(lines, 256) * torch.logspace(-2, 2, lines)[:, None]
     result = program().quantize(x.repeat(copies, 1), draw(0))
@@ -39,10 +39,10 @@ def test_the_mean_of_a_scale_is_the_corrected_one():
     assert ((mean - corrected).abs() <= 4 * step / 2 / copies**0.5).all()
 
 
-def test_the_factor_of_scales_that_round_far_down():
-    """Lines 10⁵ below the tensor's maximum have subnormal scales: of 1.45 units one remains, and ratios reach 9.1."""
+def test_scales_that_round_far_down_are_corrected_too():
+    """Lines 10⁵ below the tensor's maximum have subnormal scales: 1.45 units round to 1, and ratios reach 9.1."""
     x = gaussian(40, 256, seed=5)
-    x[:, ::16] = x.abs().amax() * torch.where(x[:, ::16] < 0, -1, 1)  # every block has the line's maximum
+    x[:, ::16] = x.abs().amax() * torch.where(x[:, ::16] < 0, -1, 1)  # every block has its line's maximum
     unit = x.abs().amax() / (6 / (17 / 16 * 0.93) * 255.99) * 2.0**-9
     x[1:] *= (1.45 * unit * 6 / (17 / 16 * 0.93)) / x.abs().amax()
     result = program().quantize(x, draw(0))
@@ -53,16 +53,16 @@ def test_the_factor_of_scales_that_round_far_down():
 
 
 def by_hand(result):
-    """The corrected scale of each block, and the distance of its neighbours in E4M3, float64."""
+    """Return the corrected scale c·S of each block, and the distance between its neighbours in E4M3, in float64."""
     u, q = result.ratio.double(), result.elements.double()
-    scale = (result.values.double() / u).nan_to_num(0).amax(-1, keepdim=True)  # the scale that elements were rounded by
+    scale = (result.values.double() / u).nan_to_num(0).amax(-1, keepdim=True)  # S, by which elements were rounded
     factor = (u * u).reshape(len(u), 2, 128).sum(-1) / (u * q).reshape(len(u), 2, 128).sum(-1)
     corrected = scale * factor.repeat_interleave(8, 1)[..., None]
     return corrected, 2.0 ** (torch.floor(torch.log2(corrected)).clamp(min=-6) - 3)
 
 
 def test_rotated_at_random_the_mean_of_an_operand_is_the_operand():
-    """What rounding to nearest shrinks, by a hundredth, the factor restores; the rest is noise of mean zero."""
+    """Rounding to nearest shrinks the operand, and the factor makes up for it; the remaining error has mean zero."""
     x, count = gaussian(1, 128, seed=4), 4000
     signs = torch.randint(0, 2, (count, 128), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     rotated = rotate(x * signs, 128)
@@ -80,36 +80,38 @@ def of_grouped(operand):
     return plan_site(SiteView("fc", "grouped", 256, 256, 256 * 256), policy().rules[0]).program.operand(operand)
 
 
+def filled(length, tokens):
+    """Return the segments of one expert with so many tokens, padded to ``length``."""
+    return Segments(1, 1, torch.zeros(length, dtype=torch.int64), torch.where(torch.arange(length) < tokens, 0, 1))
+
+
 def of_experts(x, copies, tokens, operand):
-    """Rotated rows of an expert with so many tokens, ``[copies · N, 128]``, quantized; and the quantized originals."""
+    """Return copies of ``x [N, tokens]``, an operand of an expert, each quantized under a random rotation."""
     signs = torch.randint(0, 2, (copies, 1, 128), generator=torch.Generator().manual_seed(7)) * 2.0 - 1
     rows = torch.nn.functional.pad(x, (0, 128 - tokens)).expand(copies, -1, -1) * signs
-    own = torch.where(torch.arange(128) < tokens, 0, 1)
-    segments = Segments(1, 1, torch.zeros(128, dtype=torch.int64), own)
     source = Draw(noise.make_key("site", str(operand)), noise.make_step(0, 0, 0))
-    terms = of_grouped(operand)(rotate(rows.reshape(-1, 128), 128), source, segments=segments)
+    terms = of_grouped(operand)(rotate(rows.reshape(-1, 128), 128), source, segments=filled(128, tokens))
     return total(terms).double().view(copies, -1, 128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 5, 10, 31])
 def test_few_tokens_of_an_expert_give_no_bias(tokens):
-    """dW of MS-EDEN's own rounding is off by 2 to 7 % of its rms where 2 to 10 tokens fill a group of 128."""
+    """Without stochastic rounding of sparse groups, 2 to 10 tokens in a group of 128 bias dW by 2 to 7 % of its rms."""
     copies, dy, x = 2000, gaussian(8, tokens, seed=1), gaussian(8, tokens, seed=2)
     left = of_experts(dy, copies, tokens, Operand.WGRAD_GRAD_OUTPUT)
     right = of_experts(x, copies, tokens, Operand.WGRAD_INPUT)
     draws, exact = left @ right.mT, dy.double() @ x.double().T
     z = (draws.mean(0) - exact) / (draws.std(0) / copies**0.5)
-    assert z.square().mean() < 1.7  # of 64 numbers, whose mean square is 1 ± 0.18
+    assert z.square().mean() < 1.7  # 64 unbiased numbers have the mean square 1 ± 0.18
     assert z.abs().max() < 4.5
 
 
-def test_groups_that_tokens_fill_to_a_quarter_are_those_of_a_linear():
-    """To the bit, beside a group of the same expert with few tokens, which does not change them."""
+def test_groups_that_tokens_fill_to_a_quarter_are_quantized_as_in_a_linear():
+    """Of three groups the last has 32 tokens, or 31; a sparse group does not change the other groups of the expert."""
     planned, x = of_grouped(Operand.WGRAD_INPUT), gaussian(4, 384, seed=8)
-    segments = Segments(1, 1, torch.zeros(384, dtype=torch.int64), torch.where(torch.arange(384) < 288, 0, 1))
-    few = Segments(1, 1, segments.ids, torch.where(torch.arange(384) < 287, 0, 1))
-    plain, quarter, less = (planned.quantize(x, draw(0), None, given) for given in (None, segments, few))
+    segments = None, filled(384, 288), filled(384, 287)
+    plain, quarter, less = (planned.quantize(x, draw(0), None, each) for each in segments)
     assert torch.equal(quarter.dequantized(), plain.dequantized())
     assert torch.equal(less.dequantized()[:, :16], plain.dequantized()[:, :16])
     assert not torch.equal(less.dequantized()[:, 16:], plain.dequantized()[:, 16:])
@@ -126,7 +128,7 @@ def test_scales_are_neighbours_of_the_corrected_one():
     assert (distance > 0.5 * step).any()  # the farther neighbour is drawn too
 
 
-def test_zeros_and_poison():
+def test_zeros_and_nan():
     x = gaussian(2, 256)
     x[0] = 0
     y = total(program()(x, draw(0)))

@@ -1,4 +1,4 @@
-"""out_control compared with TetraJet-v2 in NumPy: the channels it chooses, their values, and what it refuses."""
+"""out_control against TetraJet-v2 in NumPy: the channels that it chooses, their values, and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.recipes.other_references import quantize
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
 BACKWARD = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
-MEASURE, SPLIT = 2, 4  # forwards before these phases of `phased`
+MEASURE, SPLIT = 2, 4  # forwards before these phases of in_phases()
 WAIT = {"out_control": {"mode": "wait"}}
 NORMS = "blocks.1.fc._fp4graph_out_control_norms"
 
 
 def in_phases(more: tuple[Any, ...] = (), rule: Any = None, **split: Any) -> dict[str, Any]:
-    """A policy of one rule that measures after two forwards and splits after four."""
+    """Return a policy of one rule that measures after two forwards and splits after four."""
 
     def policy(phases: Any = (), **options: Any) -> dict[str, Any]:
         return one_rule({"out_control": options}, *more, quantize=NVFP4, **(rule or {}), phases=phases)
@@ -45,20 +45,20 @@ def in_phases(more: tuple[Any, ...] = (), rule: Any = None, **split: Any) -> dic
 
 
 def layer(bias: bool = True) -> nn.Module:
-    """A linear layer, ``fc``, of sizes that no block divides."""
+    """Return a model of one linear layer, ``fc``, with sizes that no block divides."""
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict(fc=nn.Linear(70, 40, bias=bias)))
 
 
 def batch(number: int, tokens: int = 24) -> torch.Tensor:
-    """Activations some channels of which are far larger than others, not the same in each batch."""
+    """Return activations in which some channels are far larger than others, in part other channels in each batch."""
     generator = torch.Generator().manual_seed(number)
     always, now = torch.randn(70, generator=torch.Generator().manual_seed(99)), torch.randn(70, generator=generator)
     return torch.randn(2, tokens // 2, 70, generator=generator) * torch.exp(always + now)
 
 
 def trained(model: nn.Module, optimizer: Any, steps: range, accumulate: int = 1) -> list[torch.Tensor]:
-    """The outputs of every forward; forward n is on ``batch(n)``."""
+    """Return the outputs of every forward; forward n is on ``batch(n)``."""
     outputs = []
     for number in steps:
         outputs.append(model(batch(number)))
@@ -79,14 +79,14 @@ def norms_of(number: int) -> np.ndarray:
 
 
 def measured() -> np.ndarray:
-    """The norms of channels that the forwards before the split add up to."""
+    """Return the sums of the channels' norms over the measured forwards."""
     return sum(norms_of(number) for number in range(MEASURE, SPLIT))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_values_of_chosen_channels(seed: int) -> None:
-    """y, dX and dW of the shipped policy's last phase, with channels of very different norms."""
+    """y, dX and dW in the last phase of the shipped policy, with channels of very different norms."""
     data = Data.wide(seed)
     model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
     norms = np.random.default_rng(seed).permutation(data.x.shape[1]).astype(np.float32)
@@ -96,11 +96,11 @@ def test_values_of_chosen_channels(seed: int) -> None:
     draw = SiteBits("blocks.1.fc", signs_per_block=16)
     reference = tetrajet_v2_split(data.x, data.w, data.dy, draw, norms)
     got = step(model, data)
-    # The rotations of the backward decide ties as they are rounded; elsewhere there is one right value.
+    # Rounding errors of the backward's rotations decide ties; elsewhere there is one right value.
     assert mismatches((got[0], *reference[1:], got[3]), [reference], data) == []
     chosen, rest = chosen_channels(norms)
     dw, bound = got[2] - reference[2], np.outer(np.linalg.norm(data.dy, axis=0), np.linalg.norm(data.x, axis=0))
-    assert (np.abs(dw[:, chosen]) <= 1e-4 * bound[:, chosen]).all()  # nothing is drawn there
+    assert (np.abs(dw[:, chosen]) <= 1e-4 * bound[:, chosen]).all()  # chosen channels are not rounded stochastically
     assert (np.abs(dw[:, rest]) > 1e-4 * bound[:, rest]).mean() < 2e-3
     whole = np.outer(np.linalg.norm(data.dy, axis=1), np.linalg.norm(data.w, axis=0))
     assert (np.abs(got[1] - reference[1]) > 1e-4 * whole).mean() < 2e-3
@@ -108,7 +108,7 @@ def test_values_of_chosen_channels(seed: int) -> None:
 
 @pytest.mark.captured
 @pytest.mark.slow
-def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
+def test_the_split_is_by_the_norms_of_the_measured_forwards() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(SPLIT))
     np.testing.assert_allclose(model.fc._fp4graph_out_control_norms.double().numpy(), measured(), rtol=1e-6)
@@ -124,11 +124,11 @@ def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
     expected = quantize(x[:, rest], 1, **nvfp4) @ quantize(w[:, rest], 1, **nvfp4).T
     expected += mxfp8(x[:, chosen], 1) @ mxfp8(w[:, chosen], 1).T + bias
     np.testing.assert_allclose(y.reshape(-1, 40).double().numpy(), expected, rtol=1e-4, atol=1e-3)
-    assert torch.equal(model.fc._fp4graph_out_control_norms, before)  # once and for all
+    assert torch.equal(model.fc._fp4graph_out_control_norms, before)  # the split does not measure
 
 
 @pytest.mark.slow
-def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not() -> None:
+def test_each_accumulated_forward_is_measured_and_forwards_without_gradients_are_not() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(MEASURE), accumulate=2)
     for number in range(MEASURE, SPLIT):
@@ -139,7 +139,7 @@ def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not()
 
 
 @pytest.mark.slow
-def test_until_channels_are_split_nothing_is_another() -> None:
+def test_until_the_split_training_has_the_bits_of_a_rule_without_the_technique() -> None:
     plain, split = started(one_rule(quantize=NVFP4)), started(in_phases())
     assert_equal(trained(*split, range(SPLIT)), trained(*plain, range(SPLIT)))
     assert torch.equal(split[0].fc.weight, plain[0].fc.weight)
@@ -150,12 +150,12 @@ def test_until_channels_are_split_nothing_is_another() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, SPLIT, 5])  # before measuring, in it, at the split, after it
-def test_resumes_bit_for_bit(at: int) -> None:
+def test_a_resumed_run_equals_the_whole_run(at: int) -> None:
     whole, first, second = (started(in_phases(more=BACKWARD)) for _ in range(3))
     outputs = trained(*whole, range(7))
     trained(*first, range(at))
     saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
-    assert saved[0].keys() == second[0].state_dict().keys()  # the same in all phases
+    assert saved[0].keys() == second[0].state_dict().keys()  # all phases have the same keys
     second[0].load_state_dict(saved[0])
     second[1].load_state_dict(saved[1])
     assert_equal(trained(*second, range(at, 7)), outputs[at:])
@@ -165,17 +165,17 @@ def test_resumes_bit_for_bit(at: int) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
-def test_the_same_compiled(backend: str) -> None:
+def test_compiled_training_agrees_with_eager(backend: str) -> None:
     policy = in_phases(more=(*BACKWARD, {"tensor_scaling": {"granularity": 32}}))
     eager, other = started(policy), started(policy, backend)
-    for a, b in zip(trained(*eager, range(6)), trained(*other, range(6)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
+    outputs = [trained(*each, range(6)) for each in (eager, other)]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)  # GEMMs sum in another order
     assert torch.equal(*(each[0].fc._fp4graph_out_control_norms for each in (eager, other)))
 
 
 @pytest.mark.captured
 @pytest.mark.slow
-def test_multiplies_no_more_than_the_whole_layer() -> None:
+def test_a_split_is_explained_and_takes_no_more_flops_than_the_whole_layer() -> None:
     policy = fp4graph.load_policy(in_phases()).phases[-1].policy
     x = batch(0).requires_grad_()
     listed = fp4graph.explain(layer(), policy, (x,))
@@ -194,7 +194,7 @@ def test_multiplies_no_more_than_the_whole_layer() -> None:
 
 
 @pytest.mark.slow
-def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
+def test_the_weight_quantized_outside_the_graph_is_that_of_fprop() -> None:
     data = Data.wide(3)
     model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
     fc, runtime = model.blocks[1].fc, runtime_of(model)
@@ -212,7 +212,7 @@ def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
 
 @pytest.mark.slow
 def test_osci_reset_leaves_chosen_channels_alone() -> None:
-    """Weights swing about the middle of an interval of E4M3, which NVFP4 would reset as well."""
+    """The weights of all channels swing to and fro, so that NVFP4 would reset some in each of them."""
     more = ({"osci_reset": {"start": SPLIT, "every": 8, "track": 4, "threshold": 3.0}},)
     model, optimizer = started(in_phases(more=more), bias=False)
     optimizer.param_groups[0].update(lr=1.0, momentum=0.0)
@@ -231,14 +231,14 @@ def test_osci_reset_leaves_chosen_channels_alone() -> None:
 
 
 @pytest.mark.slow
-def test_splits_nothing_that_was_not_measured() -> None:
+def test_a_split_without_measured_norms_is_refused() -> None:
     model, optimizer = started(fp4graph.load_policy(in_phases()).phases[-1].policy)
     with pytest.raises(fp4graph.Error, match=r"input channels of fc\.weight, which were never measured.*mode: measure"):
         trained(model, optimizer, range(1))
 
 
 def test_a_frozen_layer_beside_trained_ones_is_refused() -> None:
-    """No step of the optimizer would measure it, and the first tenth of its channels would be chosen."""
+    """No step of the optimizer would add up its norms, and the first tenth of the channels would be chosen."""
     model, _ = started(in_phases())
     model.fc.requires_grad_(False)
     x = batch(0).requires_grad_()
@@ -248,7 +248,7 @@ def test_a_frozen_layer_beside_trained_ones_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_with_nan_counts_the_other_channels() -> None:
+def test_a_call_with_nan_or_inf_measures_the_other_channels() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(MEASURE))
     x, expected = batch(MEASURE), norms_of(MEASURE)
@@ -266,7 +266,7 @@ def test_a_call_with_nan_counts_the_other_channels() -> None:
     ],
 )  # fmt: skip
 def test_the_number_of_channels(channels: float, multiple: int, inputs: int, count: int) -> None:
-    """The nearest number; in 128s that of the authors' code, where ceil(int(0.1·4096) / 128) is 4."""
+    """The share is rounded to nearest; multiples of 128 are as in the authors' code, ceil(int(0.1·4096) / 128) = 4."""
     options = {"mode": "split", "channels": channels, "multiple": multiple}
     (technique,) = loaded("out_control", options, quantize=NVFP4).rules[0].techniques
     assert technique.count(inputs) == count
@@ -274,16 +274,14 @@ def test_the_number_of_channels(channels: float, multiple: int, inputs: int, cou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operand", ["fprop.input", "fprop.weight"])
-def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
-    """The author is warned, and the training is what it is without the technique."""
-
+def test_a_layer_without_quantized_fprop_is_warned_about_and_trains_as_without_the_technique(operand: str) -> None:
     keep = {"operands": {operand: "keep"}}
     with pytest.warns(fp4graph.PolicyWarning, match=f"no effect here: {operand} stays in high precision"):
         fp4graph.load_policy(one_rule(WAIT, quantize=NVFP4, **keep))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4graph.PolicyWarning)
-        with_it, plain = started(in_phases(rule=keep)), started(one_rule(quantize=NVFP4, **keep))
-        assert_equal(trained(*with_it, range(6)), trained(*plain, range(6)))
+        policies = in_phases(rule=keep), one_rule(quantize=NVFP4, **keep)
+        assert_equal(*(trained(*started(policy), range(6)) for policy in policies))
 
 
 @pytest.mark.slow

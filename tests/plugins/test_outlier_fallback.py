@@ -1,4 +1,4 @@
-"""outlier_fallback against Q(X) + m·Q(X − Q(X)) with the chosen blocks found by a loop."""
+"""outlier_fallback against Q(X) + m·Q(X − Q(X)), where a loop finds the blocks with m = 1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 import fp4graph
 from tests.helpers.models import llama
 from tests.helpers.policies import loaded, quantizer
-from tests.plugins.layer import DRAW, Layer, gaussian
-
-NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+from tests.plugins.layer import DRAW, SPEC, Layer, gaussian
 
 
 def policy(options=None, rounding="nearest", block=32, **rule):
@@ -24,20 +22,20 @@ quantized = Layer(policy, 96, 64).quantized
 
 
 def heavy_tailed(*shape, seed=0):
-    """Gaussian with one outlier in a few of the blocks of 32."""
+    """Return Gaussian numbers, with one outlier in every seventh block of 32."""
     x = gaussian(*shape, seed=seed)
     x.view(-1)[:: 32 * 7] *= torch.linspace(10, 300, len(x.view(-1)[:: 32 * 7]))
     return x
 
 
 def blocks(x, length=32):
-    """(row, first column, last column) of every block, in order."""
+    """Return row, first column and end column of every block, in order."""
     return [(r, c, min(c + length, x.shape[1])) for r in range(x.shape[0]) for c in range(0, x.shape[1], length)]
 
 
 def chosen(x, options):
-    """The blocks that lose most to zero: by their largest such magnitude, of equal ones the first."""
-    q = fp4graph.fake_quantize(x, NEAREST)
+    """Return the blocks whose largest element among those that become zero is largest; of equal ones the first."""
+    q = fp4graph.fake_quantize(x, SPEC)
     pairs = [list(zip(x[r, a:b].tolist(), q[r, a:b].tolist(), strict=True)) for r, a, b in blocks(x)]
     score = [max((abs(v) for v, w in block if w == 0), default=0.0) for block in pairs]
     if "threshold" in options:
@@ -48,9 +46,9 @@ def chosen(x, options):
 
 
 def expected(x, some):
-    """Q(X), and the second pass of some blocks."""
-    y = fp4graph.fake_quantize(x, NEAREST)
-    again, places = fp4graph.fake_quantize(x - y, NEAREST), blocks(x)
+    """Return Q(X), with a second pass of some blocks added."""
+    y = fp4graph.fake_quantize(x, SPEC)
+    again, places = fp4graph.fake_quantize(x - y, SPEC), blocks(x)
     for r, a, b in (places[index] for index in some):
         y[r, a:b] += again[r, a:b]
     return y
@@ -63,7 +61,7 @@ def test_the_blocks_that_lose_most_get_a_second_pass(width, options):
     some, y = chosen(x, options), quantized(x, options)
     assert 0 < len(some) <= options.get("fraction", 0.5) * len(blocks(x))
     assert torch.equal(y, expected(x, some))
-    assert (y != fp4graph.fake_quantize(x, NEAREST)).any()
+    assert (y != fp4graph.fake_quantize(x, SPEC)).any()
 
 
 @pytest.mark.parametrize("width", [320, 304])  # 304: the last block of each row is padded
@@ -77,23 +75,23 @@ def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
     y = quantized(x, by_row)
     torch.testing.assert_close(y, expected(x, some), rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(quantized(x, options).nan_to_num(), y.nan_to_num())
-    # A token is what it is whatever stands beside it: a rollout's is the training forward's.
+    # A token does not depend on the other tokens, so a rollout quantizes it as the training forward does.
     alone = torch.cat([quantized(line, by_row) for line in x.split(1)])
     torch.testing.assert_close(alone, y, rtol=0, atol=0, equal_nan=True)
     assert quantized(x[:0], by_row).shape == (0, width)
 
 
-def test_of_equal_scores_the_first_blocks_are_chosen_and_a_tenth_of_thirty_is_three():
-    """In floats it would be four: 0.1 is a little above a tenth."""
+def test_of_equal_blocks_the_first_are_chosen_and_a_tenth_of_thirty_is_three():
+    """In floats it would be four, because 0.1 is a little above a tenth."""
     x = heavy_tailed(1, 32).repeat(10, 3)
     assert torch.equal(quantized(x, {"fraction": 0.1}), expected(x, [0, 1, 2]))
 
 
-def test_with_every_block_chosen_only_the_second_dead_zone_is_left():
-    """Below a quarter of the scale becomes zero; of what remains, that of a scale at most as large as the residual's
-    maximum asks for: 1/24 of it, doubled by the rounding of the scale to a power of two."""
+def test_with_every_block_chosen_only_elements_below_a_twelfth_of_the_residual_become_zero():
+    """A pass sets elements below a quarter of its scale to zero. The scale of the second pass is a sixth of the maximum
+    of the residual, at most doubled by rounding to a power of two; a quarter of that is a twelfth."""
     x = heavy_tailed(64, 96)
-    q = fp4graph.fake_quantize(x, NEAREST)
+    q = fp4graph.fake_quantize(x, SPEC)
     y = quantized(x, {"fraction": 1.0})
     residual = (x - q).view(64, 3, 32).abs().amax(-1, keepdim=True).expand(64, 3, 32).reshape(64, 96)
     assert x[y == 0].square().sum() < x[q == 0].square().sum() / 4
@@ -101,13 +99,13 @@ def test_with_every_block_chosen_only_the_second_dead_zone_is_left():
     assert (x[q == 0].abs() > residual[q == 0] / 12).any()
 
 
-def test_the_second_pass_draws_its_own_noise():
-    stochastic = replace(NEAREST, rounding="stochastic")
+def test_the_second_pass_draws_other_noise_and_is_unbiased():
+    stochastic = replace(SPEC, rounding="stochastic")
     x = heavy_tailed(64, 96)
     both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
     first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
     assert not torch.equal(both, first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying))
-    # It is stochastic too, and unbiased: its mean over many elements of one value is their residual.
+    # The mean of the second pass over many elements of one value is their residual.
     x = torch.full((200, 96), 1.2)
     x[:, ::32] = 6.0
     both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
@@ -121,7 +119,7 @@ def test_the_second_pass_draws_its_own_noise():
 def test_zeros_poison_and_empty_tensors():
     x = heavy_tailed(8, 96)
     x[0], x[1, 3], x[2, 40] = 0, math.nan, math.inf
-    q = fp4graph.fake_quantize(x, NEAREST)
+    q = fp4graph.fake_quantize(x, SPEC)
     for options in ({"fraction": 1.0}, {"fraction": 0.2}, {"threshold": 0.001}):
         y = quantized(x, options)
         assert (y[0] == 0).all()
@@ -131,14 +129,14 @@ def test_zeros_poison_and_empty_tensors():
         assert quantized(x[:0], options).shape == (0, 96)
         assert quantized(x[:0].mT, options).shape == (96, 0)
         assert (quantized(torch.zeros(4, 96), options) == 0).all()
-    # A poisoned block does not count as the largest magnitude, else nothing would pass the threshold.
+    # Inf does not count as the largest magnitude; otherwise no block would pass the threshold.
     assert not torch.equal(quantized(x, {"threshold": 0.001}).nan_to_num(), q.nan_to_num())
 
 
 @pytest.mark.parametrize("block", ["row", "tensor", [4, 32]])
-def test_other_blocks(block):
+def test_other_shapes_of_blocks(block):
     x = heavy_tailed(40, 96)
-    spec = replace(NEAREST, block=tuple(block) if isinstance(block, list) else block)
+    spec = replace(SPEC, block=tuple(block) if isinstance(block, list) else block)
     q = fp4graph.fake_quantize(x, spec)
     every = quantized(x, {"fraction": 1.0}, block=block)
     assert torch.equal(every, q + fp4graph.fake_quantize(x - q, spec))
@@ -148,7 +146,7 @@ def test_other_blocks(block):
 
 @pytest.mark.long
 def test_by_rows_a_rollout_has_the_probabilities_of_the_training_forward():
-    """Token by token from a cache beside all tokens at once; a choice among all blocks tells the two apart."""
+    """Tokens one by one from a cache agree with all tokens at once; if all blocks compete, they do not."""
     tokens, divergence = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0)), {}
     for granularity in ("tensor", "row"):
         model = llama().eval()

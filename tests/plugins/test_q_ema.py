@@ -1,4 +1,4 @@
-"""q_ema against Algorithm 1 and Eq. 10 of the TetraJet paper, a loop over elements."""
+"""q_ema against Algorithm 1 of the TetraJet paper, as a loop over elements, and against Eq. 10."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import TIES_UP, loaded, one_rule
 from tests.helpers.training import applied, prepared
-from tests.plugins.layer import Layer, draw, gaussian
+from tests.plugins.layer import SPEC_TIES_UP, Layer, draw, gaussian
 from tests.recipes.mx_references import q_ema_weight
 
 policy = partial(loaded, "q_ema", quantize=TIES_UP)
 layer = Layer(policy)
-SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 
 
 def quantized(w, average, options=None, step=0, **rest):
@@ -30,13 +29,12 @@ def algorithm_1(w, average):
 
 @pytest.mark.parametrize("width", [64, 50])
 @pytest.mark.parametrize("drift", [0.01, 0.3, 3.0])
-def test_picks_what_algorithm_1_picks(width, drift):
-    generator = torch.Generator().manual_seed(0)
-    w = torch.randn(40, width, generator=generator)
-    average = w + drift * torch.randn(40, width, generator=generator)
+def test_values_are_those_of_algorithm_1(width, drift):
+    w = gaussian(40, width)
+    average = w + drift * gaussian(40, width, seed=1)
     chosen = quantized(w, average)
     assert torch.equal(chosen, algorithm_1(w, average))
-    assert not torch.equal(chosen, fp4graph.fake_quantize(w, SPEC))
+    assert not torch.equal(chosen, fp4graph.fake_quantize(w, SPEC_TIES_UP))
 
 
 def test_exact_values_and_ties():
@@ -54,21 +52,21 @@ def test_exact_values_and_ties():
     "group_scale", [{"tensor_scaling": {"target": 5.0}}, {"macro_block_scaling": {"block": 64}}], ids=str
 )
 def test_the_average_is_normalized_as_the_weight_is(group_scale):
-    """Scales and candidates come from w/γ, so e/γ is what is held against them."""
+    """Scales and neighbours come from w/γ, so e/γ is compared with them. An average e = w rounds to nearest."""
     w = gaussian(16, 64, seed=1) / 100
     with_average = quantized(w, w, more=[group_scale])
     plain = Layer(lambda options: fp4graph.load_policy(one_rule(group_scale, quantize=TIES_UP)))
     without = total(plain.operand(None, Operand.FPROP_WEIGHT)(w, None))
-    assert torch.equal(with_average, without)  # the weight itself as average rounds to nearest, ties up
+    assert torch.equal(with_average, without)
 
 
-def test_start_after_rounds_to_nearest_first():
+def test_forwards_before_start_after_round_to_nearest():
     w = gaussian(16, 64, seed=1)
     average = w.roll(1, 0)
     for step in range(5):
-        expected = fp4graph.fake_quantize(w, SPEC) if step < 3 else quantized(w, average)
+        expected = fp4graph.fake_quantize(w, SPEC_TIES_UP) if step < 3 else quantized(w, average)
         assert torch.equal(quantized(w, average, {"start_after": 3}, step), expected)
-    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, SPEC))  # the weight itself as average, ties up
+    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, SPEC_TIES_UP))  # the average e = w
 
 
 def test_the_average_follows_eq_10_at_every_optimizer_step():
@@ -89,7 +87,7 @@ def test_the_average_follows_eq_10_at_every_optimizer_step():
 
 
 @pytest.mark.long
-def test_bit_identical_compiled(inductor):
+def test_inductor_computes_the_bits_of_eager(inductor):
     w = gaussian(24, 64, seed=2)
     average = w + 0.3 * w.roll(1, 0)
 
@@ -100,8 +98,8 @@ def test_bit_identical_compiled(inductor):
         assert torch.equal(a, b)
 
 
-def test_a_step_that_only_makes_state_leaves_the_average_alone():
-    """torch's distributed checkpoint takes one, at learning rate 0 with gradients of zeros, before it loads."""
+def test_a_step_that_only_initializes_state_does_not_move_the_average():
+    """torch's distributed checkpoint takes such a step before it loads, at learning rate 0 with zero gradients."""
     model = applied(torch.nn.Linear(64, 8), policy({"beta": 0.9}))
     optimizer = prepared(model, torch.optim.SGD, lr=0.0)
     average = model._fp4graph_q_ema_weight
@@ -111,6 +109,6 @@ def test_a_step_that_only_makes_state_leaves_the_average_alone():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert torch.equal(model._fp4graph_q_ema_weight, before)
-    model.weight.grad.fill_(1.0)  # a warm-up's first step, at rate 0 too, is a step
+    model.weight.grad.fill_(1.0)  # as in the first step of a warm-up, whose rate is 0 too
     optimizer.step()
     assert not torch.equal(model._fp4graph_q_ema_weight, before)

@@ -16,13 +16,14 @@ from fp4graph_plugins.q_ramping import QRamping
 import fp4graph
 from fp4graph.optim import StableSPAM
 from fp4graph.technique import hooks_of
+from tests.helpers.catalogue import TRAINING
 from tests.helpers.policies import TIES_UP, one_rule, with_technique
 from tests.helpers.steps import push, same
 from tests.helpers.training import applied as apply
 from tests.plugins.layer import linear, pushes, stepped
 from tests.recipes import optimizer_references as references
 
-OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
+OPTIONS = TRAINING["q_ramping"]
 
 policy = partial(with_technique, "q_ramping", quantize=TIES_UP)
 adamw = partial(torch.optim.AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -46,7 +47,7 @@ def factors(applied, optimizer):
     return optimizer.state[applied.weight]["fp4graph.q_ramping.factor"]
 
 
-#: One step of each optimizer, by NumPy.
+#: One step of each optimizer, in NumPy.
 UPDATES = {
     "adamw": partial(references.adamw, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "sgd": lambda w, g, state: references.sgd(w, g + 0.1 * w, state, lr=3e-3, momentum=0.9),
@@ -54,7 +55,7 @@ UPDATES = {
 
 
 def algorithm_2(steps, kind, options, changed=(math.inf, {})):
-    """Final weights, and every N that was chosen. ``changed``: from which step on some options are others."""
+    """Return the final weights and the set of all N. ``changed`` is a step, and the options that change there."""
     w, state, chosen, place = linear().weight.detach().double().numpy(), {}, set(), options["t_update"]
     for t, (grad, _) in enumerate(pushes(steps)):
         if t == changed[0]:
@@ -66,7 +67,7 @@ def algorithm_2(steps, kind, options, changed=(math.inf, {})):
         summed = summed + grad.double().numpy()
         due, before, moments = ramped % n == 0, w, dict(state)
         moved = w + n * (UPDATES[kind](w, summed / n, state) - w)  # at n times the learning rate
-        for name in moments.keys() - {"step"}:  # which counts all steps
+        for name in moments.keys() - {"step"}:  # the step counts all steps
             state[name] = np.where(due, state[name], moments[name])
         w, summed = np.where(due, moved, w), np.where(due, 0.0, summed)
         place += 1
@@ -82,22 +83,22 @@ def algorithm_2(steps, kind, options, changed=(math.inf, {})):
 
 def assert_algorithm_2(applied, *arguments):
     expected, chosen = algorithm_2(*arguments)
-    # fp32 against fp64, some dozens of steps of at most 12e-3.
+    # fp32 against fp64, after some dozens of steps of at most 12e-3.
     torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
     return chosen
 
 
-@pytest.mark.parametrize("options", [OPTIONS, {**OPTIONS, "n_max": 12, "k1": 1e-3}])  # 12: one step between detections
+@pytest.mark.parametrize("options", [OPTIONS, {**OPTIONS, "n_max": 12, "k1": 1e-3}])  # 12: all steps between detections
 @pytest.mark.parametrize(("kind", "make"), [("adamw", adamw), ("sgd", momentum)])
 @pytest.mark.parametrize("steps", [8, 19, 20, 47])
-def test_is_algorithm_2(kind, make, steps, options):
+def test_weights_are_those_of_algorithm_2(kind, make, steps, options):
     applied, optimizer = prepared(options, make)
     drive(applied, optimizer, pushes(steps))
     chosen = assert_algorithm_2(applied, steps, kind, options)
-    assert len(chosen) > 2 or 12 in chosen  # elements with N of their own were tried
+    assert len(chosen) > 2 or 12 in chosen  # N differs between elements
 
 
-def test_what_does_not_oscillate_is_stepped_bit_for_bit_as_without():
+def test_elements_that_do_not_oscillate_have_the_bits_of_a_plain_optimizer():
     (applied, optimizer), (plain, its) = prepared(), unprepared()
     drive(applied, optimizer, pushes(18))
     drive(plain, its, pushes(18))
@@ -112,7 +113,7 @@ def change(applied, optimizer, options):
     fp4graph.prepare_optimizer(apply(applied, policy(options)), optimizer)
 
 
-#: In a detection, at its end, after it, in the second one.
+#: Steps in a detection, at its end, after it, and in the second detection.
 MOMENTS = [3, 5, 8, 11, 22]
 
 
@@ -120,7 +121,7 @@ MOMENTS = [3, 5, 8, 11, 22]
 @pytest.mark.slow
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("other", [{"t0": 4}, {"t0": 12}, {"t_update": 14}, {"t_update": 27}, {"n_max": 2}], ids=str)
-def test_other_options_while_it_runs(at, other):
+def test_options_changed_in_training_act_from_the_next_detection(at, other):
     applied, optimizer = prepared()
     grads = pushes(47)
     drive(applied, optimizer, grads[:at])
@@ -130,7 +131,7 @@ def test_other_options_while_it_runs(at, other):
 
 
 @pytest.mark.slow
-def test_a_phase_with_other_options():
+def test_a_phase_changes_options():
     other = {"t0": 12}
     changed = policy({**OPTIONS, **other})["rules"]
     applied, optimizer = stepped(policy(OPTIONS, phases=[{"at": 5, "rules": changed}]), adamw)
@@ -142,16 +143,16 @@ def test_a_phase_with_other_options():
 
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("restore", [False, True])
-def test_a_detection_is_taken_back_if_restore_held_when_it_began(restore, at):
+def test_a_detection_is_undone_if_restore_was_set_when_it_began(restore, at):
     (applied, optimizer), (kept, its) = (prepared({**OPTIONS, "restore": restore}) for _ in range(2))
     grads = pushes(27)
-    end = 20 if at < 20 else 27  # of the period in which the option changes, or short of the second detection's end
+    end = 20 if at < 20 else 27  # the end of the first period, or a step before the end of the second detection
     drive(applied, optimizer, grads[:at])
     change(applied, optimizer, {**OPTIONS, "restore": not restore})
     drive(applied, optimizer, grads[at:end])
     drive(kept, its, grads[:end])
     assert same(applied.parameters(), kept.parameters())
-    if at == 22:  # the detection has ended with the restored state or with its own, as it began
+    if at == 22:  # the second detection ends by the option that was set when it began
         drive(applied, optimizer, pushes(1))
         drive(kept, its, pushes(1))
         assert torch.equal(applied.weight, kept.weight)
@@ -166,7 +167,7 @@ def with_resets(how, options, interval):
 
 @pytest.mark.parametrize("how", ["technique", "optimizer"])
 def test_a_reset_reaches_the_moments_of_elements_that_wait(how):
-    """MoRet sets the moments of all elements to 0; those that wait at that step have gradient 0 and stay there."""
+    """A reset sets the moments of all elements to 0. Those of waiting elements stay 0, because their gradient is 0."""
     applied, optimizer = with_resets(how, {**OPTIONS, "k1": 0.5}, 12)
     grads = pushes(12)
     drive(applied, optimizer, grads[:11])
@@ -181,7 +182,7 @@ def test_a_reset_reaches_the_moments_of_elements_that_wait(how):
 
 
 @pytest.mark.parametrize("how", ["technique", "optimizer"])
-def test_a_reset_in_a_detection_reaches_the_moments_that_restore_brings_back(how):
+def test_moments_reset_in_a_detection_stay_reset_after_restore(how):
     applied, optimizer = with_resets(how, {**OPTIONS, "restore": True}, 24)
     drive(applied, optimizer, pushes(28))  # the second detection is steps 21 to 28
     for parameter in applied.parameters():
@@ -193,7 +194,7 @@ def of_timm(name):
     return lambda parameters: timm.optim.create_optimizer_v2(list(parameters), opt=name, lr=3e-3)
 
 
-#: Optimizers whose states begin in different ways.
+#: Optimizers that initialize their states in different ways.
 BEGINNERS = {
     "AdamW": adamw,
     "momentum": momentum,
@@ -207,7 +208,7 @@ BEGINNERS = {
 
 
 @pytest.mark.parametrize("name", BEGINNERS)
-def test_after_restore_the_optimizer_begins_as_it_would_by_itself(name):
+def test_after_restore_the_optimizer_begins_as_a_new_one(name):
     make, grads = BEGINNERS[name], pushes(19)
     applied, optimizer = prepared({**OPTIONS, "k1": 1e9, "restore": True}, make)  # all N are 1
     plain, its = unprepared(make)
@@ -217,8 +218,8 @@ def test_after_restore_the_optimizer_begins_as_it_would_by_itself(name):
 
 
 @pytest.mark.parametrize("name", [name for name in BEGINNERS if name != "Adagrad"])
-def test_elements_that_wait_keep_the_state_that_the_optimizer_began_with(name):
-    """The optimizer's first step after restore, which makes its state, is a plain one for every element."""
+def test_waiting_elements_keep_the_initial_state_of_the_optimizer(name):
+    """The first step after restore initializes the state; it is an ordinary step for every element."""
     make, grads = BEGINNERS[name], pushes(12)
     applied, optimizer = prepared({**OPTIONS, "k1": 1e-3, "n_max": 3, "restore": True}, make)
     plain, its = unprepared(make)
@@ -241,7 +242,7 @@ def test_elements_that_wait_keep_the_state_that_the_optimizer_began_with(name):
     [(of_timm("lamb"), {}, "Lamb counts its steps for a whole group"), (adamw, {"history": [1]}, "'history', a list")],
     ids=["counts of a group", "neither a tensor nor a number"],
 )
-def test_what_cannot_be_restored(make, kept, message):
+def test_optimizers_whose_state_cannot_be_restored_are_refused(make, kept, message):
     applied, optimizer = prepared({**OPTIONS, "restore": True}, make)
     if kept:
         optimizer.state[applied.weight].update(kept)
@@ -250,18 +251,18 @@ def test_what_cannot_be_restored(make, kept, message):
 
 
 @pytest.mark.parametrize("make", [adamw, momentum])
-def test_restore_takes_the_detection_back(make):
+def test_restore_undoes_the_detection(make):
     applied, optimizer = prepared({**OPTIONS, "restore": True}, make)
     start = copy.deepcopy([p.detach() for p in applied.parameters()])
     drive(applied, optimizer, pushes(8))
     assert same(applied.parameters(), start)
-    ours = [v for n, v in optimizer.state[applied.weight].items() if not n.startswith("fp4graph.")]
-    assert all((v == 0).all() for v in ours if isinstance(v, torch.Tensor))
-    # N is that of the steps that were taken back; those that follow begin where the detection began.
+    moments = [v for n, v in optimizer.state[applied.weight].items() if not n.startswith("fp4graph.")]
+    assert all((v == 0).all() for v in moments if isinstance(v, torch.Tensor))
+    # N is that of the steps that were undone.
     other, other_optimizer = prepared(make=make)
     drive(other, other_optimizer, pushes(8))
     assert torch.equal(factors(applied, optimizer), factors(other, other_optimizer))
-    # The second detection starts from weights and state that exist, and returns to them.
+    # The second detection starts when the optimizer has state.
     drive(applied, optimizer, pushes(12))
     middle = copy.deepcopy([p.detach() for p in applied.parameters()])
     drive(applied, optimizer, pushes(8))
@@ -270,7 +271,7 @@ def test_restore_takes_the_detection_back(make):
     assert not [n for n in optimizer.state[applied.weight] if "saved" in n]
 
 
-def test_a_checkpoint_loaded_before_preparing_is_refused_where_torch_rounded_it():
+def test_a_checkpoint_that_torch_rounded_when_it_was_loaded_is_refused():
     applied, optimizer = prepared(dtype=torch.bfloat16)
     drive(applied, optimizer, pushes(12, torch.bfloat16))
     late = adamw(applied.parameters())
@@ -279,8 +280,8 @@ def test_a_checkpoint_loaded_before_preparing_is_refused_where_torch_rounded_it(
         fp4graph.prepare_optimizer(applied, late)
 
 
-def test_the_ratio_of_nothing():
-    """0/0 is 0, so N is 1; what jumps without moving has N_max."""
+def test_ratios_with_zero_distances():
+    """0/0 is 0, so N is 1; an element whose quantized value moves while the weight does not has N_max."""
     (hook,) = hooks_of(QRamping(t_update=40, n_max=7, t0=1))
     names, still = ("moved", "moved_q", "last", "last_q"), torch.zeros(4)
     memory = {"steps": torch.tensor(0), **{name: torch.zeros(4) for name in names}}
@@ -292,10 +293,10 @@ def test_the_ratio_of_nothing():
     assert not set(names) & set(memory)
     update.memory = {"steps": torch.tensor(0), **{name: torch.zeros(4) for name in names}}
     hook.after_step(update)
-    assert [*update.memory] == ["steps"]  # nothing to keep where nothing oscillates
+    assert [*update.memory] == ["steps"]  # no factor, since no element oscillates
 
 
-def test_frozen_weights_and_missing_gradients_are_skipped():
+def test_a_step_without_gradient_is_not_counted():
     applied, optimizer = prepared()
     drive(applied, optimizer, [(None, torch.ones(6))])
     assert "fp4graph.q_ramping.steps" not in optimizer.state.get(applied.weight, {})

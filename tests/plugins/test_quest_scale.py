@@ -1,4 +1,4 @@
-"""quest_scale: its scales, Quartet's released forward by value, its bits under a compiler, and what it refuses."""
+"""quest_scale: its scales, Quartet's released forward by value, and the errors in its docstring."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.plugins.layer import Layer
 from tests.recipes import shipped
 from tests.recipes.other_references import VARIANTS, quest_scales
 
-FLOOR = quantizer(32, "e8m0", "floor")
-
+FLOOR = quantizer(32, rounding="floor")
 
 program = Layer(lambda options: loaded("quest_scale", options, quantize=FLOOR), 64, 48).operand
 
 
-def wide(rows, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def wide(rows):
+    """Return rows of very different size, each shifted by a mean."""
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 64, generator=generator)
     return x * torch.randint(-40, 30, (rows, 1), generator=generator).float().exp2() + x.mean(1, keepdim=True)
 
 
 def test_scales_are_those_of_the_released_code():
     x = wide(4000)
-    x[0], x[1], x[2, :32] = 0, 3.0, 3.0  # without deviation: 2^⌊log2 1e-8⌋
+    x[0], x[1], x[2, :32] = 0, 3.0, 3.0  # no deviation, so S is 2^⌊log2 1e-8⌋
     expected = quest_scales(x.double().numpy()).reshape(4000, 2, 32)[..., :1]
     np.testing.assert_array_equal(program().quantize(x).scale.numpy(), expected)
     assert (program().quantize(x[:2]).scale == 2.0**-27).all()
@@ -38,7 +38,7 @@ def test_scales_are_those_of_the_released_code():
     np.testing.assert_array_equal(wider.numpy()[large], 2 * expected[3:][large])
 
 
-def test_poison_and_padding():
+def test_nan_and_inf_poison_their_blocks_and_padding_counts_as_zeros():
     x = wide(3)[:, :40]
     x[1, 3], x[2, 35] = torch.nan, torch.inf
     y = total(program()(x))
@@ -49,8 +49,8 @@ def test_poison_and_padding():
 
 
 @pytest.mark.slow
-def test_the_figures_of_its_page():
-    """Of Gaussian blocks of every magnitude within a binade, the squared errors under both floors."""
+def test_the_errors_in_the_docstring_of_the_technique():
+    """Squared errors of Gaussian blocks, averaged over sizes of a binade, under QuEST's scale and under OCP's floor."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40_000, 64, generator=generator) * torch.rand(40_000, 1, generator=generator).exp2()
 
@@ -63,7 +63,7 @@ def test_the_figures_of_its_page():
 
 
 @pytest.mark.slow
-def test_it_makes_quartet_the_released_forward(monkeypatch):
+def test_quartet_with_it_is_the_released_forward(monkeypatch):
     monkeypatch.setitem(shipped.REFERENCES, "quartet@quest", VARIANTS["quartet@quest"])
     policy = fp4graph.load_policy({"version": 1, "extends": "quartet", "techniques": ["quest_scale"]})
     assert policy.complexity == 4.0

@@ -1,4 +1,4 @@
-"""tensor_scaling with ``share: siblings``: matrices train as the one matrix that servers fuse them into."""
+"""tensor_scaling with ``share: siblings``: siblings train as the one matrix into which servers fuse them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class Attention(nn.Module):
 
 
 X = gaussian(32, 64, seed=1)
-
-
-#: The backward is exact, because a fused dY has one tensor scale where three have three.
+#: The backward is exact, because the fused dY would have one tensor scale, and the three dY have three.
 EXACT = {"quantize": NVFP4, "operands": {"backward": "keep"}}
 FUSED = one_rule("tensor_scaling", **EXACT)
 
@@ -62,33 +60,33 @@ def policy(*more, **options):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_siblings_are_served_as_they_train(backend, autocast):
     """Bit for bit, also after a step has changed the weights, and in evaluation."""
-    own = Attention()
-    fused = fp4graph.apply(own.fused(), FUSED, backend=backend)
-    own = fp4graph.apply(own, policy(), backend=backend)
+    apart = Attention()
+    fused = fp4graph.apply(apart.fused(), FUSED, backend=backend)
+    apart = fp4graph.apply(apart, policy(), backend=backend)
     for _ in range(2):
         results = []
-        for model in (own, fused):
+        for model in (apart, fused):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 y = model(torch.eye(64))  # the quantized weights: no sums, whose order depends on the matrix
             y.float().square().mean().backward()
             results.append(y)
         assert torch.equal(*results)
-        weights = torch.cat([getattr(own, name).weight.grad for name in SIBLINGS])
+        weights = torch.cat([getattr(apart, name).weight.grad for name in SIBLINGS])
         torch.testing.assert_close(weights, fused[0].weight.grad)  # sums in another order
         with torch.no_grad():
             for name, rows in zip(SIBLINGS, (fused[0].weight * 1.5).split(48), strict=True):
-                getattr(own, name).weight.copy_(rows)
+                getattr(apart, name).weight.copy_(rows)
             fused[0].weight.mul_(1.5)
     with torch.no_grad():
-        assert torch.equal(own.eval()(torch.eye(64)), fused.eval()(torch.eye(64)))
+        assert torch.equal(apart.eval()(torch.eye(64)), fused.eval()(torch.eye(64)))
 
 
 @pytest.mark.parametrize("names", [SIBLINGS, ("one", "two")])
 def test_names_or_groups_make_siblings(names):
-    own = Attention(names)
-    fused = applied(own.fused(), FUSED)
-    alone = applied(copy.deepcopy(own), FUSED if names == SIBLINGS else policy())
-    together = applied(own, policy(**({} if names == SIBLINGS else {"groups": [list(names)]})))
+    model = Attention(names)
+    fused = applied(model.fused(), FUSED)
+    alone = applied(copy.deepcopy(model), FUSED if names == SIBLINGS else policy())
+    together = applied(model, policy(**({} if names == SIBLINGS else {"groups": [list(names)]})))
     assert torch.equal(together(torch.eye(64)), fused(torch.eye(64)))
     assert not torch.equal(alone(torch.eye(64)), fused(torch.eye(64)))
 
@@ -105,7 +103,7 @@ class Experts(nn.Module):
         return torch.cat([torch._grouped_mm(x, w, offs=ends) for w in self.parameters()], -1)
 
 
-def test_experts_share_expert_by_expert():
+def test_each_expert_shares_a_scale_between_its_siblings():
     w1, w3 = gaussian(3, 64, 32), gaussian(3, 64, 32, seed=1) * torch.tensor([0.5, 2.0, 30.0]).reshape(3, 1, 1)
 
     def run(model, technique):
@@ -117,7 +115,7 @@ def test_experts_share_expert_by_expert():
     assert not torch.equal(run(Experts(w1=w1, w3=w3), "tensor_scaling"), fused)
 
 
-def test_the_optimizer_sees_the_weights_of_the_next_forward():
+def test_weights_quantized_for_the_optimizer_are_those_of_the_next_forward():
     model = applied(Attention(), policy())
     model(X)
     with torch.no_grad():
@@ -126,11 +124,11 @@ def test_the_optimizer_sees_the_weights_of_the_next_forward():
         (q,) = (weight for weight in runtime.weights if weight.fqn == "q_proj")
         seen = quantize(q, q.stored, runtime.step)
         model.q_proj.bias.zero_()
-        # The product multiplies elements by γ at the end, so it rounds once more.
+        # The product is multiplied by γ at the end, which rounds once more.
         torch.testing.assert_close(seen, model(torch.eye(64))[:, :48].mT, rtol=2**-22, atol=0)
 
 
-def test_adapters_around_some_siblings_change_nothing():
+def test_siblings_inside_adapters_share_too():
     """PEFT wraps a linear layer as ``base_layer``."""
 
     class Wrapped(nn.Sequential):
@@ -144,8 +142,8 @@ def test_adapters_around_some_siblings_change_nothing():
     assert torch.equal(applied(wrapped, policy())(X), expected)
 
 
-def test_a_loaded_state_counts_at_once():
-    """In evaluation, in inference mode too, and where weights are changed through ``data``."""
+def test_loaded_or_changed_weights_change_the_scale_at_once():
+    """In evaluation, also in inference mode, and if weights change through ``data``."""
     model = applied(Attention(), policy()).eval()
     with torch.inference_mode():
         model(X)
@@ -160,7 +158,7 @@ def test_a_loaded_state_counts_at_once():
             each.v_proj.weight.data.mul_(0.5)
 
 
-def test_state_dicts_and_copies_are_as_without_sharing():
+def test_sharing_adds_no_key_to_state_dicts_and_a_copy_has_separate_weights():
     model = applied(Attention(), policy())
     assert model.state_dict().keys() == Attention().state_dict().keys()
     expected = model(X)
@@ -174,7 +172,7 @@ OTHER_TARGET = [{"tensor_scaling": {"share": "siblings", "target": 300}}]
 
 
 @pytest.mark.parametrize(
-    ("sibling", "rule", "options", "says"),  # one sibling may have a rule of its own
+    ("sibling", "rule", "options", "message"),  # ``rule`` is for one sibling only
     [
         ("k_proj", {"keep": "tried"}, {}, "shares its tensor scale with k_proj"),
         ("k_proj", {"quantize": {**NVFP4, "block": 32}}, {}, "let one rule"),
@@ -189,11 +187,11 @@ OTHER_TARGET = [{"tensor_scaling": {"share": "siblings", "target": 300}}]
     ],
     ids=["kept", "another quantizer", "another target", "rows", "no weight"],
 )
-def test_siblings_that_differ_are_refused(sibling, rule, options, says):
+def test_siblings_that_cannot_share_are_refused(sibling, rule, options, message):
     written = policy(**options)
     if sibling:
         written["rules"].insert(0, {"name": "own", "match": {"module": sibling}, **rule})
-    with pytest.raises((PolicyError, CaptureError), match=says):
+    with pytest.raises((PolicyError, CaptureError), match=message):
         applied(Attention(), written)
 
 
@@ -205,13 +203,13 @@ class CrossAttention(Attention):
 
 
 def test_siblings_of_a_cross_attention_share_too():
-    """vLLM fuses k and v alone there, for which the scale of the three is right."""
-    found = applied(CrossAttention(), policy())(torch.eye(64), torch.eye(64).roll(1, 0))
+    """vLLM fuses only k and v there; the scale of all three fits them."""
+    crossed = applied(CrossAttention(), policy())(torch.eye(64), torch.eye(64).roll(1, 0))
     expected = applied(Attention(), policy())(torch.eye(64))
-    assert torch.equal(found, torch.cat([expected[:, :48], expected[:, 48:].roll(1, 0)], -1))
+    assert torch.equal(crossed, torch.cat([expected[:, :48], expected[:, 48:].roll(1, 0)], -1))
 
 
-def test_a_layer_is_in_one_group():
+def test_a_layer_in_two_groups_is_refused():
     with pytest.raises(PolicyError, match="belongs to two groups of siblings"):
         applied(Attention(), policy(groups=[["q_proj", "k_proj"]]))
     model = nn.ModuleDict({"one": Attention(), "two": Attention()})
@@ -221,7 +219,7 @@ def test_a_layer_is_in_one_group():
 
 
 @pytest.mark.parametrize("technique", [{"hadamard": {"scope": ["fprop"]}}, {"smooth_max": {"kind": "softmax"}}])
-def test_techniques_that_change_the_weight_before_are_refused(technique):
+def test_techniques_that_change_the_weight_before_its_scale_are_refused(technique):
     with pytest.raises((PolicyError, CaptureError), match="shares the scale of the weights of siblings"):
         applied(Attention(), policy(technique))
 
@@ -237,6 +235,6 @@ def test_explain_names_the_groups():
 
 
 @pytest.mark.parametrize("names", [["alpha", "beta"], ["attn.q_proj", "attn.o_proj"], ["o_proj", "absent"]])
-def test_a_group_without_two_members_is_named(names):
+def test_a_group_without_two_members_in_a_module_is_warned_about(names):
     with pytest.warns(PolicyWarning, match=r"groups has .*, but no module holds two quantized layers"):
         applied(Attention(), policy(groups=[names]))

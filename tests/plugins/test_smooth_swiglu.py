@@ -1,4 +1,4 @@
-"""smooth_swiglu against Q(X/s)·Q(W·s)ᵀ written out, and where it acts in a real model."""
+"""smooth_swiglu against Q(X/s)·Q(W·s)ᵀ written out, and the products of a model on which it acts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quantize(t):
 
 
 def channel_scales(x, power_of_two=False):
-    """s_k by a loop."""
+    """Return s, channel by channel."""
     result = []
     for channel in x.mT.tolist():
         largest = max(map(abs, channel))
@@ -57,7 +57,7 @@ def channel_scales(x, power_of_two=False):
 
 
 def by_hand(x, gate, up, down):
-    """A SwiGLU whose last product is smoothed."""
+    """Return the output of a SwiGLU whose last product is smoothed."""
     hidden = F.silu(quantize(x) @ quantize(gate).mT) * (quantize(x) @ quantize(up).mT)
     s = channel_scales(hidden)
     return quantize(hidden / s) @ quantize(down * s).mT
@@ -78,7 +78,7 @@ def test_fprop_quantizes_the_smoothed_operands(data, power_of_two):
     y, dx, dw = run(x, w, dy, {"power_of_two": power_of_two})
     assert torch.equal(y, quantize(x / s) @ quantize(w * s).mT)
     assert not torch.equal(y, quantize(x) @ quantize(w).mT)
-    # The backward GEMMs quantize the originals: no transform there.
+    # The backward GEMMs quantize the originals without a transform.
     assert_equal((dx, dw), products_by(quantize, x, w, dy)[1:])
 
 
@@ -91,8 +91,8 @@ def test_the_backward_reads_the_fprop_operands_scaled_back(data):
     assert torch.equal(dw, dy.mT @ (quantize(x / s) * s))
 
 
-def test_the_unquantized_function_is_unchanged(data):
-    """To fp32's rounding; exactly where s is a power of two and the data have bits to spare."""
+def test_scales_cancel_in_the_unquantized_product(data):
+    """Up to the rounding of fp32, and exactly if s is a power of two and all sums are exact."""
     x, w, _ = data
     for options in (None, {"power_of_two": True}):
         rotation = program(options).fprop.rotate(x, w, None)
@@ -101,14 +101,14 @@ def test_the_unquantized_function_is_unchanged(data):
         torch.testing.assert_close(rotation.undo(rotation.left, "left"), x, rtol=1e-6, atol=0)
         torch.testing.assert_close(rotation.undo(rotation.right, "right"), w, rtol=1e-6, atol=0)
         assert rotation.left.abs().max() <= 1
-    x, w = (x * 64).round().clamp(-500, 500) / 64, (w * 64).round() / 64  # dyadic: every sum is exact
+    x, w = (x * 64).round().clamp(-500, 500) / 64, (w * 64).round() / 64  # so few bits that every sum is exact
     rotation = program({"power_of_two": True}).fprop.rotate(x, w, None)
     assert torch.equal(rotation.left @ rotation.right.mT, x @ w.mT)
     assert not torch.equal(rotation.left, x)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_zeros_poison_extremes_and_no_tokens(data, power_of_two):
+def test_zeros_poison_extreme_values_and_no_tokens(data, power_of_two):
     x, w, dy = data
     x[3, 7], x[4, 40], x[:, 20], x[:, 21] = math.nan, math.inf, 1e-42, 3e38
     options = {"power_of_two": power_of_two}
@@ -118,7 +118,7 @@ def test_zeros_poison_extremes_and_no_tokens(data, power_of_two):
     assert (s > 0).all()
     assert s.isfinite().all()
     assert rotation.left.isfinite().sum() == x.numel() - 2
-    # A poisoned block stays the only one: row 3's and row 4's products are NaN, the others are not.
+    # Only the products of rows 3 and 4, which have poisoned blocks, are NaN.
     y = run(x, w / 1e4, dy, options)[0]
     assert torch.equal(y.isnan().any(1).nonzero().flatten(), torch.tensor([3, 4]))
     assert_equal(run(x[:0], w, dy[:0], options), (torch.zeros(0, 32), torch.zeros(0, 96), torch.zeros(32, 96)))
@@ -130,7 +130,7 @@ def test_batch_and_sequence_are_one_axis_of_tokens(data):
     assert torch.equal(apart.view(50, 32), run(x, w, dy)[0])
 
 
-def test_a_bf16_operand_is_smoothed_in_fp32(data):
+def test_bf16_operands_are_smoothed_in_fp32(data):
     x, w, _ = (t.bfloat16() for t in data)
     rotation = program().fprop.rotate(x, w, None)
     s = channel_scales(x.float())
@@ -165,7 +165,7 @@ class SwiGlu(nn.Module):
 
 
 @pytest.mark.slow
-def test_in_a_model_it_acts_on_the_down_projection_only():
+def test_in_a_model_only_the_down_projection_is_smoothed():
     model, x = SwiGlu(), torch.randn(2, 10, 32)
     weights = [m.weight.detach().clone() for m in (model.gate, model.up, model.down)]
     y = applied(model, policy(rest=True))(x)
@@ -174,14 +174,13 @@ def test_in_a_model_it_acts_on_the_down_projection_only():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_without_swiglu_is_refused():
-    """By the rule that asks for one, with the sites that there are."""
+def test_a_rule_for_swiglu_refuses_a_model_without_one():
     model = applied(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)), policy(rest=True))
     with pytest.raises(PolicyError, match="rule 'down' matches no site of this model"):
         model(torch.randn(4, 32))
 
 
-def test_other_products_are_left_alone():
+def test_only_products_behind_a_swiglu_are_smoothed():
     technique = policy().rules[0].techniques[0]
     for producer in (None, "gelu", "silu", "mul", "swiglu"):
         acting = {Gemm.FPROP} if producer == "swiglu" else set()
@@ -220,8 +219,8 @@ class Gelu(nn.Sequential):
 
 @pytest.mark.captured
 @pytest.mark.parametrize(("module", "made"), [(GptOssExperts, "mul, other modules"), (Gelu, "gelu, other modules")])
-def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path):
-    """Silu(gate)·up is what it knows, and the load of a policy cannot tell."""
+def test_a_model_without_silu_times_up_is_warned_about(module, made, tmp_path):
+    """The first forward warns, because a policy is loaded without the model."""
     x, ends = torch.randn(22, 32), torch.tensor([7, 7, 20], dtype=torch.int32)
     path = tmp_path / "p.yaml"
     path.write_text("""version: 1
@@ -235,20 +234,20 @@ rules:
     with pytest.warns(PolicyWarning, match=message) as seen:
         model(x, ends)
     assert len(seen) == 1
-    model(x, ends)  # once
+    model(x, ends)  # does not warn again
     with pytest.warns(PolicyWarning, match=message):
         fp4graph.explain(module(), path, (x, ends))
-    applied(SwiGluExperts(), path)(x, ends)  # one of three weights is behind a SwiGLU
+    applied(SwiGluExperts(), path)(x, ends)  # no warning: one of three weights is behind a SwiGLU
 
 
 @pytest.mark.slow
-def test_each_expert_has_channels_of_its_own():
-    """One expert without tokens; two rows at the end belong to none."""
+def test_each_expert_has_separate_scales_of_channels():
+    """One expert has no tokens, and two rows at the end belong to no expert."""
     model, x, ends = SwiGluExperts(), torch.randn(22, 32), torch.tensor([7, 7, 20], dtype=torch.int32)
     weights = [w.detach().clone() for w in (model.gate, model.up, model.down)]
     y = applied(model, policy(op="grouped", rest=True))(x, ends)
-    for expert, own in ((0, slice(0, 7)), (2, slice(7, 20))):
-        torch.testing.assert_close(y[own], by_hand(x[own], *(w[expert] for w in weights)), rtol=0, atol=0)
+    for expert, tokens in ((0, slice(0, 7)), (2, slice(7, 20))):
+        torch.testing.assert_close(y[tokens], by_hand(x[tokens], *(w[expert] for w in weights)), rtol=0, atol=0)
     assert not y[20:].any()
     y.square().mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())

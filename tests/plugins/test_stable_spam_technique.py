@@ -1,4 +1,4 @@
-"""stable_spam around other optimizers equals fp4graph.optim.StableSPAM, which tests/training checks on its own."""
+"""stable_spam around other optimizers equals fp4graph.optim.StableSPAM, whose equations tests/training checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAM = {"lr": 0.02, "betas": (0.85, 0.99), "weight_decay": 0.1}
 
 
 class Several(nn.Module):
-    """Parameters of all shapes, and a linear. No test calls the model: all gradients are prescribed."""
+    """Parameters of many shapes, and a linear. No test calls the model, because all gradients are prescribed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def gradients(steps, dtype=torch.float32):
 
 
 def both(make=fused_adamw, options=CONDITIONING, dtype=torch.float32):
-    """A model under the technique and its optimizer, and the same model with StableSPAM."""
+    """Return a model under the technique with its optimizer, and the same model with StableSPAM."""
     model, optimizer = prepared(make, options, dtype)
     reference = Several().to(dtype)
     reference.load_state_dict(model.state_dict(), strict=False)
@@ -82,7 +82,7 @@ def test_fused_adamw_under_the_technique_equals_the_optimizer_to_the_bit(changed
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_other_adamws_differ_by_rounding(foreach):
+def test_other_forms_of_adamw_differ_by_rounding(foreach):
     (model, optimizer), (reference, spam) = both(partial(adamw, foreach=foreach), dtype=torch.float64)
     push(optimizer, model.parameters(), gradients(45, torch.float64))
     push(spam, reference.parameters(), gradients(45, torch.float64))
@@ -118,10 +118,10 @@ def test_several_dtypes_and_empty_parameters():
 
 
 class Subclass(torch.Tensor):
-    """Not a plain tensor, like DTensor, so its gradients are conditioned one by one."""
+    """A subclass, as DTensor is."""
 
 
-def test_other_tensors_go_one_by_one():
+def test_gradients_of_a_subclass_of_tensor_are_conditioned_one_by_one():
     expected, reference = prepared(fused_adamw, CONDITIONING)
     model, optimizer = prepared(partial(adamw, foreach=False), CONDITIONING)
     push(reference, expected.parameters(), gradients(12))
@@ -130,7 +130,7 @@ def test_other_tensors_go_one_by_one():
     assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_conditions_gradients_of_quantized_weights_after_the_techniques_declared_before():
+def test_gradients_are_conditioned_after_the_hooks_of_techniques_declared_before():
     techniques = [{"dampen": {"strength": 0.5}}, {"stable_spam": CONDITIONING}]
     data = one_rule(quantize=quantizer(16), default="keep", techniques=techniques)
     model = applied(nn.Linear(16, 4, bias=False), data)
@@ -164,7 +164,7 @@ def optimizer_named(name, p):
 
 
 @pytest.mark.parametrize("name", [*TORCH, *TIMM])
-def test_after_a_reset_the_optimizer_is_as_new(name):
+def test_after_a_reset_an_optimizer_steps_as_a_new_one(name):
     model, optimizer = prepared(partial(optimizer_named, name), {"reset_interval": 4})
     stream = [grads for grads in gradients(30) if all(g is not None for g in grads)]
     push(optimizer, model.parameters(), stream[:3])
@@ -218,13 +218,13 @@ def test_stable_spam_itself_and_sparse_gradients_are_refused():
 
 
 def watched(options):
-    """A model, its optimizer, and the list of the momenta that each step uses."""
+    """Return a model, its optimizer, and a list to which each step appends the momenta that it uses."""
     (model, optimizer), seen = prepared(fused_adamw, options), []
     optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(o.param_groups[0]["betas"]))
     return model, optimizer, seen
 
 
-def test_the_users_momenta_come_back():
+def test_every_step_restores_the_users_momenta():
     model, optimizer, seen = watched({"total_steps": 3, "eta_min": 0.5})
     for grads in gradients(6):
         push(optimizer, model.parameters(), [grads])
@@ -235,7 +235,7 @@ def test_the_users_momenta_come_back():
     assert [beta1 / 0.85 for beta1, _ in seen] == pytest.approx(expected)
 
 
-def test_a_step_that_raises_does_not_keep_scheduled_momenta():
+def test_a_step_that_raises_leaves_no_scheduled_momenta():
     model, optimizer, seen = watched({"total_steps": 3})
     push(optimizer, model.parameters(), gradients(1))
     interrupted = optimizer.register_step_pre_hook(lambda o, args, kwargs: 1 / 0)
@@ -247,7 +247,7 @@ def test_a_step_that_raises_does_not_keep_scheduled_momenta():
     assert optimizer.param_groups[0]["betas"] == (0.85, 0.99)
 
 
-def test_a_scheduler_of_momenta_is_not_disturbed():
+def test_a_scheduler_of_momenta_sees_the_users_momenta():
     model, optimizer = prepared(lambda p: torch.optim.AdamW(p, lr=0.01), {"total_steps": 10})
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=10)
     plain = torch.optim.AdamW(Several().parameters(), lr=0.01)

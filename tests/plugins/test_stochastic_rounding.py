@@ -1,4 +1,4 @@
-"""stochastic_rounding's scopes and guards, stochastic_scale_rounding."""
+"""stochastic_rounding, its scopes and range guards, and stochastic_scale_rounding."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ FLOOR = quantizer(32, rounding="floor")
 
 
 def plan(*techniques, quantize=FLOOR):
+    """Return the plan of a linear layer, and the policy."""
     policy = fp4graph.load_policy(one_rule(*techniques, quantize=quantize))
     return plan_site(Layer(None).site, policy.rules[0]), policy
 
 
 def gradient(options, quantize=FLOOR):
+    """Return the quantizer of dY in dgrad."""
     return plan({"stochastic_rounding": options}, quantize=quantize)[0].program.operand(Q3)
 
 
@@ -36,8 +38,8 @@ def gradient(options, quantize=FLOOR):
         (["fprop.weight", "wgrad"], {Q2, Q5, Q6}),
     ],
 )
-def test_scopes(operands, stochastic):
-    """backward is Chmiel et al.'s: dY in both backward GEMMs, X in wgrad; W stays nearest in dgrad."""
+def test_operands_names_the_operands_that_round_stochastically(operands, stochastic):
+    """As in Chmiel et al., ``backward`` is dY in both backward GEMMs, and X in wgrad; W rounds to nearest in dgrad."""
     planned, policy = plan({"stochastic_rounding": {"operands": operands, "bits": 8}})
     assert {o for o, spec in planned.specs if spec.rounding == "stochastic"} == stochastic
     assert {spec.random_bits for o, spec in planned.specs if o in stochastic} == {8}
@@ -45,15 +47,15 @@ def test_scopes(operands, stochastic):
 
 
 @pytest.mark.slow
-def test_three_quarters_never_clips_and_is_unbiased():
-    """Tseng et al.: u = 3/4·x/S with S = 2^(floor(log2 amax) - 2), so that abs(u) < 6; the mean of 4/3·SR(u)·S is x."""
+def test_a_guard_of_three_quarters_clips_nothing_and_is_unbiased():
+    """u = 3/4·x/S with S = 2^(floor(log2 amax) - 2), so abs(u) < 6, and 4/3·SR(u)·S has the mean x (Tseng et al.)."""
     x = gaussian(4, 64)
     x[0, 5], x[1, 40] = 7.9, -7.999  # ratios up to 8 without the guard
     program = gradient({"range_guard": 0.75})
     quantization = program.quantize(x, draw())
     blocks = x.reshape(4, 2, 32).double()
     scale = 2.0 ** (torch.floor(torch.log2(blocks.abs().amax(2, keepdim=True))) - 2)
-    assert torch.equal(quantization.scale.double(), scale)  # of the unguarded maximum
+    assert torch.equal(quantization.scale.double(), scale)  # the scale of the unguarded maximum
     torch.testing.assert_close(quantization.ratio.double(), blocks * 0.75 / scale, rtol=3e-7, atol=0)
     assert quantization.ratio.abs().max() < 6
     samples = torch.stack([total(program(x, draw(i))) for i in range(2000)]).double()
@@ -64,7 +66,7 @@ def test_three_quarters_never_clips_and_is_unbiased():
     assert clipped[0, 5] == 6.0
 
 
-def test_seventeen_sixteenths_keeps_e4m3_scales_from_clipping():
+def test_a_guard_of_seventeen_sixteenths_keeps_e4m3_scales_from_clipping():
     x = gaussian(500, 64, seed=1)
     plain, guarded = (gradient(options, NVFP4).quantize(x, draw()) for options in ({}, {"range_guard": 1.0625}))
     assert plain.ratio.abs().max() > 6
@@ -73,8 +75,8 @@ def test_seventeen_sixteenths_keeps_e4m3_scales_from_clipping():
     assert torch.equal(guarded.scale, expected)
 
 
-def test_scales_round_up_as_often_as_they_should():
-    """E8M0 around 1.5·2^k: P(up) is the fraction of the way, so the mean scale is the ideal one."""
+def test_stochastic_scales_have_the_ideal_scale_as_their_mean():
+    """An E8M0 scale of 1.25 becomes 2 with probability 1/4, and else 1."""
     planned, policy = plan({"stochastic_scale_rounding": {"operands": ["gradients"]}})
     assert policy.complexity == 0.25
     assert {o for o, spec in planned.specs if spec.scale.rounding == "stochastic"} == {Q3, Q5}
@@ -84,7 +86,7 @@ def test_scales_round_up_as_often_as_they_should():
     assert scale.mean().item() == pytest.approx(1.25, abs=4 * math.sqrt(0.1875 / 2000))
 
 
-def test_a_rule_that_draws_has_no_ties_and_a_spec_that_draws_costs_as_much():
+def test_stochastic_scales_have_no_ties_and_the_complexity_of_the_technique():
     quantize = {**FLOOR, "scale": {"format": "e8m0", "rounding": "nearest_even", "ties": "even"}}
     planned, _ = plan({"stochastic_scale_rounding": {"operands": ["gradients"]}}, quantize=quantize)
     scales = {operand: (spec.scale.rounding, spec.scale.ties) for operand, spec in planned.specs}

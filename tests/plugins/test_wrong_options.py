@@ -1,4 +1,4 @@
-"""What each technique refuses, or has no effect under, and the words in which a policy's author learns of it."""
+"""Options and rules that a technique refuses, or under which it has no effect, and the messages about them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 import fp4graph
 from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
+from tests.helpers.catalogue import TRAINING
 from tests.helpers.policies import MXFP4, NVFP4, TIES_UP, loaded, one_rule, quantizer
-from tests.plugins.layer import ENCODE, ROTATED, SET
+from tests.plugins.layer import ENCODE, FREEZE, ROTATED, SCHEDULE, SET
 
-SCHEDULE = {"sigma_start": 0.05, "sigma_end": 5e-4, "stages": 10, "steps_per_stage": 100}
-RAMPS = {"t_update": 15, "n_max": 12, "t0": 3}
+RAMPS = TRAINING["q_ramping"]
 DRAWN = {"rounding": "stochastic"}
 
-#: By technique, its options (None for its name alone) and what is said of them, under a policy of one rule of NVFP4.
+#: By technique: options (None for its name alone), and the message about them under a policy of one rule of NVFP4.
 WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "adaptive_quantization_noise": [
         (None, "needs options sigma_start, sigma_end, stages and steps_per_stage; add them"),
@@ -130,16 +130,15 @@ def test_a_wrong_option_is_named(technique: str, options: dict[str, Any] | None,
 
 
 def scaled(**options: Any) -> dict[str, Any]:
-    """The tensor scale before learned_scale."""
+    """Return the rest of a rule with the tensor scale that learned_scale requires."""
     return {"more": [{"tensor_scaling": {"operands": ["fprop.weight"], **options}}], "quantize": NVFP4}
 
 
 LEARNED = scaled() | {"operands": {"fprop.input": "keep", "backward": "keep", "dgrad.weight": "fprop"}}
-FREEZE = {"momentum": 0.125, "threshold": 0.3}
 SCALES_DRAWN = [{"stochastic_scale_rounding": {"operands": ["forward"]}}]
 WEIGHT_DRAWN = {"quantize": TIES_UP, "operands": {"fprop.weight": DRAWN}}
 FORWARD_DRAWN = {"quantize": TIES_UP, "more": [{"stochastic_rounding": {"operands": ["forward"]}}]}
-#: The same under another rule, by the arguments of ``with_technique``.
+#: By technique: options, the rest of a rule as arguments of ``with_technique``, and the message.
 UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     "conditional_scaling": [
         *(({}, {"quantize": ENCODE, "more": [other]}, "cannot share a site")
@@ -264,7 +263,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     ("technique", "options", "rest", "message"),
     [pytest.param(name, *case, id=f"{name}-{case[2]}") for name, cases in UNFIT.items() for case in cases],
 )
-def test_a_rule_under_which_it_cannot_act_is_refused(
+def test_a_rule_under_which_a_technique_cannot_act_is_refused(
     technique: str, options: dict[str, Any], rest: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((PolicyError, CaptureError), match=message):
@@ -290,7 +289,7 @@ NO_FORMAT = "'element_choice' has no effect here: option others lists no format 
         ("smooth_swiglu", {}, {"operands": {"forward": "keep"}}, "has no effect here"),
     ],
 )  # fmt: skip
-def test_a_rule_under_which_it_has_no_effect_is_warned_about(
+def test_a_rule_under_which_a_technique_has_no_effect_is_warned_about(
     technique: str, options: dict[str, Any], rest: dict[str, Any], message: str
 ) -> None:
     with pytest.warns(PolicyWarning, match=message):

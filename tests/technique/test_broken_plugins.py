@@ -1,4 +1,4 @@
-"""A plugin that breaks the contract of a stage: one error that names the plugin and the site, and others go on."""
+"""A plugin that breaks the contract: the error names the plugin and the site, and other plugins still work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.training import applied, prepared
 
 
 def policy(used: str | list[str], *classes: type[Technique]) -> fp4graph.policy.Policy:
-    """A policy that uses technique ``used``; each class comes from a plugin called ``NAME-plugin``."""
+    """Return a policy that uses technique ``used``; each class comes from a plugin called ``NAME-plugin``."""
     registry = Registry([(f"{cls.name}-plugin", Offers(cls)) for cls in classes], entry_point_group=None)
     assert not registry.failures
     used = [used] if isinstance(used, str) else used
@@ -48,7 +48,7 @@ def policy(used: str | list[str], *classes: type[Technique]) -> fp4graph.policy.
 
 
 def broken(**members: Any) -> fp4graph.policy.Policy:
-    """A policy that uses a technique with these members."""
+    """Return a policy that uses a technique with these members."""
     return policy("broken", technique("broken", **members), healthy())
 
 
@@ -61,11 +61,11 @@ def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eage
 
 
 def raises(*args: Any) -> Any:
-    raise ZeroDivisionError("a stranger's bug")
+    raise ZeroDivisionError("a bug of the plugin")
 
 
-BUG = "ZeroDivisionError: a stranger's bug"
-#: What further members it takes for a stage to be reached: gradients are those of a technique that normalizes.
+BUG = "ZeroDivisionError: a bug of the plugin"
+#: Members with which a technique normalizes, so that the gradients of groups are computed.
 NORMALIZING: dict[str, Any] = {
     "normalizes": True,
     "group_scale": lambda self, z, group, c: group("tensor"),
@@ -74,6 +74,7 @@ NORMALIZING: dict[str, Any] = {
     "group_gradient": lambda self, values, g, groups, c: values.sign(),
 }
 OBSERVED = StateEntry("mean", Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
+#: Further members without which a stage is not called.
 NEEDED: dict[str, dict[str, Any]] = {
     "observe": {"state": (OBSERVED,)},
     "inverse": {"element_surrogate": lambda self, u, c: u},
@@ -82,10 +83,11 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Return members that keep a state whose first value is ``init(weight)``."""
     return {"state": (StateEntry("mean", Operand.FPROP_WEIGHT, init),), "after_step": lambda self, update: None}
 
 
-#: A stage, what is wrong there, the method, words of the message.
+#: A stage, the fault (empty for the one of which the message speaks), the method, and a part of the message.
 WRONG = [
     ("block_statistic", "", lambda self, v, z, c: v, "returned shape (5, 2, 32) where (5, 2, 1) is due"),
     ("block_statistic", "a number", lambda self, v, z, c: 3, "returned int where a tensor is due"),
@@ -126,7 +128,7 @@ WRONG = [
     ("scale_surrogate", "", lambda self, s, c: s[0], "returned shape"),
     ("group_gradient", "", lambda self, v, g, groups, c: g, "returned shape (1, 1, 1) where"),
 ]
-#: Of several members: what is wrong, the members, the stage, words of the message.
+#: Faults that take several members: the fault, the members, the stage, and a part of the message.
 WRONG_TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "other groups than declared",
@@ -141,7 +143,7 @@ WRONG_TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     ("a row", starting(lambda w: w[0]), "state 'mean'", "starts with shape (48,) where a tensor of shape (64, 48) is"),
     ("nothing", starting(lambda w: None), "state 'mean'", "starts with NoneType"),
 ]  # fmt: skip
-#: Stages at which the error comes when torch.compile traces.
+#: Stages that torch.compile traces, so that the error comes while it compiles.
 TRACED = (*PairTransform.stages, *TENSOR_STAGES)
 
 
@@ -151,7 +153,7 @@ def healthy() -> type[Technique]:
 
 @pytest.fixture
 def model() -> Iterator[nn.Module]:
-    """A model that another plugin's technique still trains after the test, to the same loss as a fresh one."""
+    """A model; after the test, training it under another plugin's technique must give the loss of a fresh model."""
     model = Mlp(48, 64, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield model
@@ -179,12 +181,12 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
         train(model, broken(**NEEDED.get(stage, {}) | {stage: raises}), backend="aot_eager")
     check(caught.value, stage)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(fp4graph.PluginError, match="a stranger's bug"):  # and not in high precision
+    with pytest.raises(fp4graph.PluginError, match=BUG):  # the next call does not run in high precision
         model(torch.randn(5, 48))
     assert "_fp4graph" not in " ".join(fp4graph.remove(model).state_dict())
 
 
-#: Stages that depend on the values of tensors, with the operation to blame.
+#: Stages that depend on the values of tensors, with the operation that the message names.
 VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "item": ({"scale": lambda self, v, z, c: z * z.max().item()}, "_local_scalar_dense"),
     "if": ({"round": lambda self, r, s, c: r if (r > 0).any() else r * 2}, "_local_scalar_dense"),
@@ -216,7 +218,7 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("stage", ["group_statistic", "group_gradient"])
-def test_what_acts_on_statistics_of_groups_alone_needs_a_technique_that_normalizes(stage: str) -> None:
+def test_a_stage_on_statistics_of_groups_has_no_effect_without_a_technique_that_normalizes(stage: str) -> None:
     lone = technique("lone", **{stage: lambda self, values, g, groups, context: None})
     message = "'lone' has no effect here: it acts on statistics of groups, and no technique"
     with pytest.warns(PolicyWarning, match=message):
@@ -225,7 +227,7 @@ def test_what_acts_on_statistics_of_groups_alone_needs_a_technique_that_normaliz
     policy("plans", technique("plans", plan=lambda self, site, specs: specs, group_statistic=lambda *_: None))
 
 
-def test_no_part_is_kept_alive() -> None:
+def test_running_a_stage_keeps_no_part_alive() -> None:
     part = made_part(scale=lambda self, values, z, context: z)
     contract.run(part, "scale", torch.ones(1), torch.ones(1), None)
     alive = weakref.ref(part)
@@ -235,7 +237,7 @@ def test_no_part_is_kept_alive() -> None:
 
 
 def made_part(**members: Any) -> Part:
-    """The first part of a technique with these members."""
+    """Return the first part of a technique with these members."""
     return technique("made", **members)().parts(None)[0]
 
 
@@ -257,7 +259,7 @@ def test_only_the_broken_one_of_two_techniques_is_named(model: nn.Module) -> Non
 
 
 @pytest.mark.slow
-def test_running_out_of_memory_is_nobodys_fault(model: nn.Module) -> None:
+def test_running_out_of_memory_is_not_blamed_on_a_plugin(model: nn.Module) -> None:
     def greedy(*args: Any) -> Any:
         raise torch.OutOfMemoryError("no memory left")
 
@@ -285,7 +287,7 @@ def test_a_plan_of_garbage_is_refused_when_the_policy_is_loaded(case: str) -> No
 
 
 WEIGHT = Operand.FPROP_WEIGHT
-#: What ``parts`` returns, with what the error says.
+#: Wrong results of ``parts``, with a part of the message.
 WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
     "a list": (lambda t: [], "parts() must return a tuple of parts; got []"),
     "no part": (lambda t: ("round",), "parts() must return a tuple of parts; got ('round',)"),
@@ -323,15 +325,15 @@ class Listing(Rounding):
 
 
 def late(member: str, make: Callable[..., Any]) -> dict[str, Any]:
-    """``plan`` or ``parts`` that are as they should be when a policy is loaded, and ``make(...)`` at a site of a model:
-    a policy is checked on a site of which nothing is known when it is loaded."""
+    """Return a ``plan`` or ``parts`` that is correct while a policy is loaded, when it is checked at a site without a
+    module, and that returns ``make(...)`` at the sites of a model."""
     if member == "plan":
         return {"plan": lambda self, site, specs: specs if site.module is None else make()}
     return {"parts": lambda self, site: () if site.module is None else make(self)}
 
 
 INERT = pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
-#: The members of a broken technique, the stage and the site that the error names, and what it says.
+#: The members of a broken technique, the stage and the site that the error names, and a part of the message.
 BROKEN = [
     *(
         pytest.param(NEEDED.get(stage, {}) | {stage: method}, stage, None, message, id=f"{stage} {case}")
@@ -379,7 +381,7 @@ def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> 
 
 
 @pytest.mark.slow
-def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
+def test_a_technique_that_no_policy_uses_stops_no_policy(model: nn.Module) -> None:
     with pytest.warns(PolicyWarning, match="plugin 'broken-plugin': technique 'broken', implied_by: ZeroDivisionError"):
         chosen = policy("healthy", technique("broken", implied_by=classmethod(raises)), healthy())
     train(model, chosen)
@@ -393,7 +395,7 @@ def test_on_weight_beside_a_list_of_operands_is_refused_when_the_class_is_made()
             operands: Operands = ("forward",)
 
 
-#: Members of a class of an earlier version.
+#: Members that classes of techniques had in earlier versions.
 FORMER: dict[str, Any] = {
     "round": lambda self, ratio, scale, context: ratio,
     "before_step": lambda self, update: None,
@@ -408,7 +410,7 @@ FORMER: dict[str, Any] = {
 
 @pytest.mark.parametrize("former", FORMER)
 def test_a_class_of_an_earlier_version_keeps_the_plugin_out(former: str) -> None:
-    """pydantic must not refuse the class before the registry explains."""
+    """The registry explains why; pydantic must not refuse the class before."""
 
     class Old(Technique):
         name: ClassVar[str] = "old"
@@ -431,34 +433,33 @@ class Doubling(Wrapper):
         return x * 2
 
 
-#: What is wrong, a kind of part, the members of its class, and why no such class can be made.
-WRONG_CLASSES: list[tuple[str, type[Part], dict[str, Any], str]] = [
-    ("no mixes", Rounding, {"round": lambda self, r, s, c: r}, "has a method round and must declare what it mixes"),
-    ("its base's", Doubling, {"split": lambda self, x, c: None}, "Made has a method split and must declare"),
-    ("misspelt", Rounding, {"mixes": "blocks", "round": lambda self, r, s, c: r}, "none, block, expert, tensor"),
-    (
-        "mixes nothing", BlockScale,
+#: A kind of part, the members of a class of that kind, and why it is refused.
+WRONG_CLASSES: dict[str, tuple[type[Part], dict[str, Any], str]] = {
+    "no mixes": (Rounding, {"round": lambda self, r, s, c: r}, "has a method round and must declare what it mixes"),
+    "mixes of its base": (Doubling, {"split": lambda self, x, c: None}, "Made has a method split and must declare"),
+    "misspelt mixes": (Rounding, {"mixes": "blocks", "round": lambda self, r, s, c: r}, "none, block, expert, tensor"),
+    "mixes nothing": (
+        BlockScale,
         {"mixes": "none", "block_statistic": lambda self, v, z, c: v.amax().expand_as(z)},
         "mixes = 'none' and acts on whole blocks at block_statistic; declare 'block', 'expert' or 'tensor'",
     ),
-    (
-        "a method of another kind", BlockScale, {"mixes": "block", "round": lambda self, r, s, c: r},
+    "a method of another kind": (
+        BlockScale, {"mixes": "block", "round": lambda self, r, s, c: r},
         "Made is a BlockScale and has a method round, which belongs to: Rounding",
     ),
-    (
-        "no inverse", PairTransform, {"mixes": "none", "transform": lambda self, x, side, shared: x},
+    "no inverse": (
+        PairTransform, {"mixes": "none", "transform": lambda self, x, side, shared: x},
         "Made has no method inverse, which a PairTransform needs",
     ),
-    ("a property", Rounding, {"draws": property(lambda self: True)}, "draws is a field; pass its value when"),
-    ("a method", Rounding, {"state": lambda self: ()}, "state is a field; pass its value when the part is made"),
-]  # fmt: skip
+    "a property": (Rounding, {"draws": property(lambda self: True)}, "draws is a field; pass its value when"),
+    "a method": (Rounding, {"state": lambda self: ()}, "state is a field; pass its value when the part is made"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kind", "members", "message"), WRONG_CLASSES)
-def test_a_part_that_cannot_be_is_refused_when_its_class_is_made(
-    case: str, kind: type[Part], members: dict[str, Any], message: str
-) -> None:
-    """So that its plugin fails when it is loaded, and not at the first mixture of experts."""
+@pytest.mark.parametrize("case", WRONG_CLASSES)
+def test_a_wrong_class_of_a_part_is_refused_when_it_is_defined(case: str) -> None:
+    """The plugin then fails when it is loaded, and not at the first mixture of experts."""
+    kind, members, message = WRONG_CLASSES[case]
     with pytest.raises(TypeError, match=re.escape(message)):
         type("Made", (kind,), {"__module__": __name__, **members})
 
@@ -483,6 +484,6 @@ def test_a_normalizer_may_be_anything_that_broadcasts() -> None:
         assert contract.broadcastable(made, "group_scale", value, like) is value
 
 
-def test_a_technique_outside_any_registry_is_named_itself() -> None:
+def test_a_technique_outside_any_registry_is_named_as_its_own_plugin() -> None:
     error = contract.broken(technique("loose")(), "round", "wrong")
     assert str(error) == "plugin 'loose': technique 'loose', round: wrong"

@@ -1,4 +1,4 @@
-"""The plugin contract is what docs/techniques.md says: modules to import, parts, their methods and fields."""
+"""docs/techniques.md states the plugin contract: modules that a plugin may import, parts, their methods and fields."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TECHNIQUES = (ROOT / "docs/techniques.md").read_text(encoding="utf-8")
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of fp4graph that a file imports, for types too."""
+    """Return the modules of fp4graph that a file imports, also those for types alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            own = node.module in IMPORTABLE  # else the names are modules of a package
-            names |= {node.module if own and node.module else f"{node.module}.{alias.name}" for alias in node.names}
+            from_module = node.module in IMPORTABLE  # else the names are modules of a package
+            names |= {str(node.module) if from_module else f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in names if name.split(".")[0] == "fp4graph"}
 
 
@@ -55,16 +55,16 @@ def test_every_listed_module_is_used_and_documented() -> None:
 
 
 def section(heading: str) -> str:
-    """The part of docs/techniques.md under a heading, up to the next one."""
+    """Return the text of docs/techniques.md under a heading, up to the next heading."""
     return TECHNIQUES.partition(f"{heading}\n")[2].partition("\n#")[0]
 
 
 def test_kernels_know_every_stage_of_a_quantizer() -> None:
-    """They would take an operand whose stage they do not know, and the stage would not be called."""
+    """A kernel would take an operand despite a stage that it does not know, and the stage would not be called."""
     assert {*INSIDE, *OUTSIDE} == {*QUANTIZER_STAGES}
 
 
-def test_the_table_of_parts_has_every_method_and_who_acts_there() -> None:
+def test_the_table_of_parts_has_every_method_and_the_techniques_that_act_there() -> None:
     rows = re.findall(
         r"^\| (`[A-Z]\w+`|any part.*?) \| ([^|]*) \| ([^|]*) \|$", section("## Where parts act"), re.MULTILINE
     )
@@ -87,7 +87,7 @@ def test_every_methods_signature_is_documented() -> None:
 
 
 def signature(stage: str) -> str:
-    """A method with its arguments, as the page writes it."""
+    """Return the signature of a method as the page writes it."""
     kind = next(kind for kind in KINDS if stage in kind.stages)
     whole = inspect.signature(getattr(kind, stage))
     without_self = whole.replace(parameters=list(whole.parameters.values())[1:])

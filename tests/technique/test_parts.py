@@ -1,4 +1,4 @@
-"""Parts of techniques: what their classes inherit, and what several parts of one technique share."""
+"""Parts of techniques: the methods that their classes inherit, their state, and equal lines that wrappers pass on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHT = frozenset({Operand.FPROP_WEIGHT})
 
 
 def made(*parts: Callable[..., Part]) -> type[Technique]:
-    """A technique of these parts, everywhere; each is called with the technique as its options."""
+    """Return a technique with these parts at every site; each is called with the technique as its options."""
     return technique("made", parts=lambda self, site: tuple(part(options=self) for part in parts))
 
 
@@ -44,7 +44,7 @@ def policy(cls: type[Technique], **more: Any) -> fp4graph.policy.Policy:
 
 
 def applied(cls: type[Technique]) -> nn.Module:
-    """A layer of 64 inputs and 32 outputs under a technique."""
+    """Return a model of one layer, of 64 inputs and 32 outputs, under a technique."""
     torch.manual_seed(0)
     return fp4graph.apply(nn.Sequential(nn.Linear(64, 32)), policy(cls), backend="eager")
 
@@ -53,7 +53,7 @@ X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
 class Larger:
-    """A mixin that is no part."""
+    """A mixin that is not a part."""
 
     def block_statistic(self, values: Tensor, z: Tensor, context: Any) -> Tensor:
         return z * 8
@@ -64,12 +64,12 @@ class Mixed(Larger, BlockScale):
 
 
 class Further(Mixed):
-    """Inherits all that it does."""
+    """Inherits all methods and fields."""
 
 
 def of(kind: type[Part], **members: Any) -> Any:
-    """A class of that kind with these members, which mixes nothing."""
-    return type(f"Own{kind.__name__}", (kind,), {"__module__": __name__, "mixes": "none", **members})
+    """Return a class of that kind with these members, which mixes nothing."""
+    return type(f"Made{kind.__name__}", (kind,), {"__module__": __name__, "mixes": "none", **members})
 
 
 Rounds = of(Rounding, round=lambda self, ratio, scale, context: ratio.round())
@@ -114,7 +114,7 @@ def test_operands_may_be_any_collection_of_operands(collection: Any) -> None:
     assert applied(mixed)(X).isfinite().all()
 
 
-def test_state_that_a_part_lists_is_there_in_evaluation_when_the_part_is_not() -> None:
+def test_state_that_a_part_lists_exists_in_evaluation_even_if_the_part_does_not_act() -> None:
     listing = partial(Noisy, operands=WEIGHT, state=(LIKE_WEIGHT,))
     model = applied(made(listing, partial(Reads, operands=WEIGHT)))
     noisy = model(X)
@@ -122,7 +122,7 @@ def test_state_that_a_part_lists_is_there_in_evaluation_when_the_part_is_not() -
     assert not torch.equal(model(X), noisy)
 
 
-def test_state_has_the_layout_of_what_a_method_is_given() -> None:
+def test_state_has_the_layout_of_the_tensor_that_a_method_receives() -> None:
     seen: dict[str, tuple[Any, Any]] = {}
 
     def seeing(stage: str) -> Callable[..., None]:
@@ -136,7 +136,7 @@ def test_state_has_the_layout_of_what_a_method_is_given() -> None:
     assert seen == {"split": ((32, 64), (32, 64)), "round": ((32, 4, 16), (32, 4, 16))}
 
 
-def test_each_part_may_observe_an_entry_of_its_own() -> None:
+def test_each_part_may_observe_a_separate_entry() -> None:
     counts = [partial(Counts, operands=WEIGHT, entry=each.name, state=(each,)) for each in ENTRIES]
     model = applied(made(*counts))
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_an_entry_that_is_not_observed_is_an_error() -> None:
         applied(counts)(X).sum().backward()
 
 
-def test_a_technique_may_refuse_experts_and_acts_elsewhere() -> None:
+def test_a_technique_that_refuses_experts_acts_elsewhere() -> None:
     def parts(self: Technique, site: Any) -> tuple[Part, ...]:
         if site.op == "grouped":
             raise ValueError("not for experts")
@@ -182,14 +182,14 @@ def test_several_elements_are_refused_only_where_elements_are_rounded(element: s
         ("row", ["tensor_scaling"]),
         ("tensor", ["tensor_scaling"]),
         (16, ["hadamard", {"tensor_scaling": {"granularity": "row"}}]),
-        (16, ["stochastic_rounding"]),  # the rest do not quantize equal lines alike, or may not
+        (16, ["stochastic_rounding"]),  # from here on quantizers do not, or may not, quantize equal lines alike
         (16, ["four_over_six"]),
         ("row", ["smooth_max"]),
     ],
     ids=str,
 )
-def test_equal_lines_are_quantized_as_all_of_them(block: Any, beside: list[Any], axis: int) -> None:
-    """A wrapper passes one line, or one element of each line, in place of an operand of equal ones."""
+def test_one_line_stands_for_an_operand_of_equal_lines(block: Any, beside: list[Any], axis: int) -> None:
+    """A wrapper may pass one line, or one element of each line, in place of an operand with equal lines or elements."""
     results = []
     for whole in (True, False):
 
@@ -204,5 +204,4 @@ def test_equal_lines_are_quantized_as_all_of_them(block: Any, beside: list[Any],
         y = fp4graph.apply(model, fp4graph.load_policy(rule, registry), seed=3, backend="eager")(x)
         y.backward(y.detach().roll(1))
         results.append((y, x.grad, *(p.grad for p in model.parameters())))
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    assert all(map(torch.equal, *results))

@@ -1,4 +1,4 @@
-"""Finding plugins: what they may offer, and that a broken one hurts nobody else."""
+"""The registry of plugins: the offers that it accepts, and broken plugins, which do not affect others."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.helpers.techniques import offering, technique
 
 
 def hooks(**named: Callable[..., Any]) -> object:
-    """A plugin object with these hooks."""
+    """Return a plugin object with these hooks."""
     return type("Plugin", (), {f"fp4graph_{name}": hookimpl(hook) for name, hook in named.items()})()
 
 
 def registry_of(*plugins: tuple[str, object]) -> Registry:
-    """The registry of these plugins, by name, and of no other."""
+    """Return a registry of these named plugins alone, without entry points."""
     return Registry(plugins, entry_point_group=None)
 
 
@@ -46,10 +46,11 @@ def wrong_signature(self: object, model: object) -> None: ...
 
 OF_NO_TYPE = {"name": ClassVar[str], "overhead": ClassVar[Overhead], "option": "Nowhere"}
 ODD = ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
+#: Broken plugins, with a part of the message.
 BROKEN = {
     "signature": (hooks(techniques=wrong_signature), "model"),
     "unknown hook": (hooks(techniqes=lambda self: []), "fp4graph_techniqes"),
-    # Registering stops at the second, when the first is already pending.
+    # Registering stops at the second mistake, when the first is already pending.
     "two mistakes": (hooks(aardvark=lambda self: None, techniques=wrong_signature), "model"),
     "raises": (hooks(techniques=raises), "RuntimeError: out of order"),
     "not a technique": (offering(techniques=[int]), "<class 'int'> is not a subclass of fp4graph.Technique"),
@@ -88,44 +89,45 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
 
 
 @pytest.mark.parametrize("case", ["raises", "format after technique", "half right", "unknown hook"])
-def test_a_policy_is_told_of_the_plugin_that_may_have_its_technique(case: str) -> None:
+def test_the_error_of_an_unknown_technique_names_the_broken_plugin_that_may_have_it(case: str) -> None:
     found = registry_of(("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1])))
     with pytest.raises(PolicyError, match=r"unknown technique 't' \(plugin 'broken': .*\); known: none") as caught:
         load_policy(USES_T, found)
     assert BROKEN[case][1] in str(caught.value)
-    assert "other" not in str(caught.value)  # which says what it offers
+    assert "other" not in str(caught.value)  # which has no hook for techniques
 
 
-def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
+def test_the_error_of_an_unknown_format_names_the_broken_plugin_that_has_it() -> None:
     found = registry_of(("broken", offering(formats=[ODD, E2M1])))
     with pytest.raises(PolicyError, match=r"unknown element format 'odd' \(plugin 'broken': .*'e2m1' already exists\)"):
         load_policy({"version": 1, "default": {"element": "odd"}}, found)
-    with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # which no plugin offers
+    with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # no plugin offers it
         load_policy({"version": 1, "default": {"element": "even"}}, found)
     with pytest.raises(PolicyError, match=r"no policy 'odd' is shipped \(plugin 'broken': .*\), and it is not a file"):
         load_policy("odd", found)
 
 
 def weighing(complexity: Callable[..., Any]) -> Registry:
+    """Return a registry with a technique ``t`` of this complexity weight."""
     return registry_of(("odd", offering(techniques=[technique("t", complexity=property(complexity))])))
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True, 10**400, 1.7e308])
-def test_a_weight_that_omega_cannot_add_is_refused(weight: object) -> None:
+def test_a_complexity_weight_that_omega_cannot_add_is_refused(weight: object) -> None:
     with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity must be a number from 0") as caught:
         load_policy(USES_T, weighing(lambda self: weight))
     assert caught.value.plugin == "odd"
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect here")
-def test_a_weight_is_any_real_number_and_its_failure_is_named() -> None:
+def test_a_complexity_weight_may_be_any_real_number_and_an_exception_in_it_is_named() -> None:
     for weight in (Fraction(1, 2), np.float32(0.5)):
         assert load_policy(USES_T, weighing(lambda self, weight=weight: weight)).complexity == 0.5
     with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity: ZeroDivisionError"):
         load_policy(USES_T, weighing(lambda self: 1 / 0))
 
 
-def test_offers_are_of_their_plugin_and_of_one_registry() -> None:
+def test_offers_have_their_plugin_as_origin_and_do_not_leak_into_another_registry() -> None:
     scale = ScaleFormat("sparse", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0)
     found = registry_of(
         ("a", offering(techniques=[technique("t")], formats=[ODD, scale])), ("b", offering(techniques=[technique("u")]))
@@ -137,7 +139,7 @@ def test_offers_are_of_their_plugin_and_of_one_registry() -> None:
     assert (dict(fresh.techniques), fresh.elements) == ({}, ELEMENTS)
 
 
-def test_the_first_of_two_plugins_has_a_name() -> None:
+def test_the_first_of_two_plugins_keeps_the_name_that_both_offer() -> None:
     offers = {"techniques": [technique("t")]}, {"products": [ProductOperation("library::mm", Factors)]}
     plugins = [(name, offering(**offered)) for name, offered in zip("abcd", offers * 2, strict=True)]
     found = registry_of(*plugins, ("a", offering(techniques=[technique("u")])))
@@ -167,9 +169,9 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     points = [EntryPoint(name, f"{name}_fp4_plugin", GROUP) for name in ("bad", "syntax", "gone", "good")]
-    # importlib.metadata returns those of importlib_metadata once mlflow, for one, has imported it.
-    theirs = SimpleNamespace(name="theirs", group="fp4graph", load=lambda: offering(techniques=[technique("fine")]))
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*points, theirs] if group == GROUP else ())
+    # Once a package, such as mlflow, has imported importlib_metadata, its class of entry points comes back.
+    foreign = SimpleNamespace(name="foreign", group=GROUP, load=lambda: offering(techniques=[technique("fine")]))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*points, foreign] if group == GROUP else ())
     found = Registry()
     assert list(found.techniques) == ["mine", "fine"]
     assert set(found.failures) == {"bad", "syntax", "gone"}
@@ -177,14 +179,11 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     assert "SyntaxError" in str(found.failures["syntax"])
 
 
-def test_first_party_techniques_come_through_the_same_door() -> None:
-    points = {point.name: point.value for point in entry_points(group=GROUP)}
+def test_shipped_techniques_come_from_entry_points() -> None:
+    shipped = {point.name for point in entry_points(group=GROUP) if point.value == f"fp4graph_plugins.{point.name}"}
     found = Registry()
     assert not found.failures
-    for name in ("stochastic_rounding", "hadamard", "q_ema"):
-        assert points[name] == f"fp4graph_plugins.{name}"
-        assert found.techniques[name].name == name
-        assert found.origin(name) == name
+    assert {name for name, cls in found.techniques.items() if found.origin(name) == cls.name} == shipped
 
 
 @pytest.mark.long
@@ -197,12 +196,12 @@ def test_importing_loads_no_plugin_and_no_torch_device() -> None:
     run(python("-c", code))
 
 
-def test_every_hook_has_a_sentence() -> None:
+def test_every_hook_has_a_docstring() -> None:
     documented = [bool(hook.__doc__) for name, hook in vars(hookspecs).items() if name.startswith("fp4graph_")]
     assert documented == [True] * 4
 
 
-def test_suggestions() -> None:
+def test_an_unknown_name_gets_the_nearest_or_all_known_names() -> None:
     assert suggest("hadamrd", ["q_ema", "hadamard"]) == "did you mean 'hadamard'?"
     assert suggest("zzz", ["q_ema", "hadamard"]) == "known: hadamard, q_ema"
     assert suggest("hadamrd", []) == "known: none"
