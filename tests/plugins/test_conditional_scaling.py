@@ -108,19 +108,12 @@ def test_in_case_two_every_block_rounds_to_zero(decades):
     assert layer.quantize(x).ratio.abs().max() < 2 * 6 * 2.0**-9 / 448
 
 
-def test_zeros_poison_and_empty():
-    assert (quantized(torch.zeros(4, 64)) == 0).all()
-    assert quantized(torch.zeros(0, 64)).shape == (0, 64)
-    assert quantized(torch.zeros(64, 0)).shape == (64, 0)
-    for bad in (math.nan, math.inf):  # all blocks share γ, so all are poisoned, as under a tensor scale
-        x = spread(4, 1)
-        x[1, 3] = bad
-        assert quantized(x).isnan().all()
+def test_extreme_magnitudes():
     extreme = block_maxima(1e38, 1e-38)
     assert (quantized(extreme).nan_to_num() == 0).all()
     x = spread(30, 2)
-    for tiny in (1e-30, 1e30):  # g·g̃ lies outside fp32
-        torch.testing.assert_close(quantized(x * tiny) / tiny, quantized(x), rtol=1e-5, atol=0)
+    for size in (1e-30, 1e30):  # g·g̃ lies outside fp32
+        torch.testing.assert_close(quantized(x * size) / size, quantized(x), rtol=1e-5, atol=0)
 
 
 def test_the_backward_scales_every_operand():

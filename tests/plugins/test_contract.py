@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,6 +179,51 @@ def test_in_16_bits_the_result_is_that_of_fp32_rounded(name, options, operand, q
     y = made.quantized(x, options, operand)
     assert y.dtype is dtype
     assert torch.equal(y, made.quantized(x.float(), options, operand).to(dtype))
+
+
+ALL = slice(None)
+OF_16, OF_32 = slice(32, 48), slice(32, 64)  # the columns of the block that holds column 40, in blocks of 16 and of 32
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rest", "lines", "columns"),
+    [
+        ("conditional_scaling", None, {"quantize": ENCODE}, ALL, ALL),
+        ("element_choice", None, {"quantize": NVFP4}, 3, OF_16),
+        ("four_over_six", None, {"quantize": NVFP4}, 3, OF_16),
+        *(("low_rank_residual", {"quantize_components": each}, {"operand": Operand.FPROP_WEIGHT}, 3, OF_32)
+          for each in (False, True)),
+        ("macro_block_scaling", {"block": 64}, {"quantize": E8M0}, 3, OF_16),
+        ("mean_split", None, {"quantize": NVFP4}, ALL, OF_16),  # the mean of a column reaches all lines
+        ("mean_split", None, {"quantize": NVFP4, "more": ["tensor_scaling"]}, ALL, ALL),
+        ("ms_eden", None, {"quantize": NVFP4, "more": [ROTATED], "operand": Operand.DGRAD_GRAD_OUTPUT}, ALL, ALL),
+        *(("outlier_clamp", {"residual": each}, {}, 3, OF_32) for each in (False, True)),
+        *(("outlier_fallback", options, {}, 3, OF_32)
+          for options in ({"fraction": 1.0}, {"fraction": 0.2}, {"threshold": 0.001}, {"granularity": "row"})),
+        ("quest_scale", None, {"quantize": FLOOR}, 3, OF_32),
+        ("smooth_max", {"kind": "softmax"}, {}, 3, OF_32),
+        *(("stochastic_rounding", {"range_guard": each}, {"quantize": FLOOR, "operand": Operand.DGRAD_GRAD_OUTPUT}, 3,
+           OF_32) for each in (0.75, 1.0625)),
+        ("stochastic_scale_rounding", None, {"quantize": NVFP4, "operand": Operand.DGRAD_GRAD_OUTPUT}, 3, OF_16),
+        ("tensor_scaling", None, {"quantize": NVFP4}, ALL, ALL),
+        ("tensor_scaling", {"granularity": "row"}, {"quantize": NVFP4}, 3, ALL),
+        ("tensor_scaling", {"granularity": 32}, {"quantize": NVFP4}, 3, OF_32),
+    ],
+)  # fmt: skip
+def test_nan_and_inf_poison_what_shares_their_scale_and_zeros_and_empty_tensors_stay(
+    name: str, options: Any, rest: Any, lines: Any, columns: slice
+) -> None:
+    terms = partial(layer(name).terms, options=options, **rest)
+    for bad in (math.nan, math.inf, -math.inf):
+        x = wide(40, 256)
+        x[3, 40] = bad
+        poisoned = torch.zeros_like(x, dtype=torch.bool)
+        poisoned[lines, columns] = True
+        y = sum(terms(x))
+        assert torch.equal(y.isnan(), poisoned)
+        assert y[~poisoned].isfinite().all()
+    for shape in ((4, 256), (0, 256), (256, 0), (0, 0)):
+        assert all(torch.equal(term, torch.zeros(shape)) for term in terms(torch.zeros(shape)))
 
 
 def bits(name: str, options: Any, *, long: bool = True, operand: Any = Operand.FPROP_INPUT, **rest: Any) -> Any:

@@ -130,7 +130,7 @@ def test_stochastic_rounding_keeps_the_choice_of_nearest():
     assert not torch.equal(nearest.elements, stochastic.elements)
 
 
-def test_poison_overflow_and_empty_tensors():
+def test_poison_and_overflow():
     x = gaussian(4, 32)
     x[0, 3], x[1, 20], x[2] = math.nan, math.inf, 3e38
     for measure, scale in itertools.product(MEASURES, ({"format": "e8m0", "rounding": "floor"}, {"format": "fp32"})):
@@ -138,8 +138,6 @@ def test_poison_overflow_and_empty_tensors():
         assert y[0, :16].isnan().all()
         assert y[1, 16:].isnan().all()
         assert y.isfinite().sum() == y.numel() - 32
-        assert quantized(x[:0], {"measure": measure}).shape == (0, 32)
-        assert quantized(x[:0].mT, {"measure": measure}).shape == (32, 0)
 
 
 def test_blocks_of_two_axes_share_one_choice():

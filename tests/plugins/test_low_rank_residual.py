@@ -176,11 +176,9 @@ def test_the_approximation_depends_on_the_seed_and_not_on_forward_or_rank():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
-def test_zeros_poison_and_empty_tensors(quantized):
+def test_nan_and_inf_do_not_change_the_approximation(quantized):
+    """The approximation takes zeros in place of NaN and Inf, and the block around them holds zeros."""
     options = {"quantize_components": quantized}
-    assert all((term == 0).all() for term in terms(torch.zeros(64, 96), options))
-    for shape in ((0, 96), (64, 0), (0, 0)):
-        assert all(term.shape == shape for term in terms(torch.zeros(*shape), options))
     w = with_strong_directions(64, 96)
     w[3:5, 32:64] = 0
     reference = terms(w, options)

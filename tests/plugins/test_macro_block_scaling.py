@@ -109,19 +109,13 @@ def test_a_tensor_scale_does_not_change_the_mantissas_of_macro_blocks():
     assert torch.equal(quantized(x, OPTIONS, more=["tensor_scaling"]), quantized(x, OPTIONS))
 
 
-def test_zeros_poison_tiny_values_and_empty_tensors():
-    x = log_normal(6, 128)
-    x[0], x[1, 3], x[2, 70], x[3] = 0, math.nan, math.inf, 1e-40
+def test_a_macro_block_with_a_poisoned_block_or_too_small_for_every_scale_has_no_factor():
+    x = log_normal(3, 64)
+    x[0, 3], x[1, 3], x[2] = math.nan, math.inf, 1e-40
     y = quantized(x, OPTIONS)
-    assert (y[0] == 0).all()
-    assert y[1, :16].isnan().all()
-    assert y[2, 64:80].isnan().all()
-    assert y.isnan().sum() == 32
-    # A macro block with a poisoned block, or too small for every scale, has γ = 1.
-    assert torch.equal(y[1, 16:64], fp4graph.fake_quantize(x, SPEC)[1, 16:64])
-    assert torch.equal(y[3], fp4graph.fake_quantize(x, SPEC)[3])
-    assert quantized(x[:0], OPTIONS).shape == (0, 128)
-    assert quantized(x[:0].mT, OPTIONS).shape == (128, 0)
+    assert y[:2, :16].isnan().all()
+    assert torch.equal(y[:2, 16:], fp4graph.fake_quantize(x, SPEC)[:2, 16:])
+    assert torch.equal(y[2], fp4graph.fake_quantize(x, SPEC)[2])
 
 
 def test_the_gradient_quantizes_macro_blocks_along_each_gemms_own_axis():

