@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4graph.errors import PolicyError, PolicyWarning
@@ -24,6 +22,7 @@ from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 from tests.helpers.catalogue import OPTIONS, TRAINING, policy_of
+from tests.helpers.models import SwiGlu
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.sites import program_of
 from tests.helpers.steps import descend
@@ -74,18 +73,6 @@ def policies(draw: st.DrawFn) -> dict[str, Any]:
     return one_rule(*[draw(technique(name)) for name in names], quantize=quantize, operands=source)
 
 
-class SwiGlu(nn.Module):
-    """A SwiGLU, for smooth_swiglu, with sizes that no block divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.up, self.down = nn.Linear(40, 72), nn.Linear(40, 72), nn.Linear(72, 40)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 def quietly(data: dict[str, Any]) -> Policy:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
@@ -125,7 +112,7 @@ quick = settings(
 def test_any_combination_trains(data: dict[str, Any]) -> None:
     policy = loaded(data)
     torch._dynamo.reset()
-    model = applied(SwiGlu(), policy)
+    model = applied(SwiGlu(40, 72), policy)  # smooth_swiglu acts in it, and no block divides its sizes
     x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
     before = [p.detach().clone() for p in model.parameters()]
     results = train(model, prepared(model, lr=1e-3), [(x,)] * 2, lambda x: model(x) - x)
@@ -171,7 +158,7 @@ def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
 def test_the_graph_and_the_optimizer_each_update_the_state_of_their_technique() -> None:
     techniques = [{"tensor_scaling": {"hold_steps": 2}}, "q_ema"]
     policy = one_rule(quantize=NVFP4, extends="ue5m3-d50", default="keep", techniques=techniques)
-    model = applied(SwiGlu(), policy)
+    model = applied(SwiGlu(40, 72), policy)
     optimizer = prepared(model, lr=1e-3)
     x, held = torch.randn(24, 40), []
     for _ in range(3):

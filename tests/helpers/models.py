@@ -26,6 +26,21 @@ class Mlp(nn.Module):
         return result
 
 
+class SwiGlu(nn.Module):
+    """``down(silu(gate(x))·up(x))``."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=bias) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return rows of ``width`` numbers."""
+        result: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
 def module_of(forward: Callable[..., Any], **parts: Any) -> Any:
     """Make a module of a new class with the submodules ``parts`` and this ``forward(self, ...)``."""
     module = type("Made", (nn.Module,), {"forward": forward})()
