@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.experts import Mixture, tokens
+from tests.helpers.models import module_of
 from tests.helpers.policies import NVFP4, loaded
 from tests.helpers.training import applied, prepared, uncompiled
 from tests.recipes.arithmetic import round_nearest
@@ -70,17 +71,6 @@ class Reference(nn.Module):
         return x @ self.quantized().mT
 
 
-class Stored(nn.Module):
-    """x·W with W stored as [K, N]; W is square, so that the shape does not show the layout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(K, K))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
 def spread(amax: Tensor) -> Tensor:
     """Return the value of each block, ``[..., N, K/16, 1]``, at its elements, ``[..., N, K]``."""
     return amax.expand(*amax.shape[:-1], 16).flatten(-2)
@@ -107,7 +97,9 @@ def test_it_trains_as_autograd_and_adam_do(init: str, transposed: bool) -> None:
     """On this data both round to the same values, so weights and scales differ only by fp32's rounding. Adam divides
     moments by each other and steps by lr, so a few ulps of dW, 2⁻²⁴·√32 for 32 tokens, change a step by 1e-5 of lr."""
     torch.manual_seed(0)
-    model = Stored() if transposed else nn.Linear(K, N, bias=False)
+    model = nn.Linear(K, N, bias=False)
+    if transposed:  # W is stored as [K, N], and square, so that the shape does not show the layout
+        model = module_of(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(K, K)))
     with torch.no_grad():
         model.weight[:2, :17] *= 8
         (model.weight.mT if transposed else model.weight)[5, 16:32] *= 1e-6  # a/6γ underflows, so a stays

@@ -12,6 +12,7 @@ from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import total
 from fp4graph.technique import Context
 from fp4graph.technique.operands import Operand
+from tests.helpers.models import module_of
 from tests.helpers.policies import NVFP4, loaded
 from tests.plugins.layer import Layer
 
@@ -92,19 +93,12 @@ def test_each_expert_has_the_mean_of_its_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["four_over_six"], ["stochastic_rounding"]], ids=str)
 def test_a_number_of_tokens_that_depends_on_values_compiles_to_the_same_bits(more):
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 48)
-
-        def forward(self, x):
-            return self.fc(x[x[:, 0] > 0]).sum(0)
-
     results = []
     for backend in ("eager", "aot_eager"):
         torch.manual_seed(0)
-        chosen = loaded("mean_split", more=["tensor_scaling", *more], quantize=NVFP4)
-        model = fp4graph.apply(Chosen(), chosen, seed=1, backend=backend)
+        module = module_of(lambda self, x: self.fc(x[x[:, 0] > 0]).sum(0), fc=nn.Linear(64, 48))
+        split = loaded("mean_split", more=["tensor_scaling", *more], quantize=NVFP4)
+        model = fp4graph.apply(module, split, seed=1, backend=backend)
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             model(torch.cat([biased(20, 64).abs(), -biased(9, 64).abs()])).sum().backward()
         results.append(model.fc.weight.grad)

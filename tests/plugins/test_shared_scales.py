@@ -14,7 +14,7 @@ import fp4graph
 from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from fp4graph.model.weight_quantizer import quantize
-from tests.helpers.models import llama
+from tests.helpers.models import llama, module_of
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied
 from tests.plugins.layer import gaussian
@@ -91,28 +91,21 @@ def test_names_or_groups_make_siblings(names):
     assert not torch.equal(alone(torch.eye(64)), fused(torch.eye(64)))
 
 
-class Experts(nn.Module):
-    """Stacks [E, K, N] of gates and of ups, or one stack of both."""
-
-    def __init__(self, **stacks):
-        super().__init__()
-        for name, stack in stacks.items():
-            self.register_parameter(name, nn.Parameter(stack.clone()))
-
-    def forward(self, x, ends):
-        return torch.cat([torch._grouped_mm(x, w, offs=ends) for w in self.parameters()], -1)
+def experts(x, technique, **stacks):
+    """Return the outputs of experts whose gates and ups are two stacks ``[E, K, N]``, or one stack."""
+    model = module_of(
+        lambda self, x, ends: torch.cat([torch._grouped_mm(x, w, offs=ends) for w in self.parameters()], -1),
+        **{name: nn.Parameter(stack.clone()) for name, stack in stacks.items()},
+    )
+    rule = one_rule(technique, quantize=NVFP4, op="grouped", operands={"backward": "keep"})
+    return applied(model.bfloat16(), rule)(x.bfloat16(), torch.tensor([8, 16, 32], dtype=torch.int32))
 
 
 def test_each_expert_shares_a_scale_between_its_siblings():
     w1, w3 = gaussian(3, 64, 32), gaussian(3, 64, 32, seed=1) * torch.tensor([0.5, 2.0, 30.0]).reshape(3, 1, 1)
-
-    def run(model, technique):
-        rule = one_rule(technique, quantize=NVFP4, op="grouped", operands={"backward": "keep"})
-        return applied(model.bfloat16(), rule)(X.bfloat16(), torch.tensor([8, 16, 32], dtype=torch.int32))
-
-    fused = run(Experts(w13=torch.cat([w1, w3], -1)), "tensor_scaling")
-    assert torch.equal(run(Experts(w1=w1, w3=w3), {"tensor_scaling": {"share": "siblings"}}), fused)
-    assert not torch.equal(run(Experts(w1=w1, w3=w3), "tensor_scaling"), fused)
+    fused = experts(X, "tensor_scaling", w13=torch.cat([w1, w3], -1))
+    assert torch.equal(experts(X, {"tensor_scaling": {"share": "siblings"}}, w1=w1, w3=w3), fused)
+    assert not torch.equal(experts(X, "tensor_scaling", w1=w1, w3=w3), fused)
 
 
 def test_weights_quantized_for_the_optimizer_are_those_of_the_next_forward():
@@ -129,17 +122,11 @@ def test_weights_quantized_for_the_optimizer_are_those_of_the_next_forward():
 
 
 def test_siblings_inside_adapters_share_too():
-    """PEFT wraps a linear layer as ``base_layer``."""
-
-    class Wrapped(nn.Sequential):
-        def __init__(self, layer):
-            super().__init__(OrderedDict(base_layer=layer))
-
-    expected = applied(Attention(), policy())(X)
+    """PEFT wraps a linear layer as ``base_layer``; here one sibling has no adapter."""
     wrapped = Attention()
     for name in SIBLINGS[:2]:
-        setattr(wrapped, name, Wrapped(getattr(wrapped, name)))
-    assert torch.equal(applied(wrapped, policy())(X), expected)
+        setattr(wrapped, name, nn.Sequential(OrderedDict(base_layer=getattr(wrapped, name))))
+    assert torch.equal(applied(wrapped, policy())(X), applied(Attention(), policy())(X))
 
 
 def test_loaded_or_changed_weights_change_the_scale_at_once():

@@ -114,6 +114,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
          "input_granularity is for inputs, which operands does not list"),
         ({"input_granularity": "row", "hold_steps": 5},
          "with hold_steps use granularity: tensor, no input_granularity"),
+        ({"groups": [["wq", "wk"]]}, "groups adds families of siblings; give share: siblings too"),
     ],
     "tensor_scaling_gradient": [({"kind": "absmax"}, "requires 'tensor_scaling'")],
 }  # fmt: skip
@@ -177,7 +178,7 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
         ({}, LEARNED | {"after": ["q_ema"]}, "q_ema changes fprop.weight too"),
         ({}, scaled() | {"after": [{"hadamard": {"block": 16}}]}, "hadamard changes fprop.weight too"),
         ({}, LEARNED | scaled(granularity="row"), "granularity: tensor"),
-        ({}, LEARNED | scaled(target=256), "target of 448"),
+        ({}, LEARNED | scaled(target=256), "target of 448"), ({}, LEARNED | scaled(headroom=0.5), "headroom: 1"),
         ({}, scaled(operands=["inputs"]), "tensor_scaling needs fprop.weight"),
         ({}, LEARNED | {"more": []}, "tensor_scaling"),
     ],
