@@ -338,14 +338,15 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize("case", STEPS)
 def test_a_weight_that_is_used_twice_is_acted_on_once(case: str, tied: bool) -> None:
     """The weight moves as that of a layer that is used once, which other tests compare with equations."""
-    (plain, optimizer), (shared, its) = stepped(*STEPS[case], linear()), stepped(*STEPS[case], Sharing(tied))
+    plain, optimizer = stepped(*STEPS[case], linear())
+    shared, shared_optimizer = stepped(*STEPS[case], Sharing(tied))
     free = linear()
     without = torch.optim.AdamW(free.parameters(), **ADAMW)
-    for model, which in ((plain, optimizer), (shared, its), (free, without)):
+    for model, which in ((plain, optimizer), (shared, shared_optimizer), (free, without)):
         push(which, (model.weight, model.bias), pushes(47))
     assert torch.equal(shared.weight, plain.weight)
     assert torch.equal(shared.bias, plain.bias)
-    assert not differences(dict(optimizer.state[plain.weight]), dict(its.state[shared.weight]))
+    assert not differences(dict(optimizer.state[plain.weight]), dict(shared_optimizer.state[shared.weight]))
     if case == "q_ema":
         for user in (shared.first, shared.second):
             assert torch.equal(user._fp4graph_q_ema_weight, plain._fp4graph_q_ema_weight)
@@ -382,14 +383,14 @@ def test_a_training_in_bf16_resumes_to_the_bit(name: str) -> None:
         model = applied(Mlp(64, 96, 32).bfloat16(), policy_of(name, quantize=FLOOR if name == "quest_scale" else NVFP4))
         return model, prepared(model, fused=True)
 
-    (model, optimizer), (other, its) = made(), made()
+    (model, optimizer), (resumed, resumed_optimizer) = made(), made()
     batches = [(gaussian(40, 64, seed=step).bfloat16(),) for step in range(5)]
     train(model, optimizer, batches[:2])
     weights, state = through_file((model.state_dict(), optimizer.state_dict()))
-    other.load_state_dict(weights)
-    its.load_state_dict(state)
-    results, again = (train(*each, batches[2:]) for each in ((model, optimizer), (other, its)))
+    resumed.load_state_dict(weights)
+    resumed_optimizer.load_state_dict(state)
+    results, again = (train(*each, batches[2:]) for each in ((model, optimizer), (resumed, resumed_optimizer)))
     assert results[0].dtype is torch.bfloat16
     assert all(result.isfinite().all() for result in results)
     assert not differences(results, again)
-    assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"])
+    assert not differences(optimizer.state_dict()["state"], resumed_optimizer.state_dict()["state"])

@@ -105,15 +105,15 @@ def test_state_may_be_loaded_before_the_optimizer_is_prepared():
         step(applied, optimizer, grad)
     other = training.applied(nn.Linear(64, 6), policy(FREEZE))
     other.load_state_dict(applied.state_dict())
-    its = sgd(other.parameters())
-    its.load_state_dict(optimizer.state_dict())
-    assert remembered(other, its, "frozen").dtype is torch.float32
-    fp4graph.prepare_optimizer(other, its)
+    other_optimizer = sgd(other.parameters())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    assert remembered(other, other_optimizer, "frozen").dtype is torch.float32
+    fp4graph.prepare_optimizer(other, other_optimizer)
     for grad in grads[30:]:
         step(applied, optimizer, grad)
-        step(other, its, grad)
+        step(other, other_optimizer, grad)
     assert torch.equal(applied.weight, other.weight)
-    assert remembered(other, its, "frozen").dtype is torch.bool
+    assert remembered(other, other_optimizer, "frozen").dtype is torch.bool
 
 
 def test_values_that_move_with_their_scales_do_not_turn():

@@ -137,9 +137,9 @@ def x():
     return gaussian(3, 16, seed=2) * torch.tensor([[0.02], [1.0], [30.0]])
 
 
-def close(found, expected):
+def close(actual, expected):
     # fp32 against float64: under these seeds no ratio is near a threshold, so only a few operations round differently.
-    torch.testing.assert_close(found.double(), expected, rtol=3e-4, atol=3e-4)
+    torch.testing.assert_close(actual.double(), expected, rtol=3e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize("convention", ["decode", "encode"])
@@ -152,9 +152,9 @@ def test_equation_1(x, convention, scale, step, max_kind, scale_kind):
     if scale_kind != "ste":
         techniques.append({"scale_gradient": {"kind": scale_kind}})
     with pytest.warns(PolicyWarning) if step == "ste" else contextlib.nullcontext():
-        found = factor(techniques, x, scale=scale, convention=convention)
+        actual = factor(techniques, x, scale=scale, convention=convention)
     kinds = {"step": step, "max_kind": max_kind, "scale_kind": scale_kind}
-    close(found, slopes_of(x, scale=scale, convention=convention, **kinds))
+    close(actual, slopes_of(x, scale=scale, convention=convention, **kinds))
 
 
 def test_range_low_differentiates_only_subnormal_scales(x):
@@ -191,17 +191,17 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
         g = t.abs().max().detach() + (t - t.detach()) if kind == "ste" else maximum(t, kind, 4.0)
         return values_of(t / (g / kappa), **kwargs) * (g / kappa)
 
-    found = factor(techniques, x, convention=convention).reshape(-1)
+    actual = factor(techniques, x, convention=convention).reshape(-1)
     flat = x.double().reshape(-1)
     if max_kind == "ste":
-        close(found, diagonal(quantize, flat))
+        close(actual, diagonal(quantize, flat))
         return
     leaf = flat.clone().requires_grad_()
     g = leaf.abs().max().detach() if kind == "ste" else maximum(leaf, kind, 4.0)
     dg = torch.ones_like(flat) if kind == "ste" else torch.autograd.grad(g, leaf)[0]
     u = flat / (g / kappa).detach()
     slope = slopes_of(u, **kwargs)
-    close(found, slope + dg / kappa * (values_of(u, **kwargs) - u * slope))
+    close(actual, slope + dg / kappa * (values_of(u, **kwargs) - u * slope))
 
 
 def test_f_of_equation_3_is_the_quantizer_with_macro_blocks(x):
@@ -211,14 +211,14 @@ def test_f_of_equation_3_is_the_quantizer_with_macro_blocks(x):
         {"tensor_scaling": {"target": 16}}, {"tensor_scaling_gradient": {"kind": "ste"}},
         {"macro_block_scaling": {"block": 16}}, {"step_gradient": {"kind": "dge"}},
     ]  # fmt: skip
-    found = factor(techniques, x.float(), scale="e8m0")
+    actual = factor(techniques, x.float(), scale="e8m0")
     kappa = 6 * 16
     u = x / (x.abs().max() / kappa)
     mantissa = np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 2
     macro = torch.from_numpy(np.ceil(mantissa * 8) / 8)  # three stored bits, rounded up
     assert len(set(macro.flatten().tolist())) == 2
     f, slope = (of(u / macro, scale="e8m0", step="dge") for of in (values_of, slopes_of))
-    close(found.reshape(x.shape), slope + (f * macro - u * slope) / kappa)
+    close(actual.reshape(x.shape), slope + (f * macro - u * slope) / kappa)
 
 
 def test_macro_blocks_take_the_exact_maximum_beside_a_smooth_tensor_scale(x):
@@ -228,11 +228,11 @@ def test_macro_blocks_take_the_exact_maximum_beside_a_smooth_tensor_scale(x):
         {"tensor_scaling_gradient": {"kind": "softmax", "beta": 0.05}},
         {"macro_block_scaling": {"block": 16}},
     ]
-    found = total(program(techniques, scale="e8m0")(x))
+    actual = total(program(techniques, scale="e8m0")(x))
     gamma = (torch.logsumexp(0.05 * x.double().abs().flatten(), 0) / 0.05 / (6 * 16)).float()
     u = (x / gamma).double()
     macro = torch.from_numpy(np.ceil(np.frexp(u.abs().amax(1, keepdim=True).numpy() / 6)[0] * 16) / 8)
-    close(found, values_of(u / macro, scale="e8m0") * macro * gamma)
+    close(actual, values_of(u / macro, scale="e8m0") * macro * gamma)
 
 
 @pytest.mark.parametrize("of", ["normalized", "original"])
@@ -240,7 +240,7 @@ def test_macro_blocks_take_the_exact_maximum_beside_a_smooth_tensor_scale(x):
 def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, size):
     """dZ/dU is softmax(β·abs(u))·sign(u) of U = X/g, or with ``of: original`` of X; never of X/γ = 2688·U."""
     x = x[1:2] * size
-    found = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0, "of": of}}], x).reshape(-1)
+    actual = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0, "of": of}}], x).reshape(-1)
     flat = x.double().reshape(-1).numpy()
     unit = np.abs(flat).max() if of == "normalized" else 1.0
     u = flat / (np.abs(flat).max() / 2688)
@@ -250,7 +250,7 @@ def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, 
         weights = np.exp(4 * (np.abs(block) - np.abs(block).max()) / unit)
         gradient = weights / weights.sum() * np.sign(block)
         expected.append(1 + gradient / 6 * (nearest(ratio, GRID) - ratio))
-    close(found, torch.from_numpy(np.concatenate(expected)))
+    close(actual, torch.from_numpy(np.concatenate(expected)))
 
 
 def test_the_soft_maximum_of_a_small_tensor():
@@ -269,9 +269,9 @@ def test_the_soft_maximum_of_a_small_tensor():
         f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", **options}}], block=16)
         return total(f(x)).double().numpy().reshape(-1, 16)
 
-    found = quantized()
-    assert (np.abs(found - expected) > 1e-6 * np.abs(blocks).max()).mean() < 1e-3  # exp in fp32 may move a tie
-    error = np.square(found - blocks).sum() / np.square(blocks).sum()
+    actual = quantized()
+    assert (np.abs(actual - expected) > 1e-6 * np.abs(blocks).max()).mean() < 1e-3  # exp in fp32 may move a tie
+    error = np.square(actual - blocks).sum() / np.square(blocks).sum()
     assert error < 0.02
     assert (quantized(of="original") == 0).mean() > 0.99
 
@@ -298,13 +298,13 @@ def test_the_soft_maximums_gradient_is_its_difference_quotient():
 
 def test_absmax_ties_go_to_the_first_and_zero_blocks_are_straight_through():
     x = torch.tensor([[3.0, -1, 3, -3, 1, *[0] * 11]])
-    found = factor([{"smooth_max": {"kind": "absmax"}}], x, scale="e8m0")
+    actual = factor([{"smooth_max": {"kind": "absmax"}}], x, scale="e8m0")
     # S = nearest(3/6) = 0.5, u = x/S: only element 0 has a second summand, sign/Qmax·(Q(u) - u) = 0 for it.
-    assert torch.equal(found, torch.ones_like(x))
+    assert torch.equal(actual, torch.ones_like(x))
     x[0, 0] = x[0, 2] = 3.2
-    found = factor([{"smooth_max": {"kind": "absmax"}}], x, scale="e8m0")
-    assert found[0, 0] == pytest.approx(1 + (6 - 6.4) / 6, rel=1e-6)
-    assert found[0, 2] == 1
+    actual = factor([{"smooth_max": {"kind": "absmax"}}], x, scale="e8m0")
+    assert actual[0, 0] == pytest.approx(1 + (6 - 6.4) / 6, rel=1e-6)
+    assert actual[0, 2] == 1
 
 
 def test_the_softmax_statistic_excludes_padding_and_a_relative_beta_scales_with_the_data():
@@ -406,9 +406,9 @@ def test_a_gradient_of_the_tensor_scale_without_effect_is_warned_about(x, techni
     stochastic = "stochastic_scale_rounding" in techniques  # 224 is a value of E4M3, but no rounding is promised
     warned = pytest.warns(PolicyWarning, match=r"absmax.*the term f\(U\) - U·f'\(U\) is 0; remove it")
     with contextlib.nullcontext() if acts or stochastic else warned:
-        found = factor(techniques, x, scale=scale, convention=convention)
+        actual = factor(techniques, x, scale=scale, convention=convention)
     expected = torch.ones_like(x) if plain is None else plain
-    assert torch.allclose(found, expected, rtol=0, atol=1e-5) == (not acts)
+    assert torch.allclose(actual, expected, rtol=0, atol=1e-5) == (not acts)
 
 
 def test_a_gradient_without_effect_has_no_complexity():

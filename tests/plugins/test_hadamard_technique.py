@@ -58,9 +58,9 @@ def test_rotations_cancel_exactly_for_powers_of_four_and_to_rounding_for_other_b
 def test_the_deterministic_site_is_its_equations(data, block):
     """Each GEMM rotates its operands, from the originals, along the contraction axis and then quantizes them."""
     expected = products_by(lambda t: fp4graph.fake_quantize(on_blocks(t, sylvester(block)), SPEC), *data)
-    found = layer.products(*data, {"block": block, "kind": "deterministic"})
+    actual = layer.products(*data, {"block": block, "kind": "deterministic"})
     # The product with H sums in an unknown order, so that last bits may differ, and with them codes at ties.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 def signs_of(built, gemm=Gemm.FPROP, step=0, seed=0):

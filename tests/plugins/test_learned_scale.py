@@ -141,5 +141,5 @@ def test_each_expert_learns_by_itself(form: str) -> None:
         expected[turned] = turned.detach() - LR * reference.weight.grad
         expected[state.mT if name == "w2" else state] = spread(first - FACTOR * LR * slope / (slope.abs() + EPS))
     optimizer.step()
-    for found, value in expected.items():
-        torch.testing.assert_close(found.detach().double(), value, rtol=1e-5, atol=FACTOR * LR * 1e-3)
+    for actual, value in expected.items():
+        torch.testing.assert_close(actual.detach().double(), value, rtol=1e-5, atol=FACTOR * LR * 1e-3)

@@ -221,11 +221,11 @@ def test_beside_hadamard_the_rotated_weight_is_approximated():
     program = layer.program(**beside)
     rotated = torch.from_numpy(rotate(w.numpy(), 1, 32))
     weight = program.operand(Operand.FPROP_WEIGHT)
-    found = weight(program.fprop.rotate(x, w, DRAW).right, DRAW)
+    actual = weight(program.fprop.rotate(x, w, DRAW).right, DRAW)
     context = next(c for t, c in weight.acting(w, DRAW, None) if t.name == "low_rank_residual")
     expected = subspace_iteration(rotated, 16, 2, context)
-    torch.testing.assert_close(found[1].values.double(), expected, rtol=0, atol=1e-5)
-    assert (total(found) - rotated).norm() / rotated.norm() < 0.05
+    torch.testing.assert_close(actual[1].values.double(), expected, rtol=0, atol=1e-5)
+    assert (total(actual) - rotated).norm() / rotated.norm() < 0.05
     y, _, _ = layer.products(x, w, torch.zeros(40, 64), **beside)
     plain = fp4graph.fake_quantize(x, SPEC) @ fp4graph.fake_quantize(w, SPEC).mT
     assert (y - x @ w.mT).norm() < (plain - x @ w.mT).norm()

@@ -120,5 +120,5 @@ def test_a_macro_block_with_a_poisoned_block_or_too_small_for_every_scale_has_no
 
 def test_the_gradient_quantizes_macro_blocks_along_each_gemms_own_axis():
     x, w, dy = log_normal(40, 64), gaussian(8, 64), gaussian(40, 8, seed=5)
-    found = layer.products(x, w, dy, {"block": 32})
-    torch.testing.assert_close(found, products_by(lambda t: expected(t, 32, SPEC), x, w, dy), rtol=1e-6, atol=1e-6)
+    actual = layer.products(x, w, dy, {"block": 32})
+    torch.testing.assert_close(actual, products_by(lambda t: expected(t, 32, SPEC), x, w, dy), rtol=1e-6, atol=1e-6)

@@ -122,9 +122,9 @@ def test_nan_and_inf_count_as_outliers(bad, residual):
     assert torch.equal(terms(x, options)[0][:3], fp4graph.fake_quantize(bulk[:3], SPEC))
     # With more NaN or Inf than may be cut nothing is clamped at that end, and every NaN stays.
     x[:20] = bad
-    found = sum(terms(x, options))
-    assert found[:20].isnan().all()
-    assert found[20:].isfinite().all()
+    actual = sum(terms(x, options))
+    assert actual[:20].isnan().all()
+    assert actual[20:].isfinite().all()
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -151,10 +151,10 @@ def test_beside_hadamard_elements_of_the_rotated_operand_are_clamped():
     program = layer.program(**beside)
     rotated = torch.from_numpy(rotate(x.numpy(), 1, 32)).float()
     rotation = program.fprop.rotate(x, w, DRAW)
-    found = total(program.operand(Operand.FPROP_INPUT)(rotation.left, DRAW))
+    actual = total(program.operand(Operand.FPROP_INPUT)(rotation.left, DRAW))
     bulk = clamped(rotated, 1)
     expected = fp4graph.fake_quantize(bulk, SPEC) + (rotated - bulk)
     # The reference rotates in float64, so an element next to a rounding boundary may fall on its other side.
-    assert ((found - expected).abs() < 1e-4).float().mean() > 0.999
+    assert ((actual - expected).abs() < 1e-4).float().mean() > 0.999
     y, _, _ = layer.products(x, w, torch.zeros(40, 64), **beside)
     assert (y - x @ w.mT).norm() / (x @ w.mT).norm() < 0.2

@@ -99,9 +99,9 @@ def test_weights_are_those_of_algorithm_2(kind, make, steps, options):
 
 
 def test_elements_that_do_not_oscillate_have_the_bits_of_a_plain_optimizer():
-    (applied, optimizer), (plain, its) = prepared(), unprepared()
+    (applied, optimizer), (plain, plain_optimizer) = prepared(), unprepared()
     drive(applied, optimizer, pushes(18))
-    drive(plain, its, pushes(18))
+    drive(plain, plain_optimizer, pushes(18))
     factor = factors(applied, optimizer)
     assert 0 < (factor > 1).sum() < factor.numel() / 4
     assert torch.equal(applied.weight[factor == 1], plain.weight[factor == 1])
@@ -144,17 +144,17 @@ def test_a_phase_changes_options():
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("restore", [False, True])
 def test_a_detection_is_undone_if_restore_was_set_when_it_began(restore, at):
-    (applied, optimizer), (kept, its) = (prepared({**OPTIONS, "restore": restore}) for _ in range(2))
+    (applied, optimizer), (kept, kept_optimizer) = (prepared({**OPTIONS, "restore": restore}) for _ in range(2))
     grads = pushes(27)
     end = 20 if at < 20 else 27  # the end of the first period, or a step before the end of the second detection
     drive(applied, optimizer, grads[:at])
     change(applied, optimizer, {**OPTIONS, "restore": not restore})
     drive(applied, optimizer, grads[at:end])
-    drive(kept, its, grads[:end])
+    drive(kept, kept_optimizer, grads[:end])
     assert same(applied.parameters(), kept.parameters())
     if at == 22:  # the second detection ends by the option that was set when it began
         drive(applied, optimizer, pushes(1))
-        drive(kept, its, pushes(1))
+        drive(kept, kept_optimizer, pushes(1))
         assert torch.equal(applied.weight, kept.weight)
 
 
@@ -211,9 +211,9 @@ BEGINNERS = {
 def test_after_restore_the_optimizer_begins_as_a_new_one(name):
     make, grads = BEGINNERS[name], pushes(19)
     applied, optimizer = prepared({**OPTIONS, "k1": 1e9, "restore": True}, make)  # all N are 1
-    plain, its = unprepared(make)
+    plain, plain_optimizer = unprepared(make)
     drive(applied, optimizer, grads)
-    drive(plain, its, grads[8:])
+    drive(plain, plain_optimizer, grads[8:])
     assert same(applied.parameters(), plain.parameters())
 
 
@@ -222,15 +222,15 @@ def test_waiting_elements_keep_the_initial_state_of_the_optimizer(name):
     """The first step after restore initializes the state; it is an ordinary step for every element."""
     make, grads = BEGINNERS[name], pushes(12)
     applied, optimizer = prepared({**OPTIONS, "k1": 1e-3, "n_max": 3, "restore": True}, make)
-    plain, its = unprepared(make)
+    plain, plain_optimizer = unprepared(make)
     drive(applied, optimizer, grads[:9])
-    drive(plain, its, grads[8:9])
+    drive(plain, plain_optimizer, grads[8:9])
     assert torch.equal(applied.weight, plain.weight)
     waiting = factors(applied, optimizer) == 3
     assert waiting.any()
     drive(applied, optimizer, grads[9:11])
     assert torch.equal(applied.weight[waiting], plain.weight[waiting])
-    for entry, value in its.state[plain.weight].items():
+    for entry, value in plain_optimizer.state[plain.weight].items():
         if isinstance(value, torch.Tensor) and value.shape == plain.weight.shape:
             assert torch.equal(optimizer.state[applied.weight][entry][waiting], value[waiting])
     drive(applied, optimizer, grads[11:])
@@ -252,11 +252,11 @@ def test_optimizers_whose_state_cannot_be_restored_are_refused(make, kept, messa
 
 @pytest.mark.parametrize("make", [adamw, momentum])
 def test_restore_undoes_the_detection(make):
-    (applied, optimizer), (kept, its) = prepared({**OPTIONS, "restore": True}, make), prepared(make=make)
+    (applied, optimizer), (kept, kept_optimizer) = prepared({**OPTIONS, "restore": True}, make), prepared(make=make)
     start = linear().weight
     drive(applied, optimizer, pushes(8))
-    drive(kept, its, pushes(8))
-    assert torch.equal(factors(applied, optimizer), factors(kept, its))  # of the steps that were undone
+    drive(kept, kept_optimizer, pushes(8))
+    assert torch.equal(factors(applied, optimizer), factors(kept, kept_optimizer))  # of the steps that were undone
     assert torch.equal(applied.weight, start)
     # The second detection starts when the optimizer has state.
     drive(applied, optimizer, pushes(12))

@@ -78,11 +78,11 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
     plugin, message = BROKEN[case]
     healthy = ("healthy", offering(techniques=[technique("fine")], formats=[ODD]))
     plugins = [("broken", plugin), healthy] if first else [healthy, ("broken", plugin)]
-    found = registry_of(*plugins)
-    assert list(found.techniques) == ["fine"]
-    assert found.elements == {**ELEMENTS, "odd": ODD}
-    assert list(found.failures) == ["broken"]
-    error = found.failures["broken"]
+    registered = registry_of(*plugins)
+    assert list(registered.techniques) == ["fine"]
+    assert registered.elements == {**ELEMENTS, "odd": ODD}
+    assert list(registered.failures) == ["broken"]
+    error = registered.failures["broken"]
     assert error.plugin == "broken"
     assert str(error).startswith("plugin 'broken': ")
     assert message in str(error)
@@ -90,21 +90,21 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
 
 @pytest.mark.parametrize("case", ["raises", "format after technique", "half right", "unknown hook"])
 def test_the_error_of_an_unknown_technique_names_the_broken_plugin_that_may_have_it(case: str) -> None:
-    found = registry_of(("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1])))
+    registered = registry_of(("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1])))
     with pytest.raises(PolicyError, match=r"unknown technique 't' \(plugin 'broken': .*\); known: none") as caught:
-        load_policy(USES_T, found)
+        load_policy(USES_T, registered)
     assert BROKEN[case][1] in str(caught.value)
     assert "other" not in str(caught.value)  # which has no hook for techniques
 
 
 def test_the_error_of_an_unknown_format_names_the_broken_plugin_that_has_it() -> None:
-    found = registry_of(("broken", offering(formats=[ODD, E2M1])))
+    registered = registry_of(("broken", offering(formats=[ODD, E2M1])))
     with pytest.raises(PolicyError, match=r"unknown element format 'odd' \(plugin 'broken': .*'e2m1' already exists\)"):
-        load_policy({"version": 1, "default": {"element": "odd"}}, found)
+        load_policy({"version": 1, "default": {"element": "odd"}}, registered)
     with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # no plugin offers it
-        load_policy({"version": 1, "default": {"element": "even"}}, found)
+        load_policy({"version": 1, "default": {"element": "even"}}, registered)
     with pytest.raises(PolicyError, match=r"no policy 'odd' is shipped \(plugin 'broken': .*\), and it is not a file"):
-        load_policy("odd", found)
+        load_policy("odd", registered)
 
 
 def weighing(complexity: Callable[..., Any]) -> Registry:
@@ -129,12 +129,12 @@ def test_a_complexity_weight_may_be_any_real_number_and_an_exception_in_it_is_na
 
 def test_offers_have_their_plugin_as_origin_and_do_not_leak_into_another_registry() -> None:
     scale = ScaleFormat("sparse", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0)
-    found = registry_of(
+    registered = registry_of(
         ("a", offering(techniques=[technique("t")], formats=[ODD, scale])), ("b", offering(techniques=[technique("u")]))
     )
-    assert not found.failures
-    assert {name: found.origin(name) for name in found.techniques} == {"t": "a", "u": "b"}
-    assert (found.elements["odd"], found.scales["sparse"]) == (ODD, scale)
+    assert not registered.failures
+    assert {name: registered.origin(name) for name in registered.techniques} == {"t": "a", "u": "b"}
+    assert (registered.elements["odd"], registered.scales["sparse"]) == (ODD, scale)
     fresh = registry_of()
     assert (dict(fresh.techniques), fresh.elements) == ({}, ELEMENTS)
 
@@ -142,17 +142,17 @@ def test_offers_have_their_plugin_as_origin_and_do_not_leak_into_another_registr
 def test_the_first_of_two_plugins_keeps_the_name_that_both_offer() -> None:
     offers = {"techniques": [technique("t")]}, {"products": [ProductOperation("library::mm", Factors)]}
     plugins = [(name, offering(**offered)) for name, offered in zip("abcd", offers * 2, strict=True)]
-    found = registry_of(*plugins, ("a", offering(techniques=[technique("u")])))
-    assert (found.origin("t"), found.products["library::mm"].plugin) == ("a", "b")
-    assert list(found.techniques) == ["t"]
-    assert "technique 't' is already offered by plugin 'a'" in str(found.failures["c"])
-    assert "operator 'library::mm' is already read by plugin 'b'" in str(found.failures["d"])
-    assert "another plugin has this name" in str(found.failures["a"])
+    registered = registry_of(*plugins, ("a", offering(techniques=[technique("u")])))
+    assert (registered.origin("t"), registered.products["library::mm"].plugin) == ("a", "b")
+    assert list(registered.techniques) == ["t"]
+    assert "technique 't' is already offered by plugin 'a'" in str(registered.failures["c"])
+    assert "operator 'library::mm' is already read by plugin 'b'" in str(registered.failures["d"])
+    assert "another plugin has this name" in str(registered.failures["a"])
 
 
 def test_tables_are_read_only() -> None:
-    found = registry_of()
-    for table in (found.techniques, found.elements, found.scales, found.policies, found.products):
+    empty = registry_of()
+    for table in (empty.techniques, empty.elements, empty.scales, empty.policies, empty.products):
         with pytest.raises(TypeError):
             table["x"] = None  # type: ignore[index]
 
@@ -172,18 +172,18 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     # Once a package, such as mlflow, has imported importlib_metadata, its class of entry points comes back.
     foreign = SimpleNamespace(name="foreign", group=GROUP, load=lambda: offering(techniques=[technique("fine")]))
     monkeypatch.setattr(registry, "entry_points", lambda group: [*points, foreign] if group == GROUP else ())
-    found = Registry()
-    assert list(found.techniques) == ["mine", "fine"]
-    assert set(found.failures) == {"bad", "syntax", "gone"}
-    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in str(found.failures["bad"])
-    assert "SyntaxError" in str(found.failures["syntax"])
+    registered = Registry()
+    assert list(registered.techniques) == ["mine", "fine"]
+    assert set(registered.failures) == {"bad", "syntax", "gone"}
+    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in str(registered.failures["bad"])
+    assert "SyntaxError" in str(registered.failures["syntax"])
 
 
 def test_shipped_techniques_come_from_entry_points() -> None:
     shipped = {point.name for point in entry_points(group=GROUP) if point.value == f"fp4graph_plugins.{point.name}"}
-    found = Registry()
-    assert not found.failures
-    assert {name for name, cls in found.techniques.items() if found.origin(name) == cls.name} == shipped
+    registered = Registry()
+    assert not registered.failures
+    assert {name for name, cls in registered.techniques.items() if registered.origin(name) == cls.name} == shipped
 
 
 @pytest.mark.long
