@@ -87,7 +87,7 @@ def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
     return {"state": (StateEntry("mean", Operand.FPROP_WEIGHT, init),), "after_step": lambda self, update: None}
 
 
-#: A stage, the fault (empty for the one of which the message speaks), the method, and a part of the message.
+#: A stage, the fault (empty where the message says it), the method, and a part of the message.
 WRONG = [
     ("block_statistic", "", lambda self, v, z, c: v, "returned shape (5, 2, 32) where (5, 2, 1) is due"),
     ("block_statistic", "a number", lambda self, v, z, c: 3, "returned int where a tensor is due"),

@@ -39,7 +39,7 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             from_module = node.module in IMPORTABLE  # else the names are modules of a package
-            names |= {str(node.module) if from_module else f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {node.module if from_module else f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in names if name.split(".")[0] == "fp4graph"}
 
 
