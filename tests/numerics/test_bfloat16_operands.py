@@ -1,4 +1,4 @@
-"""How many values of each operand bf16 rounds once more: the table of docs/parity.md.
+"""The share of values in each operand that bf16 rounds once more: the table of docs/parity.md.
 
 ``python -m tests.numerics.test_bfloat16_operands`` prints its rows, for every shipped policy.
 """
@@ -18,7 +18,7 @@ from tests.recipes.linear import IN, OUT, TOKENS, Data, applied, step
 from tests.recipes.shipped import POLICIES, experts_at
 
 PAGE = Path(__file__).parents[2] / "docs/parity.md"
-#: The operands that one column of the table speaks of, in TetraJet's order.
+#: The operands of the table's columns, Q1 to Q6.
 COLUMNS = ("fprop.input", "fprop.weight", "dgrad.grad_output", "dgrad.weight", "wgrad.grad_output", "wgrad.input")
 
 
@@ -29,41 +29,42 @@ def gaussian() -> Data:
 
 
 def shares(policy: str) -> dict[str, float]:
-    """Return by operand the share of values, in the operand's quantized term, that bf16 does not represent.
+    """Return, for each quantized operand, the share of its values that bf16 does not represent.
 
-    Where experts and linears have different quantizers, it is the larger share.
+    Where experts and linears have different quantizers, return the larger share.
     """
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
 
     def see(*operands: ObservedOperand) -> None:
-        for own in operands:
-            if own.program.spec is not None:
-                values = own.terms[0].values.numpy().astype(np.float32)
+        for operand in operands:
+            if operand.program.spec is not None:
+                values = operand.terms[0].values.numpy().astype(np.float32)
                 low = values.view(np.uint32) & 0xFFFF  # a bf16 number is an fp32 without these bits
                 share = float((low != 0).mean())
-                found[str(own.operand)] = max(share, found.get(str(own.operand), 0.0))
+                name = str(operand.operand)
+                largest[name] = max(share, largest.get(name, 0.0))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with observed(see):
             step(applied(policy, gaussian(), experts_at(policy)), gaussian())
-    return found
+    return largest
 
 
 def row(policy: str) -> str:
-    found = shares(policy)
-    return " | ".join(f"{100 * found[name]:.0f} %" if name in found else "–" for name in COLUMNS)
+    measured = shares(policy)
+    return " | ".join(f"{100 * measured[name]:.0f} %" if name in measured else "–" for name in COLUMNS)
 
 
 @pytest.mark.parametrize("policy", ["averis", "if4", "nvfp4-rl", "wang-dge"])
-def test_the_rows_of_the_page(policy):
+def test_the_page_states_the_measured_shares(policy):
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{policy}`")]
     (cells,) = (cells for cells in (line.strip("| ").split(" | ") for line in lines) if len(cells) == 9)
-    found = shares(policy)
+    measured = shares(policy)
     for name, cell in zip(COLUMNS, cells[1:7], strict=True):
-        assert (name in found) == (cell != "–")
-        if name in found:
-            assert 100 * found[name] == pytest.approx(float(cell.split()[0]), abs=2), name
+        assert (name in measured) == (cell != "–")
+        if name in measured:
+            assert 100 * measured[name] == pytest.approx(float(cell.split()[0]), abs=2), name
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from fp4graph.numerics.scaling import amax
 
 SHAPES = [(7,), (64,), (6, 64), (64, 6), (5, 33), (2, 3, 40), (2, 33, 17)]
 BLOCKS = [1, 16, 32, (2, 16), (16, 16), "row", "tensor"]
-
-
 CASES = [
     (shape, block, dim)
     for shape, block in itertools.product(SHAPES, BLOCKS)
@@ -24,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "block", "dim"), CASES)
-def test_split_join_and_indices(shape, block, dim):
+def test_join_inverts_split_and_indices_are_row_major(shape, block, dim):
     x = torch.randn(shape)
     blocking = Blocking(shape, block, dim)
     values = blocking.split(x)
@@ -41,7 +39,7 @@ def test_split_join_and_indices(shape, block, dim):
     assert torch.equal(blocks.flatten(), torch.arange(blocks.numel(), dtype=torch.int32))
 
 
-def test_a_block_is_what_its_description_says():
+def test_the_elements_of_the_first_block():
     x = torch.arange(24.0).reshape(4, 6)
 
     def first(block, dim):
@@ -66,19 +64,21 @@ def test_full_blocks_are_a_view(dim):
         assert split.untyped_storage().nbytes() == x.untyped_storage().nbytes()
 
 
-def test_layout_needs_no_transposition():
+def test_the_blocked_layout_keeps_the_order_of_axes():
     blocking = Blocking((64, 96), 32, 0)
     assert (blocking.layout, blocking.axes, blocking.scale_shape) == ([2, 32, 96], (1,), [2, 1, 96])
     blocking = Blocking((5, 64, 96), (16, 32), 0)
     assert (blocking.layout, blocking.axes) == ([5, 4, 16, 3, 32], (2, 4))
 
 
-def test_indices_wrap_around_where_a_stride_exceeds_int32():
-    shape = (3, 2**20, 2**13)  # 2^33 elements to a step of the first axis
-    blocking = Blocking(shape, "tensor")
-    assert Blocking((3,), 1).index("cpu").flatten().tolist() == [0, 1, 2]
-    with torch.device("meta"):
-        assert list(blocking.index("meta").shape) == list(shape)
+def test_indices_wrap_around_at_32_bits(monkeypatch):
+    """The first axis has a stride of 2^33 elements. Of each axis, only the last two positions are computed."""
+    sizes, arange = (3, 2**20, 2**13), torch.arange
+    monkeypatch.setattr(torch, "arange", lambda size, **options: arange(size - 2, size, **options))
+    index = Blocking(sizes, "tensor").index("cpu")
+    places = itertools.product(*(range(size - 2, size) for size in sizes))
+    exact = [(i * sizes[1] + j) * sizes[2] + k for i, j, k in places]
+    assert index.flatten().tolist() == [(number + 2**31) % 2**32 - 2**31 for number in exact]
 
 
 @pytest.mark.slow
@@ -92,19 +92,19 @@ def test_indices_wrap_around_where_a_stride_exceeds_int32():
         operators.largest_of_all,
     ],
 )
-def test_the_largest_of_none_is_zero(largest, rows):
-    """Of rows whose number is known, and of rows that a mask chooses."""
+def test_the_maximum_of_no_elements_is_zero(largest, rows):
+    """Of rows that a mask chooses, so that a compiler does not know their number, and of a known number of rows."""
     x = torch.cat([torch.arange(1.0, 13).view(3, 4)[:rows], -torch.ones(5, 4)])
     chosen = torch.compile(lambda x: largest(x[x[:, 0] > 0]), backend="aot_eager")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for found in (chosen(x), largest(x[:rows])):
-            assert found.amax() == (12 if rows else 0)
-            assert found.shape == largest(x).shape
+        for maxima in (chosen(x), largest(x[:rows])):
+            assert maxima.amax() == (12 if rows else 0)
+            assert maxima.shape == largest(x).shape
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "expected"), [(0, torch.inf), (3, 1.0)])
-def test_the_smallest_is_the_largest_of_negative_numbers(rows, expected):
+def test_the_minimum_is_the_negated_maximum_of_negated_numbers(rows, expected):
     x = torch.cat([torch.arange(1.0, 13).view(3, 4)[:rows], -torch.ones(5, 4)])
 
     @torch.compile(backend="aot_eager")
@@ -114,6 +114,6 @@ def test_the_smallest_is_the_largest_of_negative_numbers(rows, expected):
         return -groups.reduce(-z, "amax", fill=-torch.inf), -groups.reduce(-z, "amax")
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        found, otherwise_zero = smallest(x)
-    assert found.item() == expected
-    assert otherwise_zero.item() == (expected if rows else 0)
+        infinite_if_empty, zero_if_empty = smallest(x)
+    assert infinite_if_empty.item() == expected
+    assert zero_if_empty.item() == (expected if rows else 0)

@@ -24,7 +24,7 @@ CASES = {
     "if4, stochastic": (QuantSpec(("e2m1", "int4"), 16, ScaleSpec("e4m3"), "stochastic"), -1),
     "int4 per tensor": (QuantSpec("int4", "tensor", ScaleSpec("fp32", "nearest_even")), 0),
 }
-#: With noise and without, along both axes, one of the scale formats; the others are `long`.
+#: Cases with and without noise, along both axes. The others are `long`.
 FEW = {"tetrajet", "ties up", "stochastic e8m0 scale", "int4 per tensor"}
 
 
@@ -38,7 +38,7 @@ def data() -> torch.Tensor:
 @pytest.mark.parametrize(
     "case", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 )
-def test_compiled_is_eager_in_one_kernel(case):
+def test_one_kernel_gives_the_bits_of_eager_mode(case):
     spec, dim = CASES[case]
     x = data() if spec.block != "tensor" else torch.randn(200, 64)
     key = make_key(11)
@@ -51,8 +51,9 @@ def test_compiled_is_eager_in_one_kernel(case):
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(0, torch.bfloat16), pytest.param(1, torch.float32, marks=pytest.mark.long)]
 )
-def test_compiled_is_eager_where_blocks_do_not_fit(dim, dtype):
-    """A fused slice of the blocks lost the last elements on the CPU; what reads the result must not bring that back."""
+def test_the_last_elements_are_written_where_blocks_do_not_fit(dim, dtype):
+    """Inductor on the CPU loses them if it fuses a slice with the loop over blocks (``Blocking.join``). Here another
+    quantizer and a product read the result, and might be fused with it."""
     spec, x = QuantSpec(rounding="stochastic"), torch.randn(90, 90).to(dtype)
     key = make_key(12)
 

@@ -1,4 +1,4 @@
-"""Operators whose parameters are structures in Python and flat for compilers."""
+"""Operators whose parameters are structures in Python, and flat lists of tensors and numbers for compilers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def flops(x: torch.Size, slope: torch.Size, *rest: Any, **options: Any) -> int:
 
 @pytest.fixture
 def library(monkeypatch):
-    """Declarations that end with the test."""
-    own = torch.library.Library("fp4graph", "FRAGMENT")
-    monkeypatch.setattr(declare, "_library", own)
+    """Undo the declarations of a test when it ends."""
+    fragment = torch.library.Library("fp4graph", "FRAGMENT")
+    monkeypatch.setattr(declare, "_library", fragment)
     yield
-    own._destroy()
+    fragment._destroy()
 
 
 @pytest.mark.usefixtures("library")
-def test_a_structure_is_flat_parameters_and_one_object():
+def test_a_structure_is_one_object_in_python_and_flat_parameters_in_the_schema():
     packet = operator(
         "a_line(Tensor x, Line line, int times=1) -> Tensor",
         fake,
@@ -71,7 +71,7 @@ def test_a_structure_is_flat_parameters_and_one_object():
 
 
 @pytest.mark.usefixtures("library")
-def test_two_structures_of_one_type():
+def test_two_parameters_of_one_structure():
     packet = operator(
         "two_lines(Line first, Line second) -> Tensor",
         lambda first, second: torch.empty_like(first.a),

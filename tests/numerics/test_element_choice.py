@@ -1,4 +1,4 @@
-"""Blocks that choose between elements, compared with a scalar oracle that sums errors exactly."""
+"""Blocks that choose between element formats, compared with a scalar oracle that sums errors exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURES = {
     "amax": lambda errors: max(abs(e) for e in errors),
 }
 IF4 = QuantSpec(["e2m1", "int4"], 16, ScaleSpec("e4m3"))
-COARSE = replace(INT4, name="int4_3", max=3.0)  # 0, 2, 4 and 6 when stretched to the maximum of E2M1
+COARSE = replace(INT4, name="int4_3", max=3.0)  # stretched to the maximum of E2M1: 0, 2, 4, 6
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -46,7 +46,7 @@ def nearest(u: Fraction, values: Sequence[Fraction]) -> Fraction:
 
 
 def expected(block: Sequence[float], spec: QuantSpec) -> tuple[list[Fraction], int]:
-    """The dequantized block in exact arithmetic, given its rounded scale, and the place of the chosen element."""
+    """Return the dequantized block, exact but for its rounded scale, and the place of the chosen format in the spec."""
     scale = Fraction(scale_of_block(list(block), spec.scale, spec.element))
     assert spec.selector is not None
     outcomes = []
@@ -58,7 +58,7 @@ def expected(block: Sequence[float], spec: QuantSpec) -> tuple[list[Fraction], i
 
 
 def places_of(x: Tensor, spec: QuantSpec, rows: int, columns: int) -> set[int]:
-    """Compare each block of ``rows`` × ``columns`` with exact arithmetic; return the places of the chosen elements."""
+    """Compare each block of ``rows`` × ``columns`` with exact arithmetic; return the places of the chosen formats."""
     got, places = fp4graph.fake_quantize(x, spec).double(), set()
     for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
         inside = slice(i, i + rows), slice(j, j + columns)
@@ -71,9 +71,9 @@ def places_of(x: Tensor, spec: QuantSpec, rows: int, columns: int) -> set[int]:
 
 @pytest.mark.parametrize("selector", MEASURES)
 @pytest.mark.parametrize("elements", [("e2m1", "int4"), ("int4", "e2m1"), ("e2m1", "int4", "e3m0")])
-def test_each_block_takes_the_element_that_errs_less(selector, elements):
+def test_each_block_takes_the_format_of_the_least_error(selector, elements):
     x = gaussian(24, 48) * torch.logspace(-2, 2, 24)[:, None]
-    x[0, :16] = torch.tensor([6 * 2.0**-k for k in range(8)] * 2)  # the values of E3M0
+    x[0, :16] = torch.tensor([6 * 2.0**-k for k in range(8)] * 2)  # values of E3M0
     spec = QuantSpec(elements, 16, ScaleSpec("e4m3"), selector=selector)
     assert places_of(x, spec, 1, 16) == set(range(len(elements)))
 
@@ -82,12 +82,12 @@ def test_each_block_takes_the_element_that_errs_less(selector, elements):
     ("block", "size", "shape"),
     [((4, 8), (4, 8), (10, 20)), ("row", (1, 40), (6, 40)), ("tensor", (5, 12), (5, 12))],
 )
-def test_a_block_of_any_shape_chooses_once(block, size, shape):
+def test_blocks_of_any_shape_take_one_format_each(block, size, shape):
     places_of(gaussian(*shape, seed=1), replace(IF4, block=block), *size)
 
 
-def test_a_block_with_equal_errors_takes_the_first_element():
-    """u = 29/7 lies between E2M1's 4 = 28/7 and INT4's 5·6/7 = 30/7; the block's maximum is a value of both."""
+def test_of_equal_errors_the_first_format_wins():
+    """u = 29/7 lies halfway between E2M1's 4 = 28/7 and INT4's 5·6/7 = 30/7; both formats have the block's maximum."""
     x = torch.zeros(16)
     x[0], x[1] = 42.0, 29.0
     for elements, value in ((("e2m1", "int4"), 28.0), (("int4", "e2m1"), 30.0)):
@@ -97,7 +97,7 @@ def test_a_block_with_equal_errors_takes_the_first_element():
 
 @pytest.mark.slow
 def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
-    """The choice is by RTN errors. Choosing the element with the better draw would bias the mean."""
+    """RTN errors decide. Choosing the format with the better draw would bias the mean."""
     x = gaussian(8, 16, seed=2)
     stochastic = replace(IF4, rounding="stochastic", scale=ScaleSpec("fp32"))
     draws = torch.stack([fp4graph.fake_quantize(x, stochastic, key=make_key(seed)) for seed in range(600)])
@@ -106,12 +106,12 @@ def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand():
         _, place = expected(line.tolist(), replace(stochastic, rounding="nearest"))
         values = torch.tensor([float(v) for v in grid(stochastic.elements[place], 6.0)])
         off = ((drawn / scale).abs()[..., None] - values).abs().amin(-1)
-        assert off.max() < 1e-5  # all draws are values of the element with the least RTN error
+        assert off.max() < 1e-5  # all draws are values of the format with the least RTN error
     widest = 2 * x.abs().amax(1, keepdim=True) / 6  # the gap between 4 and 6
     assert ((draws.mean(0) - x).abs() < 4 * widest / 2 / 600**0.5 + 1e-6).all()
 
 
-def test_a_poisoned_block_is_nan_and_its_neighbours_are_not():
+def test_nan_or_inf_poisons_its_block_alone():
     x = gaussian(3, 32, seed=3)
     x[0, 3], x[1, 20] = torch.nan, torch.inf
     q, poisoned = fp4graph.fake_quantize(x, IF4).unflatten(1, (2, 16)), [[True, False], [False, True], [False, False]]
@@ -119,7 +119,7 @@ def test_a_poisoned_block_is_nan_and_its_neighbours_are_not():
     assert (fp4graph.fake_quantize(torch.zeros(2, 16), IF4) == 0).all()
 
 
-def test_a_list_of_elements_is_plain_data():
+def test_a_list_of_formats_is_plain_data():
     assert (IF4.element, IF4.others, IF4.elements, IF4.selector) == (E2M1, (INT4,), (E2M1, INT4), "mse")
     assert QuantSpec.from_text(IF4.to_text()) == IF4
     assert hash(replace(IF4, block=16)) == hash(IF4)
@@ -146,14 +146,14 @@ def test_a_list_of_elements_is_plain_data():
         ),
     ],
 )
-def test_what_is_refused(fields, message):
+def test_invalid_lists_of_formats_are_refused(fields, message):
     with pytest.raises(fp4graph.SpecError, match=re.escape(message)):
         QuantSpec(**fields)
 
 
-def test_a_finer_element_may_follow_a_coarse_one():
-    finer_later = QuantSpec([COARSE, "e2m1"], 16, ScaleSpec("e4m3"))
-    assert 1 in {expected(line.tolist(), finer_later)[1] for line in gaussian(20, 16)}  # blocks choose the second
+def test_a_finer_format_may_follow_a_coarse_one():
+    finer_second = QuantSpec([COARSE, "e2m1"], 16, ScaleSpec("e4m3"))
+    assert 1 in places_of(gaussian(20, 16), finer_second, 1, 16)
 
 
 def test_packing_kernels_and_bf16_refuse_a_choice():

@@ -1,4 +1,4 @@
-"""The values of formats: pinned, and equal to those of ml_dtypes and gfloat."""
+"""The values of element and scale formats: pinned, and equal to those of ml_dtypes and gfloat."""
 
 from __future__ import annotations
 
@@ -91,6 +91,6 @@ def test_formats_are_hashable_data():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nonsense_is_refused(make, message):
+def test_unknown_and_inconsistent_formats_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

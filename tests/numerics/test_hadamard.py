@@ -1,4 +1,4 @@
-"""The rotation: its matrix, its inverse, and that it cancels between two operands."""
+"""The Hadamard rotation: its matrix, its inverse, and its cancelling between two operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_matrix_is_sylvesters(size):
 
 
 @pytest.mark.parametrize("block", [4, 16, 64])
-def test_exact_on_dyadic_data(block):
+def test_rotations_of_integers_are_exact_and_cancel(block):
     x = torch.randint(-64, 64, (3, 5, 128)).float()
     signs = torch.randint(0, 2, (block,)) * 2.0 - 1
     rotated = rotate(x, block, signs)
@@ -35,8 +35,8 @@ def test_exact_on_dyadic_data(block):
 @pytest.mark.parametrize("shape", [(3, 64), (5, 90), (2, 3, 70)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("block", [16, 32])
-def test_the_code_for_gpus_with_products_on_a_cpu(block, dtype, shape, signed):
-    """The sums equal those of ``rotate``. bf16 is not cast if 1/√block is exact; a transposed operand is not copied."""
+def test_products_with_h_as_on_a_gpu_give_the_sums_of_a_cpu(block, dtype, shape, signed):
+    """bf16 is not cast if 1/√block is a power of two; a transposed operand is not copied."""
     multiplied: list[torch.dtype] = []
 
     def on_a_cpu(product):
@@ -62,7 +62,7 @@ def test_the_code_for_gpus_with_products_on_a_cpu(block, dtype, shape, signed):
     assert set(multiplied) == {dtype if block == 16 else torch.float32}
 
 
-def test_padding_and_signs_per_block():
+def test_lines_are_padded_to_whole_blocks_and_each_block_may_have_its_signs():
     x = torch.randint(-8, 8, (3, 37)).float()
     signs = torch.randint(0, 2, (3, 16)) * 2.0 - 1
     rotated = rotate(x, 16, signs)
@@ -73,7 +73,7 @@ def test_padding_and_signs_per_block():
 
 
 @pytest.mark.parametrize("block", [0, 3, 24, -4])
-def test_only_powers_of_two(block):
+def test_blocks_must_be_powers_of_two(block):
     for function, *arguments in ((hadamard_matrix,), (rotate, torch.ones(4)), (unrotate, torch.ones(4))):
         with pytest.raises(ValueError, match="power of two"):
             function(*arguments, block)

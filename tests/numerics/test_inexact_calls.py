@@ -1,4 +1,4 @@
-"""No operation whose last bit depends on the machine acts in a quantizer without a reason in docs/parity.md."""
+"""docs/parity.md gives a reason for every operation in quantizers whose last bit depends on the machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import pytest
 import fp4graph
 
 ROOT = Path(__file__).parents[2]
-#: Where quantizers are made. Python only: the C++ kernels are compiled without contraction and compared bit for bit.
+#: The folders with the code of quantizers. Only Python is read: the C++ kernels are compiled without contraction, and
+#: their tests compare bits.
 PLACES = {
     "fp4graph/numerics": Path(fp4graph.__file__).with_name("numerics"),
     "fp4graph/ops": Path(fp4graph.__file__).with_name("ops"),
     "fp4graph/kernels": Path(fp4graph.__file__).with_name("kernels"),
     "plugins": Path(fp4graph_plugins.__file__).parent,
 }
-#: Functions and methods, of torch, Triton, math or a tensor, that are not correctly rounded everywhere or depend on an
-#: order. Not math.sqrt, which IEEE 754 rounds correctly, nor torch.round, which rounds to integers.
+#: Functions of torch, Triton and math, and methods of tensors, that are not correctly rounded everywhere or depend on
+#: the order of a sum. torch.round is not among them: it rounds to integers.
 _NAMES = """
     acos acosh addbmm addcdiv addcmul addmm addmv addr asin asinh atan atan2 atanh baddbmm bilinear bmm celu cdist
     cholesky conv1d conv2d conv3d corrcoef cos cosh cov cross cumprod cumsum det digamma dist dot eig eigh einsum
@@ -33,25 +34,26 @@ _NAMES = """
     std_mean sum svd tan tanh tensordot trapezoid tril_solve var var_mean xlogy
 """
 INEXACT = frozenset(_NAMES.split())
-#: Calls that are correctly rounded although their last name is in ``INEXACT``: they take Python's numbers.
-EXACT = frozenset({"math.sqrt"})
-#: A row: operations | file, file ×n | reason
+#: Calls that are exact or correctly rounded although their last name is in ``INEXACT``: they take Python's numbers.
+EXACT = frozenset({"math.sqrt", "sum"})
+#: A row of the page's table: operations | file, file ×n | reason
 ROW = re.compile(r"^\| (?P<calls>`[^|]+`) \| (?P<files>`[^|]+\.py`[^|]*) \| (?P<reason>[^|]+) \|$", re.MULTILINE)
 
 
 def inexact(source: str) -> Iterator[tuple[str, int]]:
-    """Yield (operation, line) of each call of one in ``INEXACT``, each ``@``, and each ``**`` except of literals."""
+    """Yield operation and line of each call of a function in ``INEXACT``, each ``@``, and each ``**`` except between
+    literals."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             whole = ast.unparse(node.func)
             name = whole.rsplit(".", 1)[-1]
-            inside = whole.split(".")[-2] if "." in whole else ""
-            if whole == "sum" or whole in EXACT:  # Python's own, of integers
+            module = whole.split(".")[-2] if "." in whole else ""
+            if whole in EXACT:
                 continue
-            if name.rstrip("_") in INEXACT or inside in ("linalg", "fft", "special"):
+            if name.rstrip("_") in INEXACT or module in ("linalg", "fft", "special"):
                 yield name.rstrip("_"), node.lineno
             elif any(isinstance(argument, ast.Constant) and argument.value == "sum" for argument in node.args):
-                yield "sum", node.lineno  # Groups.reduce
+                yield "sum", node.lineno  # an argument of Groups.reduce
         elif isinstance(node, ast.BinOp | ast.AugAssign):
             if isinstance(node.op, ast.MatMult):
                 yield "@", node.lineno
@@ -65,7 +67,8 @@ def _is_number(node: ast.AST) -> bool:
     )
 
 
-def found() -> dict[str, dict[str, list[int]]]:
+def in_code() -> dict[str, dict[str, list[int]]]:
+    """Return the lines of inexact calls by file and operation."""
     calls: dict[str, dict[str, list[int]]] = {}
     for place, file in ((place, file) for place, folder in PLACES.items() for file in sorted(folder.rglob("*.py"))):
         for operation, line in inexact(file.read_text(encoding="utf-8")):
@@ -73,8 +76,8 @@ def found() -> dict[str, dict[str, list[int]]]:
     return calls
 
 
-def listed() -> dict[str, Counter[str]]:
-    """How many calls docs/parity.md gives a reason for, by file and operation."""
+def on_the_page() -> dict[str, Counter[str]]:
+    """Return the number of calls for which docs/parity.md gives a reason, by file and operation."""
     text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     calls: dict[str, Counter[str]] = {}
     for row in ROW.finditer(text):
@@ -85,12 +88,12 @@ def listed() -> dict[str, Counter[str]]:
 
 
 def test_every_inexact_operation_has_a_reason():
-    due, given = found(), listed()
-    assert given, "docs/parity.md has lost its table"
+    called, listed = in_code(), on_the_page()
+    assert listed, "docs/parity.md has lost its table"
     wrong = []
-    for file in sorted(due.keys() | given.keys()):
-        for operation in sorted(due.get(file, {}).keys() | given.get(file, {}).keys()):
-            lines, count = due.get(file, {}).get(operation, []), given.get(file, {}).get(operation, 0)
+    for file in sorted(called.keys() | listed.keys()):
+        for operation in sorted(called.get(file, {}).keys() | listed.get(file, {}).keys()):
+            lines, count = called.get(file, {}).get(operation, []), listed.get(file, {}).get(operation, 0)
             if len(lines) != count:
                 where = f" (lines {', '.join(map(str, sorted(lines)))})" if lines else ""
                 wrong.append(f"{file}: `{operation}` {len(lines)} times{where}, listed {count} times")
@@ -110,5 +113,5 @@ def test_every_inexact_operation_has_a_reason():
         ("torch.nn.functional.softmax(x, -1)", ["softmax"]), ("x.amax(-1).round().floor()", []),
     ],
 )  # fmt: skip
-def test_the_scan_finds(source, operations):
+def test_the_scan_finds_inexact_operations_alone(source, operations):
     assert [operation for operation, _ in inexact(source)] == operations

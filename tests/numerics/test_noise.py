@@ -1,4 +1,5 @@
-"""The hash: uniform, without relations between streams, the same in every process; normal variates made of it."""
+"""The hash is uniform, its streams are unrelated, and its bits are the same in every process; normal variates made from
+these bits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ INDEX = torch.arange(N, dtype=torch.int32)
 
 
 def related_keys() -> dict[str, torch.Tensor]:
-    """Keys as a training run makes them: one thing differs at a time."""
+    """Keys as a training run makes them, each with one change: seed, site, salt, step or rank."""
     base = make_key(0)
     keys = {f"seed {seed}": make_key(seed) for seed in range(4)}
     keys |= {f"site {name}": make_key(0, name) for name in ("a", "b", "ab")}
@@ -29,10 +30,6 @@ def related_keys() -> dict[str, torch.Tensor]:
     keys |= {"mixed": mix(base, make_key(1)), "mixed the other way": mix(make_key(1), base)}
     keys |= {"mixed with itself": mix(base, base), "twice": mix(mix(base, make_key(1)), make_key(1))}
     return keys
-
-
-def as_uniform(bits: torch.Tensor) -> torch.Tensor:
-    return bits.double() / 2**32
 
 
 def test_every_bit_and_byte_is_uniform():
@@ -46,7 +43,7 @@ def test_every_bit_and_byte_is_uniform():
 
 def test_streams_are_neither_correlated_nor_permutations_of_each_other():
     streams = {name: hash_bits(key, INDEX) for name, key in related_keys().items()}
-    table = torch.stack([as_uniform(bits) for bits in streams.values()])
+    table = torch.stack([*streams.values()]).double()
     correlation = torch.corrcoef(table)
     correlation.fill_diagonal_(0)
     assert correlation.abs().max() < 5.5 / N**0.5
@@ -54,20 +51,21 @@ def test_streams_are_neither_correlated_nor_permutations_of_each_other():
         lagged = torch.corrcoef(torch.cat([table[:, :-lag], table[:, lag:]]))[: len(table), len(table) :]
         assert lagged.abs().max() < 5.5 / N**0.5
     words = torch.cat(list(streams.values()))
-    assert len(words.unique()) > len(words) - 100  # two streams with one multiset would lose 16384
+    assert len(words.unique()) > len(words) - 100  # two streams of the same words would lose 16384
 
 
 @pytest.mark.parametrize("pair", [([7, 5], [8, 5]), ([5, 7], [5, 8]), ([0, 1], [1, 0])])
-def test_raw_keys_that_differ_in_one_bit(pair):
-    """No key is made like these. Even so, neither stream of bits reorders the other."""
+def test_streams_of_raw_keys_that_are_close_are_unrelated(pair):
+    """``make_key`` gives no such keys. Even so, neither stream of bits reorders the other."""
     a, b = (hash_bits(torch.tensor(key, dtype=torch.int32), INDEX) for key in pair)
     assert not torch.equal(a.sort().values, b.sort().values)
-    assert abs(torch.corrcoef(torch.stack([as_uniform(a), as_uniform(b)]))[0, 1]) < 5.5 / N**0.5
+    assert abs(torch.corrcoef(torch.stack([a, b]).double())[0, 1]) < 5.5 / N**0.5
 
 
 @pytest.mark.slow
 def test_avalanche():
-    """Flipping any bit of the index, of either word of a key, or of a mixed-in word flips half of the output's."""
+    """A flipped bit of the index, of either word of the key, or of a word mixed into the key flips half of the output's
+    bits."""
     key = make_key("avalanche")
     base = hash_bits(key, INDEX)
 
@@ -87,16 +85,16 @@ def test_avalanche():
             assert abs(flipped(hash_bits(mix(key, change), INDEX)) - 0.5) < 0.01
 
 
-def test_mixing_does_not_collapse():
+def test_mixed_and_derived_keys_are_distinct():
     key, counters = make_key(1), [torch.tensor([k, 0], dtype=torch.int32) for k in range(500)]
     made = [made for k, c in enumerate(counters) for made in (mix(key, c), derive(key, k), mix(c, key))]
-    assert len({tuple(one.tolist()) for one in made}) == 1500
+    assert len({tuple(other.tolist()) for other in made}) == 1500
     assert torch.cat(made).unique().numel() > 2990
 
 
 @pytest.mark.process
 def test_keys_are_pinned_and_distinguish_their_parts():
-    """These numbers are what checkpoints are resumed by: changing them changes every run."""
+    """A resumed run draws by these numbers: changing them changes every run."""
     assert make_key(0).tolist() == [628784176, 1532565806]
     assert hash_bits(make_key(0), INDEX[:3]).tolist() == [-649457248, 280669434, -208420219]
     parts = (1,), ("1",), (1, 1), (11,), ("a", "b"), ("ab",), ("a", "", "b"), (), (-1,), (2**70,)
@@ -116,13 +114,13 @@ def test_an_element_draws_the_same_bits_however_it_is_blocked():
     assert all(torch.equal(bits, joined[0]) for bits in joined)
     assert not torch.equal(noises[0].bits(1), noises[0].bits(0))
     assert not torch.equal(noises[0].block_bits(1), noises[0].block_bits(0))
-    # With one element to a block, the numbers of blocks and elements are the same; their bits are not.
+    # With one element per block, a block has the index of its element, and yet other bits.
     single = Noise(make_key(1), Blocking((64,), 1), x.device)
     assert (single.bits() != single.block_bits()).all()
 
 
 @pytest.mark.parametrize("word", [0, 1, 7, 65_539, 2**31 - 1, -1, -(2**31)])
-def test_keys_in_pythons_integers_are_those_of_tensors(word, monkeypatch):
+def test_keys_computed_in_pythons_integers_are_those_of_tensors(word, monkeypatch):
     keys = [make_key("any", n) for n in range(50)]
     keys += [torch.tensor(pair, dtype=torch.int32) for pair in ([0, 0], [-1, -1], [2**31 - 1, -(2**31)])]
     other = torch.tensor([word, ~word], dtype=torch.int32)
@@ -136,7 +134,7 @@ def test_keys_in_pythons_integers_are_those_of_tensors(word, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake"])
-def test_a_trace_holds_the_derivation_and_not_its_result(mode):
+def test_a_trace_records_the_derivation_and_not_its_result(mode):
     def both(key):
         return mix(derive(key, 3), key)
 
@@ -169,16 +167,16 @@ def test_moments_and_tails_of_normal_variates_within_the_error_of_sampling():
     for seed in range(3):
         z = gaussian(make_key(seed), MANY).double()
         assert abs(z.mean()) < 5 / math.sqrt(COUNT)
-        assert abs(z.var() - 1) < 5 * math.sqrt(1.9 / COUNT)  # the variance of a square is its kurtosis less 1
+        assert abs(z.var() - 1) < 5 * math.sqrt(1.9 / COUNT)  # the variance of z² is the kurtosis of z less 1
         assert abs((z**3).mean()) < 5 * math.sqrt(15 / COUNT)
-        assert abs((z**4).mean() - 2.9) < 5 * math.sqrt(85 / COUNT)  # 3 would be 11 standard errors away
+        assert abs((z**4).mean() - 2.9) < 5 * math.sqrt(85 / COUNT)  # a normal variate's 3 is 11 standard errors away
         for bound, mass in ((1, 0.32157), (2, 0.044578), (3, 0.0020159)):
             assert abs((z.abs() > bound).double().mean() - mass) < 5 * math.sqrt(mass / COUNT)
         assert 4 < z.abs().max() < 6
 
 
 @pytest.mark.slow
-def test_keys_indices_and_neighbours_are_independent():
+def test_normal_variates_of_other_keys_and_indices_are_independent():
     base = make_key(0)
     keys = [base, make_key(1), derive(base, 0), derive(base, 1), derive(base, 6)]
     table = torch.stack([gaussian(key, MANY[: COUNT >> 3]) for key in keys]).double()
@@ -191,6 +189,6 @@ def test_keys_indices_and_neighbours_are_independent():
 
 @pytest.mark.inductor
 @pytest.mark.compiler
-def test_compiled_code_draws_the_same():
+def test_compiled_code_draws_the_same_normal_variates():
     key = make_key("compiled")
     assert torch.equal(torch.compile(gaussian)(key, MANY[:5000]), gaussian(key, MANY[:5000]))

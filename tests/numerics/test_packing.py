@@ -1,4 +1,4 @@
-"""Bytes and back, bit for bit, for every format and block shape."""
+"""Packing to bytes and unpacking, bit for bit, for every format and block shape."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_integers_are_twos_complement():
         *(("e8m3", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)),
     ],
 )
-def test_poison_is_the_scale_formats_nan(name, stored):
+def test_a_block_with_nan_stores_the_nan_of_its_scale_format(name, stored):
     spec = QuantSpec("e2m1", 4, ScaleSpec(name, "nearest_even"))
     scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), spec).scales
     assert (scales.tolist() == [[stored]]) if isinstance(stored, int) else scales.isnan().all()

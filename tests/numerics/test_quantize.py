@@ -1,4 +1,4 @@
-"""Scales and the whole quantizer: one table, run by the vectorised code and by the scalar oracle."""
+"""Block scales and whole quantizers: vectorised code beside the scalar oracle, on one table of specs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_scales_agree_with_the_oracle(spec):
         assert_same_bits(block_scale(z, spec, element, noise), torch.tensor(expected)[:, None])
 
 
-# Every element format with every rounding of elements, and every kind of scale with E2M1; scales alone are above.
+# Every element format with every rounding of elements, and E2M1 with every kind of scale.
 QUANTIZERS = [
     *(
         QuantSpec(element, 8, ScaleSpec(scale, rounding, convention), "nearest", ties)
@@ -90,9 +90,9 @@ def test_blocks_of_every_shape_agree_with_the_oracle(block, dim):
 def test_nearest_scales_are_the_cast_of_ml_dtypes_and_torch(name, dtype):
     number = scale_format(name)
     z = torch.cat([blocks_of_every_scale(1).abs(), any_floats((2000, 1)).abs()])
-    # Their casts give NaN beyond the range, and take everything between 2^-127 and 2^-126 up, however near the former.
+    # Casts of ml_dtypes and torch give NaN beyond the range, and 2^-126 for everything between 2^-127 and 2^-126.
     z = z[(z[:, 0] / 4 >= max(number.min, 2.0**-126)) & (z[:, 0] / 4 <= number.max)]
-    # A power of two as Qmax (E3M0's 16), so that the ideal scale is any number at all.
+    # E3M0, because its Qmax, 16, is a power of two: every number is the ideal scale of some z.
     scale = block_scale(z * 4, ScaleSpec(name, "nearest_even"), element_format("e3m0"))
     finite = (z * 4).isfinite()
     expected = torch.from_numpy((z / 4).numpy().astype(dtype).astype(np.float32))
@@ -103,11 +103,11 @@ def test_nearest_scales_are_the_cast_of_ml_dtypes_and_torch(name, dtype):
 
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_scales_with_ties_to_even_are_those_of_gfloat(convention):
-    """1.5·2^k becomes 2^k where the code k + 127 is even, and 2^(k+1) where it is odd."""
+    """1.5·2^k becomes 2^k if the code k + 127 is even, and 2^(k+1) if it is odd."""
     exponents = torch.arange(-124, 124).float()
     ideal = torch.cat([1.5 * exponents.exp2(), 1.25 * exponents.exp2(), exponents.exp2(), any_floats((2000,)).abs()])
     ideal = ideal[(ideal >= 2.0**-122) & (ideal <= 2.0**122)]
-    # A power of two as Qmax (E3M0's 16), so that the ideal scale is any number at all.
+    # E3M0, because its Qmax, 16, is a power of two: every number is the ideal scale of some z.
     z = ideal * 16 if convention == "decode" else 16 / ideal
     found = block_scale(z, ScaleSpec("e8m0", "nearest_even", convention, ties="even"), element_format("e3m0"))
     exact = (z / 16 if convention == "decode" else 16 / z).double().numpy()
@@ -116,8 +116,8 @@ def test_scales_with_ties_to_even_are_those_of_gfloat(convention):
     assert_same_bits(found, torch.from_numpy(expected).float())
 
 
-def test_ties_to_even_spare_blocks_of_every_second_power_of_two():
-    """The figures of docs/formats.md. Z = 2^k has the ideal encode scale 6/Z, a tie; 8/Z clips Z to 6/8."""
+def test_ties_to_even_do_not_clip_blocks_of_every_second_power_of_two():
+    """The figures of docs/formats.md. Z = 2^k has the ideal encode scale 6/Z, a tie of 4/Z and 8/Z. 8/Z clips Z."""
     x = torch.randn(2**17, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     z = x.abs().amax(1)
     assert (z.frexp().mantissa == 0.5).double().mean().item() == pytest.approx(0.0098, abs=0.0003)
@@ -128,14 +128,14 @@ def test_ties_to_even_spare_blocks_of_every_second_power_of_two():
         return ((fake_quantize(of, spec) - of).double().square().sum() / of.double().square().sum()).item()
 
     assert error(x, "encode", "up") == pytest.approx(0.0227, abs=0.0003)
-    assert error(x, "encode", "even") == pytest.approx(0.0107, abs=0.0003)  # 6/2 is halfway from the code 128 to 129
+    assert error(x, "encode", "even") == pytest.approx(0.0107, abs=0.0003)  # 6/2 is the tie of codes 128 and 129
     assert error(2 * x, "encode", "even") == error(2 * x, "encode", "up") == error(x, "encode", "up")  # 127 and 128
     assert error(x, "decode", "even") == error(x, "decode", "up") == error(x, "encode", "up")  # 2/6 is not a tie
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scale", [s for s in SCALE_SPECS if s.zero == "to_one"], ids=str)
-def test_a_bad_value_poisons_its_block_and_no_other(scale, bad):
+def test_nan_or_inf_poisons_its_block_alone(scale, bad):
     x = torch.randn(4, 16)
     clean = fake_quantize(x, QuantSpec(block=8, scale=scale), key=1)
     x[2, 3] = bad
@@ -154,7 +154,7 @@ def test_other_dtypes_are_computed_in_fp32(dtype):
         assert q.shape == x.shape
 
 
-def test_beyond_the_range_of_the_dtype_is_infinity():
+def test_values_beyond_the_range_of_the_dtype_are_infinite():
     x = torch.full((1, 32), 65504.0, dtype=torch.float16)
     assert fake_quantize(x, QuantSpec(scale=ScaleSpec("e8m0", "ceil"))).isinf().all()  # 4 · 2^14
     assert (fake_quantize(x, QuantSpec()) == 49152).all()  # 6 · 2^13: floor saturates
@@ -184,7 +184,7 @@ def test_any_strides():
             )
 
 
-def test_padding_is_as_if_zeros_had_been_there():
+def test_a_last_block_that_is_not_full_is_padded_with_zeros():
     x = torch.randn(5, 70)
     q = fake_quantize(x, QuantSpec())
     assert_same_bits(q, fake_quantize(torch.nn.functional.pad(x, (0, 26)), QuantSpec())[:, :70])
@@ -210,7 +210,7 @@ CPU = torch.device("cpu")
         (Noise(None, Blocking((4, 32), 32), CPU).block_bits, "pass a key"),
     ],
 )
-def test_misuse_is_told(call, message):
+def test_misuse_is_refused(call, message):
     with pytest.raises(TypeError if "int64" in message else ValueError, match=message):
         call()
 
@@ -236,7 +236,7 @@ def test_stochastic_scales_are_unbiased():
         (QuantSpec("int4", "tensor", ScaleSpec("fp32")), 0.74),
     ],
 )
-def test_how_many_values_bf16_rounds_once_more(spec, share):
-    """The table of docs/parity.md."""
+def test_the_share_of_values_that_bf16_rounds_once_more(spec, share):
+    """The first table of docs/parity.md, "Operands in bf16"."""
     y = fake_quantize(torch.randn(256, 1024).bfloat16().float(), spec)
     assert (y != y.bfloat16().float()).double().mean().item() == pytest.approx(share, abs=0.02)

@@ -43,7 +43,7 @@ def test_stochastic_agrees_with_the_oracle(name, random_bits):
 
 @pytest.mark.parametrize(("name", "dtype"), ml_formats.ELEMENTS.items())
 def test_nearest_even_is_the_cast_of_ml_dtypes(name, dtype):
-    u = points(name).clamp(-ELEMENTS[name].max, ELEMENTS[name].max)  # its 8-bit casts overflow to NaN and Inf
+    u = points(name).clamp(-ELEMENTS[name].max, ELEMENTS[name].max)  # ml_dtypes' 8-bit casts overflow to NaN or Inf
     expected = torch.from_numpy(u.numpy().astype(dtype).astype(np.float32))
     assert_same_bits(round_nearest(u, ELEMENTS[name]), expected)
 
@@ -55,7 +55,7 @@ def test_nearest_even_is_the_cast_of_ml_dtypes(name, dtype):
 def test_nearest_agrees_with_gfloat(name, ties, mode):
     u, element = points(name), ELEMENTS[name]
     info = getattr(gfloat_formats, f"format_info_ocp_{name}")
-    # gfloat's int8 reaches -2, which ours leaves out.
+    # gfloat's int8 has -2, fp4graph's does not.
     expected = gfloat.round_ndarray(info, u.clamp(-element.max, element.max).double().numpy(), mode, sat=True)
     actual = round_nearest(u, element, ties)
     if element.integer:
@@ -65,7 +65,7 @@ def test_nearest_agrees_with_gfloat(name, ties, mode):
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_bracket_holds_the_neighbours(name):
+def test_bracket_gives_the_two_neighbouring_values(name):
     u, element = points(name), ELEMENTS[name]
     expected = torch.tensor([oracle.neighbours(v, element) for v in u.tolist()])
     assert torch.equal(torch.stack(bracket(u, element), 1), expected)
@@ -93,7 +93,7 @@ def test_stochastic_rounding_is_unbiased(u):
     assert abs(q.double().mean().item() - float(np.float32(u))) < 3 * sigma
 
 
-def test_a_value_of_the_format_is_never_moved():
+def test_stochastic_rounding_keeps_values_of_the_format():
     for element in ELEMENTS.values():
         u = torch.tensor(element.values())
         for word in (0, 1, -1, 2**31 - 1, -(2**31)):
@@ -101,8 +101,8 @@ def test_a_value_of_the_format_is_never_moved():
 
 
 @pytest.mark.parametrize("limit", [6.0, 448.0, 7.0, 0.5])
-def test_what_is_inside_the_range(limit):
+def test_inside_is_one_up_to_the_limit_and_else_zero(limit):
     u = torch.tensor([*around([limit, 0.0, 1e-40, 1.0]), math.inf, -math.inf, math.nan, -math.nan])
-    found = surrogates.inside(u, limit)
-    assert found.dtype is torch.float32
-    assert found.tolist() == [1.0 if abs(value) <= limit else 0.0 for value in u.tolist()]
+    inside = surrogates.inside(u, limit)
+    assert inside.dtype is torch.float32
+    assert inside.tolist() == [1.0 if abs(value) <= limit else 0.0 for value in u.tolist()]

@@ -1,4 +1,4 @@
-"""What a spec means where it leaves something out, and what it refuses."""
+"""Defaults of specs, and the values that their fields refuse."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fp4graph.numerics.spec import ScaleRounding
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_the_rule_a_format_has_by_itself(name):
-    """OCP's floor for powers of two; a format with mantissa bits is rounded to nearest."""
+def test_the_default_rounding_of_each_scale_format(name):
+    """OCP's floor for powers of two, else rounding to nearest."""
     assert ScaleSpec(name).rounding == ("floor" if name == "e8m0" else "nearest_even")
     assert ScaleSpec(name, convention="encode").rounding == "nearest_even"
     assert QuantSpec.from_text(QuantSpec(scale=ScaleSpec(name)).to_text()).scale == ScaleSpec(name)
@@ -28,19 +28,20 @@ def test_the_rule_a_format_has_by_itself(name):
 
 @pytest.mark.parametrize("name", [name for name in SCALES if name != "e8m0"])
 @pytest.mark.parametrize("rule", ["floor", "ceil", "amax_ceil", "amax_even"])
-def test_mantissa_bits_are_not_thrown_away(name, rule):
+def test_rules_of_powers_of_two_are_refused_for_formats_with_mantissa_bits(name, rule):
     with pytest.raises(fp4graph.SpecError, match=rf"{rule}.*{name}.*mantissa bits.*nearest_even"):
         ScaleSpec(name, rule)
 
 
-def test_ties_that_go_up_are_the_default():
+def test_ties_of_scales_go_up_by_default():
     up, even = (ScaleSpec("e8m0", "nearest_even", ties=ties) for ties in ("up", "even"))
     assert up == ScaleSpec("e8m0", "nearest_even") != even
     assert "ties" not in json.loads(QuantSpec(scale=up).to_text())["scale"]
     assert QuantSpec.from_text(QuantSpec(scale=even).to_text()).scale == even
 
 
-def test_torchaos_name_of_a_rule_is_an_alias():
+def test_rceil_is_another_name_of_ceil():
+    """torchao's name."""
     assert ScaleSpec("e8m0", "rceil") == ScaleSpec("e8m0", "ceil")
     scales = ({"format": "e8m0", "rounding": rounding} for rounding in ("rceil", "ceil"))
     rceil, ceil = (fp4graph.load_policy({"version": 1, "default": {"scale": scale}}) for scale in scales)
@@ -92,7 +93,7 @@ def test_a_rule_without_code_is_an_error():
         (lambda: fp4graph.fake_quantize(torch.ones(2, 32), {"element": "e2m1"}), r"spec must be a QuantSpec.*got dict"),
     ],
 )
-def test_fields_that_make_no_quantizer(make, message):
+def test_invalid_values_are_refused(make, message):
     with pytest.raises(fp4graph.Error, match=message) as raised:
         make()
     assert isinstance(raised.value, TypeError)

@@ -1,7 +1,7 @@
 """MXFP4 and NVFP4 blocks against torchao, bit for bit on finite data.
 
-For NaN and Inf the two differ by design: torchao's E8M0 scale of a block with Inf is finite (2^127 / 2^emax) in some
-modes, ours is NaN as OCP asks.
+For a block with Inf the two differ by design: in some modes torchao's E8M0 scale is finite (2^127 / 2^emax), and
+fp4graph's is NaN, as OCP asks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def data(dtype: torch.dtype) -> torch.Tensor:
 
 
 def known_to_differ(x: torch.Tensor, mode: str, qmax: float) -> torch.Tensor:
-    """Blocks that torchao gets wrong, by its own definition of the mode."""
+    """Return which blocks torchao gets wrong, by its own definition of the mode."""
     z = x.float().abs().amax(1)
     if mode == "ceil":
-        # Off sm_100 it takes log2 in fp32, which rounds the logarithm of 2^k·(1 + a few ulp) to k.
+        # Except on sm_100, torchao takes log2 in fp32, which rounds the logarithm of 2^k·(1 + a few ulp) to k.
         ideal = z.double() / qmax
         above = ideal / 2.0 ** ideal.log2().floor()
-        # And where the stored scale is 2^127 or 2^-127 it does not divide by that.
+        # And if the stored scale is 2^127 or 2^-127, torchao divides by another number.
         return ((above > 1) & (above < 1 + 2.0**-15)) | (ideal > 2.0**126) | (ideal <= 2.0**-126)
-    # A block whose exponent, less Emax, is below the range gets the scale 2^-127 and is divided by 2^-126.
+    # If the exponent less Emax is below the range, torchao stores the scale 2^-127 and divides by 2^-126.
     return z < 2.0**-110
 
 
@@ -61,10 +61,10 @@ def test_mx_blocks(mode, element, dtype):
 
 
 def test_nvfp4_blocks():
-    """torchao keeps scales at or above 2^-6 and multiplies by the reciprocal of the scale, which is rounded.
+    """torchao raises smaller scales to 2^-6, and multiplies by the rounded reciprocal of the scale.
 
-    So blocks whose scale is smaller are left out, and elements may fall on the other side of a midpoint that x/S hits
-    exactly or by an ulp: one code apart, on less than one element in a thousand.
+    So blocks with a smaller scale are not compared. Where x/S is within an ulp of a midpoint, the two may round to
+    different neighbours: fewer than one element in a thousand.
     """
     x = torch.randn(4000, 16) * torch.randint(-1, 8, (4000, 1)).float().exp2()
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"))
