@@ -1,4 +1,4 @@
-"""Pair transforms that say they are rotations of blocks: kernels rotate by themselves what these would have rotated."""
+"""Pair transforms that declare ``block_rotation``: kernels rotate the blocks, and do not call ``transform``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS = torch.tensor([10, 10, 40], dtype=torch.int32)
 
 
 class FlippedRotation(BlockHadamard):
-    """A rotation, then the axis reversed: no rotation of blocks."""
+    """Rotates, then reverses the axis, so that it is no rotation of blocks."""
 
     mixes = "expert"
 
@@ -44,7 +44,7 @@ class FlippedRotation(BlockHadamard):
 
 
 class Segmented(BlockHadamard):
-    """A rotation whose signs depend on the places of the experts in the left operand."""
+    """Rotates with signs that depend on the positions of the experts' tokens in the left operand."""
 
     mixes = "none"
 
@@ -86,25 +86,25 @@ OTHERS = made("flipped", FlippedRotation), made("segmented", Segmented, block_ro
 
 @pytest.mark.parametrize("cls", [Hadamard, *OTHERS], ids=lambda cls: cls.name)
 def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) -> None:
-    """Beside tensor code, which calls the transform itself."""
+    """Tensor code, the reference, calls the transform."""
     assert cpu.available()
     by_kernel = trained(cls)
     with operators.tensor_code():
         by_tensors = trained(cls)
-    for own, other in zip(by_kernel, by_tensors, strict=True):
-        # Both products sum the same numbers, in another order.
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    for result, expected in zip(by_kernel, by_tensors, strict=True):
+        # Both sum the same numbers, in different orders.
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("declared", [24, 0, "x"])
-def test_a_length_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
+def test_a_block_rotation_that_is_no_power_of_two_is_the_plugins_error(declared: Any) -> None:
     wrong = made("wrong", BlockHadamard, block_rotation=declared)
     with pytest.raises(PluginError, match=f"block_rotation: is {declared!r}, not a power of two above 1"):
         trained(wrong, block=48 if declared == 24 else 32)
 
 
 @pytest.mark.parametrize("signs", [(torch.ones(4),), (torch.ones(16), torch.ones(16))], ids=["few", "twice"])
-def test_other_signs_than_those_of_a_block_are_the_plugins_error(signs: tuple[Tensor, ...]) -> None:
+def test_signs_of_another_shape_are_the_plugins_error(signs: tuple[Tensor, ...]) -> None:
     class Signed(BlockHadamard):
         mixes = "none"
 

@@ -1,4 +1,4 @@
-"""Random bits of techniques: each part draws under its technique's name and its kind."""
+"""Random bits of techniques depend on the technique's name and the kind of the part that draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.techniques import FPROP, Offers, technique
 from tests.helpers.training import assert_equal
 
-#: Techniques that draw, each at stages of its own.
+#: Techniques that draw random bits at different stages.
 DRAWING: tuple[Any, ...] = (
     {"hadamard": {"block": 16}},
     {"low_rank_residual": {"rank": 2}},
@@ -43,7 +43,7 @@ def test_the_order_of_techniques_changes_no_draw() -> None:
     first, *others = [multiplied(*order) for order in itertools.permutations(DRAWING)]
     for other in others:
         assert_equal(other, first)
-    for left_out in range(3):  # each of them changes the results
+    for left_out in range(3):  # each technique changes the results
         fewer = multiplied(*DRAWING[:left_out], *DRAWING[left_out + 1 :])
         assert not torch.equal(first[0], fewer[0])
 

@@ -1,4 +1,4 @@
-"""fp32 GEMMs that multiply as bf16 on CUDA: their operands are bf16 numbers, so every product is fp32's."""
+"""fp32 GEMMs whose operands are bf16 numbers multiply as bf16 on CUDA: every product is then exact in fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.sites import program_of
 
 aten = torch.ops.aten
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
-
+#: Scale formats whose values are few enough to try them all.
 LISTED = [name for name, scale in SCALES.items() if scale.mantissa_bits <= 7]
 
 
@@ -35,7 +35,7 @@ def spec_of(element, scale, convention="decode"):
 
 
 def is_bfloat16(value: Fraction) -> bool:
-    """Whether ``value`` is a bf16 number, or so large that fp32 has none: by its definition, in rational numbers."""
+    """Return whether ``value`` is a bf16 number, or beyond fp32's range: by the definition, in rational numbers."""
     if value == 0 or value >= 2**128:
         return True
     exponent = math.frexp(float(value))[1] - 1  # the fractions here are float64 numbers
@@ -50,11 +50,11 @@ def values_of(element: str, scale: str, convention: str) -> Iterator[Fraction]:
         yield e * s if convention == "decode" else e / s
 
 
-SAID = [each for each in itertools.product(ELEMENTS, LISTED, ("decode", "encode")) if in_bfloat16(spec_of(*each))]
+EXACT = [each for each in itertools.product(ELEMENTS, LISTED, ("decode", "encode")) if in_bfloat16(spec_of(*each))]
 
 
-@pytest.mark.parametrize(("element", "scale", "convention"), SAID)
-def test_where_the_rule_says_yes_every_value_is_a_bf16_number(element, scale, convention):
+@pytest.mark.parametrize(("element", "scale", "convention"), EXACT)
+def test_every_value_is_a_bf16_number_if_in_bfloat16_is_true(element, scale, convention):
     assert all(map(is_bfloat16, values_of(element, scale, convention)))
 
 
@@ -73,17 +73,17 @@ def test_where_the_rule_says_yes_every_value_is_a_bf16_number(element, scale, co
         ("e4m3", "e8m0", "decode", False, False),  # 2^-9 · 2^-127
     ],
 )  # fmt: skip
-def test_the_rule(element, scale, convention, scaled, expected):
-    """Where it says no there is a value that bf16 lacks; scales of fp32 are too many to try."""
+def test_in_bfloat16(element, scale, convention, scaled, expected):
+    """Where it is False, bf16 lacks a value; fp32 has too many scales to try."""
     assert in_bfloat16(spec_of(element, scale, convention), scaled=scaled) is expected
     if not (expected or scaled or scale == "fp32"):
         assert not all(map(is_bfloat16, values_of(element, scale, convention)))
 
 
 @pytest.mark.parametrize(("element", "scale"), [("e2m1", "e8m0"), ("e2m1", "e4m3"), ("int4", "e4m3")])
-def test_products_of_all_codes_and_significands_are_fp32s(element, scale):
-    """Every product of two dequantized values is the same in fp32 from bf16 factors and from fp32 factors, and the
-    exact one. Scales of E8M0 differ in exponents alone, of which some at both ends are taken."""
+def test_products_of_all_codes_and_scales_are_exact_in_fp32(element, scale):
+    """Every product of two dequantized values, from bf16 factors and from fp32 factors. Scales of E8M0 differ in their
+    exponents alone: some in the middle and at both ends are tried."""
     codes = torch.tensor(ELEMENTS[element].values(), dtype=torch.float32)
     scales = torch.tensor(SCALES[scale].values(), dtype=torch.float32)
     if scale == "e8m0":
@@ -93,25 +93,18 @@ def test_products_of_all_codes_and_significands_are_fp32s(element, scale):
     narrow = values.to(torch.bfloat16)
     assert torch.equal(narrow.to(torch.float32), values)
     wide = values.to(torch.float64)
-    for row, own, exact in zip(values, narrow, wide, strict=True):
-        from_fp32, from_bf16 = row * values, own.to(torch.float32) * narrow.to(torch.float32)
+    for value, in_bf16, exact in zip(values, narrow, wide, strict=True):
+        from_fp32, from_bf16 = value * values, in_bf16.to(torch.float32) * narrow.to(torch.float32)
         assert torch.equal(from_bf16, from_fp32)
         inside = ((exact * wide).abs() >= 2.0**-126) & ((exact * wide).abs() < 2.0**128)
         assert torch.equal(from_bf16.to(torch.float64)[inside], (exact * wide)[inside])
-
-
-def test_a_quantized_operand_is_a_bf16_tensor_down_to_the_smallest_scales():
-    x = torch.randn(64, 64) * torch.exp2(torch.randint(-140, 120, (64, 1)).to(torch.float32))
-    for scale in ("e8m0", "e4m3"):
-        q = fp4graph.fake_quantize(x, spec_of("e2m1", scale))
-        assert torch.equal(q.to(torch.bfloat16).to(torch.float32), q)
 
 
 # ------------------------------------------------------------------ the program
 
 
 class Emulated(Interpreter):
-    """Runs a graph on a CPU; GEMMs with an ``out_dtype`` there, which a CPU refuses, on the widened factors."""
+    """Runs a graph on a CPU. A CPU refuses GEMMs with an ``out_dtype``: their factors are cast to it."""
 
     def call_function(self, target, args, kwargs):
         if target is aten.mm.dtype:
@@ -121,7 +114,7 @@ class Emulated(Interpreter):
 
 
 def step_of(policy: str, dtype: torch.dtype = torch.float32, bias: bool = False):
-    """Return a training step of one linear under ``policy`` as a function of tensors, with arguments for it."""
+    """Return a training step of one linear under ``policy`` as a function of tensors, and its arguments."""
     program = program_of(policy)
     function = site_function(program, "linear", 1.0, 1.0)
 
@@ -131,12 +124,12 @@ def step_of(policy: str, dtype: torch.dtype = torch.float32, bias: bool = False)
         y.backward(dy)
         return y.detach(), leaves[0].grad, leaves[1].grad
 
-    given = [torch.randn(shape, dtype=dtype) for shape in ((64, 64), (96, 64), (96,), (64, 96))]
-    return step, [*given, KEY, STEP, *(torch.randn(96, 64) for _ in program.state)]
+    tensors = [torch.randn(shape, dtype=dtype) for shape in ((64, 64), (96, 64), (96,), (64, 96))]
+    return step, [*tensors, KEY, STEP, *(torch.randn(96, 64) for _ in program.state)]
 
 
 def for_cuda(step, arguments):
-    """The graph of ``step`` as CUDA would run it, and its GEMMs: (operation, dtype of the factors, of the result)."""
+    """Return the graph of ``step`` for CUDA, and its GEMMs: (operation, dtype of the factors, dtype of the result)."""
     with traced_for("cuda"):
         graph = make_fx(step, tracing_mode="fake")(*arguments)
     places = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1}
@@ -154,19 +147,20 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema", "microscaling", "nvfp4-te"])
 def test_gemms_of_an_fp32_linear_multiply_bf16_and_return_fp32(policy):
-    """Three GEMMs, and on equal sums of products the bits of the program that multiplies in fp32."""
+    """Their results have the bits of the program that multiplies in fp32, where both sum in one order."""
     torch.manual_seed(0)
     step, arguments = step_of(policy)
     graph, gemms = for_cuda(step, arguments)
-    assert [gemm for gemm in gemms if gemm[0] == "aten.mm"] == [("aten.mm", BF16, FP32)] * 3  # others rotate operands
-    found = Emulated(graph).run(*arguments)
+    assert [gemm for gemm in gemms if gemm[0] == "aten.mm"] == [
+        ("aten.mm", BF16, FP32)
+    ] * 3  # the others rotate operands
     with operators.tensor_code():
         expected = step(*arguments)
-    for own, other in zip(found, expected, strict=True):
-        if policy == "nvfp4-te":  # a CPU's product has alpha inside, and sums in an order of its own
-            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    for result, due in zip(Emulated(graph).run(*arguments), expected, strict=True):
+        if policy == "nvfp4-te":  # a CPU's product takes alpha, and sums in another order
+            torch.testing.assert_close(result, due, rtol=1e-5, atol=1e-5)
         else:
-            assert torch.equal(own, other)
+            assert torch.equal(result, due)
 
 
 @pytest.mark.slow
@@ -178,7 +172,7 @@ def test_a_bias_is_added_to_the_fp32_output():
 
 
 @pytest.mark.slow
-def test_elsewhere_gemms_are_as_they_were():
+def test_gemms_on_a_cpu_and_of_a_bf16_model_keep_the_models_dtype():
     step, arguments = step_of("microscaling")
     graph = make_fx(step, tracing_mode="fake")(*arguments)
     dtypes = {n.args[0].meta["val"].dtype for n in graph.graph.nodes if n.target is aten.mm.default}
@@ -201,9 +195,9 @@ def test_elsewhere_gemms_are_as_they_were():
     ],
 )
 def test_where_an_operand_is_not_exact_the_gemm_stays_in_fp32(policy, exact):
-    own = [factors for _, factors, result in for_cuda(*step_of(policy))[1] if result is FP32]
-    assert own.count(BF16) == exact
-    assert own.count(FP32) >= 3 - exact
+    dtypes = [factors for _, factors, result in for_cuda(*step_of(policy))[1] if result is FP32]
+    assert dtypes.count(BF16) == exact
+    assert dtypes.count(FP32) >= 3 - exact
 
 
 @pytest.mark.slow
@@ -229,7 +223,7 @@ def test_cards_without_bf16_multiply_in_fp32(capability, narrow, monkeypatch):
 
 
 def test_a_tensor_scale_keeps_operands_in_the_range_of_bf16():
-    """A tensor so small that codes times block scale times γ's power of two would fall below bf16's subnormals."""
+    """In a tensor this small, codes times block scales times γ's power of two would fall below bf16's subnormals."""
     program = program_of("nvfp4-te").fprop.left
     x = torch.randn(64, 64) * torch.exp2(torch.randint(-12, 1, (64, 1)).to(torch.float32)) * 2.0**-118
     with traced_for("cuda"):
@@ -242,7 +236,7 @@ def test_a_tensor_scale_keeps_operands_in_the_range_of_bf16():
 
 
 @pytest.mark.slow
-def test_explain_says_so():
+def test_explain_counts_gemms_that_are_exact_in_bf16():
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     report = fp4graph.explain(model, one_rule(quantize={"element": "e2m1", "block": 32}), (torch.ones(4, 64),))
     assert "on a GPU: 6 of 6 quantized GEMMs have operands that are exact in bf16" in str(report)

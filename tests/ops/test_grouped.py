@@ -31,18 +31,17 @@ N, K = 96, 64
 SIZES = (0, 1, 33, 64, 7, 0)
 DROPPED = 5
 
-
 program = partial(program_of, op="grouped", inputs=K, outputs=N, producer="swiglu")
 
 
 def to_nearest(planned: MatmulProgram) -> MatmulProgram:
-    """Round everything to nearest: an expert's own linear would draw other noise."""
+    """Round everything to nearest: a linear of one expert would draw other noise."""
 
-    def operand(own: OperandProgram) -> OperandProgram:
-        return own if own.spec is None else replace(own, spec=replace(own.spec, rounding="nearest"))
+    def operand(former: OperandProgram) -> OperandProgram:
+        return former if former.spec is None else replace(former, spec=replace(former.spec, rounding="nearest"))
 
-    def gemm(own: GemmProgram) -> GemmProgram:
-        return replace(own, left=operand(own.left), right=operand(own.right))
+    def gemm(former: GemmProgram) -> GemmProgram:
+        return replace(former, left=operand(former.left), right=operand(former.right))
 
     return replace(planned, **{name: gemm(getattr(planned, name)) for name in ("fprop", "dgrad", "wgrad")})
 
@@ -52,7 +51,7 @@ def data(sizes=SIZES, dropped=DROPPED, dtype=torch.float32):
     tokens = sum(sizes) + dropped
     shapes = (tokens, K), (len(sizes), N, K), (tokens, N)
     x, w, dy = (torch.randn(shape, generator=generator) for shape in shapes)
-    # Experts of different size, so that a statistic of the wrong one shows.
+    # Experts have tokens and weights of different magnitudes, so that a statistic of the wrong expert shows.
     x = x * torch.logspace(-2, 2, tokens)[:, None]
     w = w * torch.logspace(1, -1, len(sizes))[:, None, None]
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
@@ -68,22 +67,22 @@ def grouped(planned, x, w, dy, ends, state=()):
 
 
 def looped(planned, x, w, dy, ends, state=()):
-    """Return y, dX and dW of a loop over experts with the ordinary linear; zeros where nothing is computed."""
+    """Return y, dX and dW of a loop over experts with the ordinary linear; 0 for dropped tokens and idle experts."""
     y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)
     function, start = site_function(planned, "linear", 1.0, 1.0), 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            own, weight = x[start:end].clone().requires_grad_(), w[expert].clone().requires_grad_()
-            result = function(own, weight, None, KEY, STEP, 0, *(entry[expert] for entry in state))
+            tokens, weight = x[start:end].clone().requires_grad_(), w[expert].clone().requires_grad_()
+            result = function(tokens, weight, None, KEY, STEP, 0, *(entry[expert] for entry in state))
             result.backward(dy[start:end])
-            y[start:end], dx[start:end], dw[expert] = result.detach(), own.grad, weight.grad
+            y[start:end], dx[start:end], dw[expert] = result.detach(), tokens.grad, weight.grad
         start = end
     return y, dx, dw
 
 
-#: Policies whose techniques are tried alone by a quicker case.
+#: Cases whose techniques are also tried one by one, in quicker cases.
 WITH_RELATIVES = ("averis", "quartet-ii", "nvfp4-smooth-swiglu", "smooth, with a surrogate")
-#: Cases with a γ of each token.
+#: Cases with one γ per token.
 BY_ROW = ("tensor_scaling by row", "nvfp4-mxfp8-experts")
 TWO_D = {"fprop.input": {"block": [8, 32]}, "gradients": {"block": [16, 32]}, "weights": {"block": [32, 32]}}
 REQUANTIZED = {"wgrad.input": {"source": "fprop"}, "dgrad.weight": {"source": "fprop"}}
@@ -130,50 +129,50 @@ POLICIES = {
     "name", [pytest.param(name, marks=pytest.mark.long) if name in WITH_RELATIVES else name for name in POLICIES]
 )
 def test_is_a_loop_over_experts(name, dtype, monkeypatch):
-    """Equal to the last bit: on a CPU every expert's products are those of its own linear, in the same order.
+    """Equal to the last bit: on a CPU the products of an expert are those of a linear, in the same order.
 
-    One expert has one token. Its own linear rotates one row by a matrix-vector product, which sums in another order,
-    and takes its one row's γ for the tensor's, which waits for the accumulator: there y and dX agree to the rounding of
-    a sum of 96 products.
+    One expert has one token. A linear rotates one row by a matrix-vector product, which sums in another order, and
+    takes the γ of its only row for the tensor's γ, which multiplies the accumulator: there y and dX agree within the
+    rounding of a sum of 96 products.
     """
-    # MS-EDEN's corrected scales draw by the number of the block, which is another among all experts' tokens.
+    # MS-EDEN's corrected scales draw by the number of a block, which in the loop starts again with every expert.
     monkeypatch.setattr(scaling, "uniform", lambda bits: torch.full_like(bits, 0.5, dtype=torch.float32))
-    monkeypatch.setattr(ms_eden, "_FILL_DIVISOR", float("inf"))  # a linear's own tokens are not known to be few
+    monkeypatch.setattr(ms_eden, "_FILL_DIVISOR", float("inf"))  # a linear does not know that its tokens are few
     planned = to_nearest(program(POLICIES[name]))
     x, w, dy, ends = data(dtype=dtype)
     state = tuple(w.float() + 0.1 for _ in planned.state)
-    ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
+    results, expected = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
     if name in ("quartet", "quartet-ii", "mxfp4-best", "hadamard of 64", *BY_ROW):
         tolerance = 96 * torch.finfo(dtype).eps
-        for one, other in zip(ours[:2], theirs[:2], strict=True):
-            torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance * float(other[0].abs().max()))
-            one[0] = other[0]
-    assert_equal(ours, theirs)
+        for result, due in zip(results[:2], expected[:2], strict=True):
+            torch.testing.assert_close(result[0], due[0], rtol=tolerance, atol=tolerance * float(due[0].abs().max()))
+            result[0] = due[0]
+    assert_equal(results, expected)
 
 
-def test_weight_state_is_each_experts_own():
+def test_each_expert_has_its_part_of_a_weights_state():
     planned = program(one_rule("q_ema", op="grouped"))
     x, w, dy, ends = data()
     state = (w + torch.randn(w.shape, generator=torch.Generator().manual_seed(1)) * w.abs().amax((1, 2), True) / 6,)
-    ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
-    assert_equal(ours, theirs)
-    assert not torch.equal(ours[0], grouped(planned, x, w, dy, ends, (w,))[0])
+    results = grouped(planned, x, w, dy, ends, state)
+    assert_equal(results, looped(planned, x, w, dy, ends, state))
+    assert not torch.equal(results[0], grouped(planned, x, w, dy, ends, (w,))[0])
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te", "mxfp4-best"])
 def test_one_expert_is_the_ordinary_linear(policy):
-    """With noise too, where the blocks divide the number of tokens: tokens then have the index of the linear's."""
+    """Noise included, because blocks divide the number of tokens: tokens then have the same index as in a linear."""
     x, w, dy, ends = data((64,), 0)
     planned = program(policy)
     assert_equal(grouped(planned, x, w, dy, ends), looped(planned, x, w, dy, ends))
 
 
-def test_noise_of_tokens_depends_on_no_grouping():
-    """fprop and dgrad draw by the token's index. With equal weights it makes no difference whose token it is."""
+def test_noise_of_tokens_does_not_depend_on_their_experts():
+    """fprop and dgrad draw by the token's index. Experts of equal weights therefore give a token the same results."""
     planned = program("tetrajet")
     x, w, dy, ends = data((40, 24), 0)
     same = w[:1].expand(2, -1, -1).contiguous()
-    right = planned.dgrad.right  # its noise has the index of the weight's element, other for every expert
+    right = planned.dgrad.right  # its noise has the index of the weight's element, which differs between experts
     right = replace(right, spec=replace(right.spec, rounding="nearest"))
     planned = replace(planned, dgrad=replace(planned.dgrad, right=right))
     one, two = grouped(planned, x, same[:1], dy, torch.tensor([64])), grouped(planned, x, same, dy, ends)
@@ -182,7 +181,7 @@ def test_noise_of_tokens_depends_on_no_grouping():
     torch.testing.assert_close(one[1], two[1], rtol=1e-5, atol=1e-4)
 
 
-def test_no_tokens_at_all():
+def test_without_any_tokens():
     planned = program("nvfp4-te")
     x, w, dy, ends = data((0, 0), 0)
     y, dx, dw = grouped(planned, x, w, dy, ends)
@@ -190,8 +189,8 @@ def test_no_tokens_at_all():
     assert torch.equal(dw, torch.zeros_like(w))
 
 
-def test_garbage_in_dropped_tokens_reaches_nothing():
-    """Expert parallelism leaves the rows behind the last offset unwritten."""
+def test_dropped_tokens_change_no_result():
+    """Expert parallelism leaves the rows behind the last offset unwritten: they may hold anything."""
     for policy in ("nvfp4-te", one_rule({"tensor_scaling": {"granularity": "all"}}, op="grouped", quantize=NVFP4)):
         planned = to_nearest(program(policy))
         x, w, dy, ends = data()
@@ -208,13 +207,12 @@ def test_one_tensor_scale_for_all_experts():
     x, w, _, ends = data()
     layout = Experts(ends, x.shape[0], w.shape[0]).layout(1)
     for side, values, largest in (("left", x, x[:-DROPPED].abs().max()), ("right", w, w.abs().max())):
-        own = getattr(planned, side)
-        (scale,) = own.quantize(values, segments=layout.segments(planned.gemm, side)).group_scales
+        (scale,) = getattr(planned, side).quantize(values, segments=layout.segments(planned.gemm, side)).group_scales
         assert torch.equal(scale.scale.unique(), (largest / (6 * 448)).reshape(1))
 
 
-def test_segments_reduce_each_group():
-    """Against slices, for blocks along the tokens and across them."""
+def test_groups_reduce_each_segment():
+    """Compared with slices, for blocks across the tokens and along them."""
     x, _, _, ends = data((32, 64, 0, 96), 0)
     layout = Experts(ends, x.shape[0], 4).layout(32)
     by_hand = [part.abs() for part in x.split([32, 64, 96])]
@@ -229,7 +227,7 @@ def test_segments_reduce_each_group():
 
 
 @pytest.mark.parametrize("granule", [1, 16, 32, 96])
-def test_layout_keeps_experts_apart(granule):
+def test_no_granule_of_a_layout_has_tokens_of_two_experts(granule):
     x, _, _, ends = data()
     layout = Experts(ends, x.shape[0], len(SIZES)).layout(granule)
     laid_out = layout.lay_out(x)
@@ -242,7 +240,7 @@ def test_layout_keeps_experts_apart(granule):
 
 MIXES = "technique {} does not tell the tokens and weights of experts apart"
 BETWEEN = "technique {} cannot act on wgrad.input of experts"  # it would count zeros between experts
-#: Blocks of a tensor of experts are computed as short blocks that share their scale.
+#: A block that is an expert's whole tensor is computed as short blocks that share their scale.
 PARTS = "{} cannot act on .* of experts where a whole tensor has one scale"
 OF_A_TENSOR = quantizer("tensor", "e4m3", "nearest_even")
 ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
@@ -262,7 +260,7 @@ ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
     ],
     ids=str,
 )
-def test_techniques_that_experts_cannot_have_are_refused(techniques, message, quantize):
+def test_techniques_that_cannot_act_on_experts_are_refused(techniques, message, quantize):
     with pytest.raises(CaptureError, match=message):
         program(one_rule(*techniques, op=["linear", "grouped"], quantize=quantize))
 
@@ -294,24 +292,24 @@ COMPILED = {
 @pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_is_eager_whatever_the_sizes(name):
-    """One compiled program for two assignments of tokens: an expert without tokens, rows of none.
+def test_compiled_is_eager_for_any_sizes(name):
+    """Two assignments of tokens, one of which has an expert without tokens and tokens of no expert.
 
-    To the last bit where the activation has exact operations alone. smooth_swiglu acts behind a silu, whose exponential
-    may differ in the last bit: a few elements are then rounded to their other neighbour, a relative error of 2⁻² each.
+    Equal to the last bit if the activation is exact. smooth_swiglu acts behind a silu, whose exponential may differ in
+    the last bit: a few elements are then rounded to their other neighbour, a relative error of 2⁻² each.
     """
     exact = name != "smooth_swiglu"
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
-    found = []
+    results = []
     for backend in ("eager", "inductor"):
         torch._dynamo.reset()
         act = torch.nn.functional.relu if exact else torch.nn.functional.silu
         model = fp4graph.apply(OfExperts(act), COMPILED[name], backend=backend, seed=0)
         for ends in ([7, 7, 43], [20, 30, 50]):
-            given = x.clone().requires_grad_()
-            y = model(given, torch.tensor(ends, dtype=torch.int32))
+            leaf = x.clone().requires_grad_()
+            y = model(leaf, torch.tensor(ends, dtype=torch.int32))
             y.square().sum().backward()
-            found += [y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]
+            results += [y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())]
             model.zero_grad()
-    for eager, compiled in zip(found[:10], found[10:], strict=True):
+    for eager, compiled in zip(results[:10], results[10:], strict=True):
         assert torch.equal(eager, compiled) if exact else (eager - compiled).norm() <= 2e-2 * eager.norm()

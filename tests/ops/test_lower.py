@@ -1,10 +1,10 @@
-"""The schedule of a product names the operators that then run, for every shipped policy, and its reasons are true."""
+"""Lowering: under every shipped policy the operators run that the schedule names, and the reasons in it are true."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from fp4graph.kernels.request import Asked
 from fp4graph.kernels.rows import TENSOR_CODE
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.lower import lower
-from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Keeps, Schedule, Setting, Source, Step
 from fp4graph.technique.operands import Gemm, Operand
 from tests.helpers.policies import NVFP4, long_but_few, one_rule
@@ -30,7 +29,7 @@ from tests.helpers.sites import program_of
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
-#: The stages of techniques that call the quantizer as often as they like.
+#: The stages at which a technique may call the quantizer any number of times.
 SEVERAL = ("around", "observe", "element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 FP32 = torch.float32
 #: A training step of an fp32 model on a CPU with kernels.
@@ -44,7 +43,7 @@ def operators_of(call: Callable[[], object]) -> Counter[str]:
     return Counter(name for space, _, name in names if space == "fp4graph")
 
 
-#: The operators that quantize an operand once.
+#: The operators of which each call quantizes one operand.
 COUNTED = {
     *("quantize", "quantize_and_pack", "requantize"),
     *("quantize_at", "requantize_at", "quantized_product", "requantized_product"),
@@ -63,25 +62,20 @@ def operator_of(step: Step) -> str | None:
     return {Asked.VALUES: "quantize", Asked.BYTES: "quantize_and_pack", Asked.FROM_BYTES: "requantize"}[step.asked]
 
 
-def steps(schedule: Schedule) -> Iterator[Step]:
-    for gemm in (schedule.fprop, schedule.dgrad, schedule.wgrad):
-        if gemm is not None:
-            yield from (gemm.left, gemm.right)
-
-
-def operands(program: MatmulProgram) -> list[OperandProgram]:
-    return [side for gemm in (program.fprop, program.dgrad, program.wgrad) for side in (gemm.left, gemm.right)]
+def steps_of(program: MatmulProgram, setting: Setting) -> dict[str, Step]:
+    return {operand.value: step for operand, step in lower(program, setting).steps().items()}
 
 
 first_program = partial(program_of, inputs=WIDTH, outputs=HIDDEN)
 
 
 def expected(schedule: Schedule) -> Counter[str]:
-    """Return how often each operator that quantizes runs; without those inside of techniques that call a quantizer."""
-    return Counter(name for step in steps(schedule) if (name := operator_of(step)) is not None)
+    """Return how often each operator quantizes an operand, apart from the calls that techniques make."""
+    return Counter(name for step in schedule.steps().values() if (name := operator_of(step)) is not None)
 
 
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[MatmulProgram, Setting, Schedule]]:
+    """Return a list to which every schedule is appended when it is made, with what it is made from."""
     seen: list[tuple[MatmulProgram, Setting, Schedule]] = []
 
     def spy(program: MatmulProgram, setting: Setting) -> Schedule:
@@ -114,61 +108,60 @@ def test_the_operators_that_run_are_those_of_the_schedule(
         return
     assert bool(seen) == fp4graph.load_policy(policy).quantizes
     due = sum((expected(schedule) for _, _, schedule in seen), Counter[str]())
-    # What calls the quantizer a number of times of its own: techniques around it, observers, surrogates.
-    calls = any(operand.at(stage) for program, _, _ in seen for operand in operands(program) for stage in SEVERAL)
+    operands = [program.operand(each) for program, _, _ in seen for each in Operand]
+    calls = any(operand.at(stage) for operand in operands for stage in SEVERAL)
     counts = {name: n for name, n in ran.items() if name in COUNTED - ({"quantize"} if calls else set())}
     assert counts == {name: n for name, n in due.items() if not (calls and name == "quantize")}
 
 
 @pytest.mark.compiler
-def test_reasons_name_what_stands_in_the_way() -> None:
-    def reasons(policy: str, **changes: Any) -> dict[str, Step]:
-        program = first_program(policy)
-        schedule = lower(program, replace(TRAINING, **changes))
-        return {f"{gemm}.{side}": getattr(getattr(schedule, gemm), side) for gemm in Gemm for side in ("left", "right")}
+def test_steps_of_shipped_policies_and_their_reasons() -> None:
+    def steps(policy: str, **changes: Any) -> dict[str, Step]:
+        return steps_of(first_program(policy), replace(TRAINING, **changes))
 
-    tetrajet = reasons("tetrajet")
-    for step in (tetrajet["fprop.left"], tetrajet["fprop.right"]):
+    tetrajet = steps("tetrajet")
+    for step in (tetrajet["fprop.input"], tetrajet["fprop.weight"]):
         assert (step.asked, step.keeps) == (Asked.BYTES, {Keeps.BYTES})
-    assert all(tetrajet[name].asked is Asked.FROM_BYTES for name in ("dgrad.right", "wgrad.right"))
-    qema = reasons("tetrajet-qema")["fprop.right"]
+    assert all(tetrajet[name].asked is Asked.FROM_BYTES for name in ("dgrad.weight", "wgrad.input"))
+    qema = steps("tetrajet-qema")["fprop.weight"]
     assert (qema.by, qema.why) == ("tensor code", "q_ema rounds elements")
-    nvfp4 = reasons("nvfp4-te")
-    given = nvfp4["fprop.left"]
-    assert given.by == nvfp4["wgrad.left"].by == "a kernel, scales by tensor code"
-    assert (given.why, given.keeps) == ("tensor_scaling divides by a scale of groups", {Keeps.ORIGINAL})
-    off = reasons("tetrajet", machine=Machine("cpu", "they are off"))
+    nvfp4 = steps("nvfp4-te")
+    scaled = nvfp4["fprop.input"]
+    assert scaled.by == nvfp4["wgrad.grad_output"].by == "a kernel, scales by tensor code"
+    assert (scaled.why, scaled.keeps) == ("tensor_scaling divides by a scale of groups", {Keeps.ORIGINAL})
+    off = steps("tetrajet", machine=Machine("cpu", "they are off"))
     assert {step.kernel for step in off.values()} == {TENSOR_CODE}
-    assert off["fprop.left"].why == "they are off"
-    gpu = reasons("nvfp4", machine=Machine("cuda"), drawn=True)
-    assert gpu["dgrad.left"].asked is gpu["wgrad.left"].asked is Asked.BOTH
-    whole = reasons("int4-per-tensor", machine=Machine("cuda"))
-    assert whole["dgrad.left"].asked is Asked.BOTH  # no bytes stand for such blocks, and none are kept of gradients
-    kept = gpu["fprop.left"]
+    assert off["fprop.input"].why == "they are off"
+    gpu = steps("nvfp4", machine=Machine("cuda"), drawn=True)
+    assert gpu["dgrad.grad_output"].asked is gpu["wgrad.grad_output"].asked is Asked.BOTH
+    whole = steps("int4-per-tensor", machine=Machine("cuda"))
+    # No bytes stand for blocks of a tensor, but the backward keeps no bytes of dY.
+    assert whole["dgrad.grad_output"].asked is Asked.BOTH
+    kept = gpu["fprop.input"]
     assert (kept.asked, kept.keeps) == (Asked.BOTH, {Keeps.READY})
     assert [kept.saves_original(ready=ready) for ready in (True, False)] == [False, True]
-    seen = reasons("nvfp4", machine=Machine("cuda"), observed=True)["fprop.left"]
-    assert seen.asked is not Asked.BOTH
-    assert seen.keeps == {Keeps.ORIGINAL}
+    observed = steps("nvfp4", machine=Machine("cuda"), observed=True)["fprop.input"]
+    assert observed.asked is not Asked.BOTH
+    assert observed.keeps == {Keeps.ORIGINAL}
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("rereads", [True, False])
-def test_kernels_take_the_weights_of_experts_within_the_product(rereads: bool) -> None:
+def test_weights_of_experts_are_quantized_within_the_product(rereads: bool) -> None:
     operands = {"dgrad.weight": {"source": "fprop"}} if rereads else None
     program = program_of(one_rule(op="grouped", operands=operands), "grouped", WIDTH, HIDDEN)
     experts = replace(TRAINING, experts=True)
-    steps = {operand.value: step for operand, step in lower(program, experts).steps().items()}
+    steps = steps_of(program, experts)
     assert [name for name, step in steps.items() if step.in_product] == ["fprop.weight", "dgrad.weight"]
     asked = [steps[name].asked for name in ("fprop.weight", "dgrad.weight")]
     assert asked == ([Asked.BYTES, Asked.FROM_BYTES] if rereads else [Asked.VALUES] * 2)
-    off = lower(program, replace(experts, machine=Machine("cpu", "they are off"))).steps()
+    off = steps_of(program, replace(experts, machine=Machine("cpu", "they are off")))
     assert {step.kernel for step in off.values()} == {TENSOR_CODE}
 
 
 @pytest.mark.captured
 @pytest.mark.compiler
-def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
+def test_a_kernel_quantizes_the_operand_that_a_technique_has_split() -> None:
     policy = one_rule({"outlier_clamp": {"operands": ["fprop.input"]}}, quantize=NVFP4)
     model = torch.nn.Linear(64, 64)
     explained = fp4graph.explain(model, policy, (torch.randn(32, 64, requires_grad=True),))
@@ -181,7 +174,7 @@ def test_a_kernel_runs_within_what_a_technique_does_around_it() -> None:
 
 
 @pytest.mark.captured
-def test_a_schedule_of_nothing_says_so() -> None:
+def test_the_schedule_of_a_model_without_quantized_sites_says_so() -> None:
     explained = fp4graph.explain(torch.nn.Sequential(torch.nn.Linear(8, 8)), "nvfp4-te", (torch.randn(2, 8),))
     assert explained.quantized == 0
     assert explained.problem is not None
@@ -190,7 +183,7 @@ def test_a_schedule_of_nothing_says_so() -> None:
     assert f"problem: {explained.problem}" in text
 
 
-def test_no_gradient_nothing_kept() -> None:
+def test_nothing_is_kept_for_gradients_that_are_not_needed() -> None:
     neither = lower(first_program("tetrajet"), replace(TRAINING, needs=(False, False)))
     assert (neither.dgrad, neither.wgrad) == (None, None)
     assert not neither.fprop.left.keeps | neither.fprop.right.keeps
@@ -225,7 +218,7 @@ def test_channels_apart_and_reused_operands_are_printed() -> None:
     assert (reused.by, reused.why) == ("high precision", "it is the dequantized operand of fprop")
 
 
-#: What says what kernels can do. Whoever reads it decides about kernels.
+#: The attributes that say what kernels support. A file that reads one of them decides about kernels.
 ASKS = {
     *("unknown", "unrounded", "unpacked", "refuses", "concerns"),
     *("available", "multiplies", "multiplies_bfloat16", "lacks"),
@@ -234,7 +227,8 @@ CHOOSES = {"chosen", "of_spec"}
 
 
 def asked_by(file: Path) -> set[str]:
-    """Return what ``file`` reads of kernels, by the names that it imports of them."""
+    """Return the names of ``CHOOSES`` that ``file`` imports from kernels, and the attributes of ``ASKS`` that it reads
+    if it imports anything from kernels."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and "kernels" in (node.module or "")]
     known = {alias.name for node in imported for alias in node.names}
@@ -243,10 +237,10 @@ def asked_by(file: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_only_lowering_asks_what_kernels_can_do() -> None:
+def test_only_lowering_asks_what_kernels_support() -> None:
     package = Path(fp4graph.__file__).parent
     files = [file for file in package.rglob("*.py") if "kernels" not in file.relative_to(package).parts]
     asking = {file.relative_to(package).as_posix() for file in files if asked_by(file)}
-    # An operand's quantizer is lowered by itself for callers outside of products. The census prints what GPUs lack;
-    # packing frozen weights asks which operator unpacks their bytes.
+    # ops/facts.py lowers single quantizers for callers outside of products. The census prints what GPUs lack. Frozen
+    # weights are packed only if an operator unpacks them.
     assert asking == {"ops/lower.py", "ops/facts.py", "model/census.py", "exports/frozen.py"}

@@ -1,4 +1,4 @@
-"""The six-operand product against TetraJet Eq. 3-5 (and Microscaling's Eq. 6-7) written out by hand."""
+"""The three GEMMs of a site beside the equations of TetraJet (Eq. 3-5) and Microscaling (Eq. 6-7) by hand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_tetrajet_is_its_equations(data):
 
 @pytest.mark.slow
 def test_tetrajet_averages_to_the_unbiased_gradient(data):
-    """E[gradient] is TJ Eq. 8-9, the gradient of the quantized forward: within 4 standard errors nearly everywhere."""
+    """E[gradient] is the gradient of the quantized forward (TetraJet's Eq. 8-9), within 4 standard errors for all but
+    one element in a thousand."""
     x, w, _, dy = data
     nearest, steps = fp4graph.QuantSpec(scale=CEIL, ties="up"), 400
     tetrajet = linear("tetrajet")
@@ -82,7 +83,7 @@ def test_tetrajet_averages_to_the_unbiased_gradient(data):
         z = (mean - expected) / (deviation / steps**0.5)
         assert z.abs().mean() < 0.9, name  # E|z| of a standard normal is 0.8
         assert (z.abs() > 4).float().mean() < 1e-3, name
-        # Microscaling's is not: its bias does not shrink.
+        # Microscaling's mean is another: its bias does not shrink.
         assert (other.double() - expected).norm() > 5 * (mean - expected).norm(), name
 
 
@@ -98,7 +99,7 @@ def test_leading_axes_are_tokens(shape):
     assert torch.equal(y.detach().reshape(-1, 96), flat.reshape(-1, 96))
 
 
-def test_unquantized_operands_leave_their_gemm_exact(data):
+def test_gemms_of_kept_operands_are_exact(data):
     x, w, bias, dy = data
     _, dx, dw, _ = run(one_rule(operands={"backward": "keep"}), x, w, bias, dy)
     assert torch.equal(dx, dy @ w)

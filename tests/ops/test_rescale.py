@@ -1,4 +1,4 @@
-"""Scales that a technique returns from ``rescale``: kernels multiply by them as tensor code does."""
+"""Kernels multiply by the scales that a technique's ``rescale`` returns, as tensor code does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dividing(BlockScale):
 
 
 class Rescaling(BlockScale):
-    """Adds to each scale a share that depends on everything that the stage is shown."""
+    """Adds to each scale an amount that depends on every field of ``Quantization``."""
 
     mixes = "block"
 

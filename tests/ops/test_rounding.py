@@ -1,6 +1,6 @@
 """Products of tensor-scaled operands are rounded once: γ_a·γ_b and the addend meet the accumulator of the GEMM.
 
-Expected values are float64 products of the operands that were multiplied, as :func:`observed` shows them.
+Expected values are float64 products of the multiplied operands, which :func:`observed` shows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from tests.helpers.training import assert_equal
 
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
-#: Significant bits: half a unit in the last place of x is at most 2^-bits·abs(x).
+#: Significant bits of each dtype: half a unit in the last place of x is at most 2^-bits·abs(x).
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 CLAMP = {"outlier_clamp": {"quantile": 0.99, "operands": ["fprop.input"]}}
 LOW_RANK = {"low_rank_residual": {"rank": 4, "operands": ["fprop.weight"]}}
 FALLBACK = {"outlier_fallback": {"operands": ["fprop.input"]}}
-
 
 policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
 
@@ -52,7 +51,7 @@ def multiplied(terms):
 
 
 def run(f, a, b, addend, dy):
-    """``(result, left, right)`` of the GEMM whose left operand is the key."""
+    """Return ``(result, left, right)`` of each GEMM, by the name of its left operand."""
     seen = {}
     a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
     with observed(lambda left, right: seen.setdefault(left.operand, (multiplied(left.terms), multiplied(right.terms)))):
@@ -63,11 +62,11 @@ def run(f, a, b, addend, dy):
 
 
 def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
-    """Within half a unit in the last place of the exact value, but for the sums in fp32 before."""
+    """Check that ``result`` is within half a unit in the last place of the exact value, apart from the fp32 sums."""
     exact = alpha * (left @ right.mT) + addend
     exponent = torch.frexp(exact).exponent - 1
     half = torch.ldexp(torch.ones_like(exact), exponent - BITS[result.dtype])
-    terms = left.shape[-1] + 4  # roundings of a sum of K products, of alpha, of its product and of the addend's
+    terms = left.shape[-1] + 4  # roundings: of a sum of K products, of alpha, of its product, of the addend's
     accumulation = 2.0**-24 * terms * (abs(alpha) * (left.abs() @ right.abs().mT) + abs(addend))
     assert result.shape == exact.shape
     excess = ((result.double() - exact).abs() - accumulation) / half
@@ -95,7 +94,7 @@ def test_terms_are_summed_before_the_rounding(techniques, addend):
 @pytest.mark.parametrize("quantize", [NVFP4, UE5M3], ids=["e4m3", "ue5m3"])
 @pytest.mark.parametrize("scale", [2.0**-55, 1.0, 2.0**40])
 def test_tensors_of_any_magnitude(quantize, scale):
-    """γ_a·γ_b of the smallest would be subnormal in fp32."""
+    """For the smallest, γ_a·γ_b would be subnormal in fp32."""
     x, w, dy = data((64, 128), (96, 128), (64, 96), scale=scale)
     for parts in run(function(policy(quantize=quantize)), x, w, None, dy).values():
         assert_rounded_once(*parts)
@@ -120,7 +119,7 @@ def test_operands_from_the_master_weights_under_autocast():
 
 @pytest.mark.parametrize("batch", [(6,), (2, 3), ()])
 @pytest.mark.parametrize("kernel", [(48, 64, 40), (3, 16, 2)])
-def test_attention(batch, kernel):
+def test_products_of_attention(batch, kernel):
     m, k, n = kernel
     a, b, dy = data((*batch, m, k), (*batch, k, n), (*batch, m, n))
     for operand, (result, left, right) in run(function(policy(op="matmul"), "matmul"), a, b, None, dy).items():
@@ -141,14 +140,14 @@ def test_addmm_and_baddbmm(shape, alpha, beta):
     torch.testing.assert_close(addend.grad.double(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
 
 
-def test_an_addend_that_is_not_read_may_hold_anything():
+def test_an_addend_times_zero_is_not_read():
     a, b, addend, dy = data((6, 48, 64), (6, 64, 40), (48, 40), (6, 48, 40))
     f = function(policy(op="matmul"), "matmul", 1.0, 0.0)
     assert_rounded_once(*run(f, a, b, addend * torch.nan, dy)[Operand.FPROP_INPUT])
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_poison_passes(poison):
+def test_nan_or_inf_poisons_its_row_of_the_product(poison):
     x, w = data((32, 64), (48, 64))
     x[3, 5] = poison
     assert function(policy())(x, w, None, KEY, STEP, 0)[3].isnan().all()
@@ -183,7 +182,7 @@ def test_backends_agree_and_sizes_may_be_symbolic():
         assert_equal(results(backend), expected)
 
 
-def test_a_product_without_tensor_scales_is_torchs_own():
+def test_a_product_without_tensor_scales_is_that_of_torch():
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
     y, left, right = run(function("microscaling"), x, w, bias, dy)[Operand.FPROP_INPUT]
     assert torch.equal(y, torch.addmm(bias, left.bfloat16(), right.bfloat16().T))
@@ -203,13 +202,13 @@ A, B, SCALE = torch.randn(2, 3, 20, 32).bfloat16(), torch.randn(2, 3, 24, 32).bf
         (A[..., :0], B[..., :0], None),
     ],
 )
-def test_the_operator_keeps_its_promises(left, right, addend):
+def test_the_operator_is_as_declared(left, right, addend):
     check_declaration("scaled_product", (left, right, SCALE, addend, 1.0))
 
 
 @pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
 def test_on_cuda_the_gemm_returns_its_accumulator(batch):
-    """As it is traced: no result in bf16 before γ and the addend have met the accumulator, no operand in fp32."""
+    """In the trace no operand is fp32, and the result is bf16 only after γ and the addend have met the accumulator."""
     with torch._subclasses.FakeTensorMode():
         a = torch.empty(*batch, 32, 64, dtype=torch.bfloat16, device="cuda")
         b = torch.empty(*batch, 48, 64, dtype=torch.bfloat16, device="cuda")
@@ -228,14 +227,14 @@ def test_on_cuda_the_gemm_returns_its_accumulator(batch):
     ]
 
 
-def test_its_operations_are_counted():
+def test_flops_are_those_of_torchs_linear():
     x, w, dy = data((64, 128), (96, 128), (64, 96))
     f = function(policy())
-    with FlopCounterMode(display=False) as ours:
+    with FlopCounterMode(display=False) as counted:
         f(x.requires_grad_(), w.requires_grad_(), None, KEY, STEP, 0).backward(dy)
-    with FlopCounterMode(display=False) as torchs:
+    with FlopCounterMode(display=False) as expected:
         F.linear(x, w).backward(dy)
-    assert ours.get_total_flops() == torchs.get_total_flops()
+    assert counted.get_total_flops() == expected.get_total_flops()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
