@@ -1,4 +1,4 @@
-"""A small model for tests of the kernels in training, and its training."""
+"""A small model for tests of kernels in training, and three steps of its training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fp4graph
 
 
 class Net(nn.Module):
-    """Residual blocks of two linears, which policies find, between layers that they leave alone."""
+    """A linear that shipped policies keep, then residual blocks of two linears that they quantize."""
 
     def __init__(self, width: int = 64, blocks: int = 3) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def train(policy: Any, dtype: torch.dtype = torch.float32, backend: str = "eager", **sizes: int) -> Tensor:
-    """All parameters after three steps under ``policy``, in one vector; ``dtype`` is that of autocast."""
+    """Return all parameters after three steps under ``policy`` as one vector; with ``dtype`` bf16, under autocast."""
     torch._dynamo.reset()
     model = fp4graph.apply(Net(**sizes), policy, backend=backend, total_forwards=100)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01))

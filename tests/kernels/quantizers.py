@@ -1,4 +1,4 @@
-"""Which quantizers the kernels are tried on, and on what tensors."""
+"""Quantizers and tensors for tests of kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from tests.helpers.floats import blocks_of_every_scale, critical_points
 
 KEY, STEP, SALTS = make_key("kernels"), make_step(0, 0, 3), (4, 9)
 SOURCE = Draw(KEY, STEP, SALTS)
-#: What a quantizer with :data:`SOURCE` draws from.
+#: The key that tensor code derives from :data:`SOURCE`.
 DERIVED = derive(derive(mix(KEY, STEP[:2]), SALTS[0]), SALTS[1])
+MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
+STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 
 RULES = (
     *(("decode", r) for r in ("floor", "ceil", "nearest_even", "toward_positive", "stochastic")),
@@ -48,8 +50,8 @@ def pairs(row: Row) -> set[Pair]:
 
 
 def covering() -> Iterator[Row]:
-    """A row for every element format with every rounding. The rest of each is, of some choices drawn for it, the one in
-    which most pairs of values meet for the first time."""
+    """Yield a row for every element format with every rounding. Of 300 random choices of the other values, a row takes
+    the choice with most pairs of values that no earlier row has."""
     seen: set[Pair] = set()
     draw = random.Random(0)
     for element, rounding in itertools.product(CHOICES["element"], CHOICES["rounding"]):
@@ -61,7 +63,7 @@ def covering() -> Iterator[Row]:
 
 
 def _possible(row: Row) -> bool:
-    """Powers of two are scales of E8M0 alone, and so are their ties."""
+    """Return whether the scale format has the rule: only E8M0 has rules of powers of two and ties of its own."""
     _, rule, *scale_ties = row["rule"]
     return not (rule in POWERS_OF_TWO or scale_ties) or not SCALES[row["scale"]].mantissa_bits
 
@@ -79,8 +81,8 @@ def name_of(row: Row) -> str:
 
 
 def hostile(shape: tuple[int, ...], block: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Rows of all magnitudes; among their blocks such as scale rules stumble over, zeros of either sign, and some with
-    one value that does not belong: NaN, infinities, subnormals, what is next to the largest."""
+    """Return rows of all magnitudes. Among their blocks are those at which scale rules change, zeros of both signs, and
+    some with one odd value: NaN, Inf, a subnormal, a value near the largest."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x = x * torch.randint(-40, 40, (*shape[:-1], 1), generator=generator).float().exp2()
@@ -101,15 +103,15 @@ def hostile(shape: tuple[int, ...], block: int, dtype: torch.dtype = torch.float
 
 
 def ties(element: ElementFormat, block: int) -> Tensor:
-    """Blocks of a format's values, midpoints and what is next to them, under a maximum that is the format's: wherever
-    a rule makes it a scale of one (or of a power of two), each value is rounded as it is (or as some other)."""
+    """Return blocks of a format's values, its midpoints and their neighbours, each with the format's maximum. Under a
+    rule that makes this a scale of one, elements are rounded at the midpoints."""
     points = torch.tensor(critical_points(element), dtype=torch.float32)
     points = points[points.abs() <= element.max]
     points = points[: len(points) // (block - 1) * (block - 1)].view(-1, block - 1)
     return torch.cat([points, torch.full((len(points), 1), element.max)], 1)
 
 
-#: Layouts of a tensor, whose last axis is C: a maker of its contents, and what it makes a tensor from.
+#: Layouts of a tensor whose last axis is C, each as a function of what fills a shape with values.
 Fill = Callable[[tuple[int, ...]], Tensor]
 LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
     "matrix": lambda fill: fill((66, 70)),
@@ -149,7 +151,7 @@ LAYOUTS: dict[str, Callable[[Fill], Tensor]] = {
 
 
 def by_both(call: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return what kernels and what tensor code give."""
+    """Return the result of ``call`` by kernels, and by tensor code."""
     with tensor_code():
         expected = call()
     return call(), expected

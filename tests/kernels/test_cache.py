@@ -1,4 +1,4 @@
-"""torch's caches of compiled code: what they keep is found again, and nothing that has changed since."""
+"""torch's caches of compiled code hit for equal policies and code, and miss for any that have changed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def fp4graph_techniques():
 
 
 def policy(case: str) -> Policy:
-    """``up`` and ``even``: MXFP4 with ties so, drawing no noise. ``louder``: the former with a stranger's technique,
-    imported from wherever the test has put it, whose options follow as JSON."""
+    """Return the policy of a case, without noise: MXFP4 whose ties go ``up`` or to ``even``. ``louder`` adds to ``up``
+    the technique of the module that the test has written, with options as JSON after the name."""
     name, _, options = case.partition(" ")
     match = {"op": "linear", "block": True}
     data = one_rule(quantize=quantizer(ties="even" if name == "even" else "up"), match=match)
@@ -78,24 +78,23 @@ def policy(case: str) -> Policy:
 
 
 def trained(case: str) -> dict[str, Any]:
-    """Train under Inductor: the cache's hits and misses, how far from eager mode the weights lie, and the weights."""
+    """Train under Inductor. Return the cache's hits and misses, the weights, and how far they are from eager mode's."""
     counters.clear()
     weights = train(policy(case), backend="inductor", width=32, blocks=1)
-    found = counters["aot_autograd"]
-    hits, misses = found["autograd_cache_hit"], found["autograd_cache_miss"]
+    hits, misses = (counters["aot_autograd"][f"autograd_cache_{event}"] for event in ("hit", "miss"))
     off = (weights - train(policy(case), width=32, blocks=1)).abs().max().item()
     return {"hits": hits, "misses": misses, "off": off, "weights": weights.tolist()}
 
 
 class Process:
-    """Starts this file with a cache and a technique of this test."""
+    """Runs this file in processes that share a cache and a technique in a test's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.technique = folder / "louder.py"
         self.write(1.5)
         self.environment = {
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # workers take longer to start than there is to compile
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # starting workers takes longer than compiling here
             "PYTHONPATH": os.pathsep.join([str(folder), IMPORTS["PYTHONPATH"]]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -111,8 +110,7 @@ class Process:
 
 @pytest.mark.long
 @pytest.mark.process
-def test_what_another_process_compiled(tmp_path):
-    """It is taken from the cache for an equal policy and equal code, and for no other."""
+def test_code_of_another_process_is_reused_for_an_equal_policy_and_equal_plugins_alone(tmp_path):
     process = Process(tmp_path)
     first = process.train("up", "louder")
     for case in first.values():
@@ -122,7 +120,9 @@ def test_what_another_process_compiled(tmp_path):
     for name in ("up", "louder"):
         assert (again[name]["hits"], again[name]["misses"]) == (1, 0)
         assert again[name]["weights"] == first[name]["weights"]
-    assert len({tuple(again[name]["weights"]) for name in again if name != "even"}) == 3  # ties are too rare to tell
+    assert (
+        len({tuple(again[name]["weights"]) for name in again if name != "even"}) == 3
+    )  # "even" may have the weights of "up": ties are rare
     for name in ("even", 'louder {"by": 1.25}'):
         assert again[name]["hits"] == 0
         assert again[name]["off"] < 1e-4
@@ -140,15 +140,15 @@ SITE = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("
 
 
 def programs() -> dict[str, MatmulProgram]:
-    """What every shipped policy makes of a linear layer, in training and in evaluation."""
-    found = {}
+    """Return the programs of a linear layer under every shipped policy, in training and in evaluation."""
+    made = {}
     for name in sorted(shipped_registry().policies):
         rules = fp4graph.load_policy(name).rules
         for (index, rule), training in itertools.product(enumerate(rules), (True, False)):
             program = plan_site(SITE, rule, training=training).program if rule.quantizes else None
             if program is not None:
-                found[f"{name} {index} {training}"] = program
-    return found
+                made[f"{name} {index} {training}"] = program
+    return made
 
 
 def name_of(program: MatmulProgram, form: str = "linear", alpha: float = 1.0, beta: float = 1.0) -> str:
@@ -160,8 +160,7 @@ def names() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_names_tell_programs_apart():
-    """One name for equal programs, another for any other."""
+def test_equal_programs_have_one_name_and_others_other_names():
     by_program: dict[MatmulProgram, str] = {}
     for program in programs().values():
         assert by_program.setdefault(program, name_of(program)) == name_of(program)
@@ -176,9 +175,9 @@ def test_names_tell_programs_apart():
 @pytest.mark.long
 @pytest.mark.process
 def test_names_are_the_same_in_every_process():
-    """Also where sets have another order."""
-    found = [json.loads(run(python("-m", __name__, "names"), env={"PYTHONHASHSEED": seed})) for seed in ("1", "2")]
-    assert found == [names(), names()]
+    """Whatever the order of sets."""
+    for seed in ("1", "2"):
+        assert json.loads(run(python("-m", __name__, "names"), env={"PYTHONHASHSEED": seed})) == names()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels are compiled where they run: without a compiler, with one that fails, and by two processes at once."""
+"""Kernels are compiled on the machine where they run: no compiler, one that fails, caches, two processes at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICY = "tetrajet"
 
 
 def start(code: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """A Python process with a cache directory of its own, which prints JSON."""
+    """Start a Python process that prints JSON, with ``folder`` as its cache."""
     variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **IMPORTS, **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=variables, **pipes)
@@ -56,14 +56,14 @@ from tests.kernels.models import train
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     weights = [train({POLICY!r}).tolist() for _ in range(2)]
-about = [str(w.message) for w in said if "kernel" in str(w.message)]
-print(json.dumps({{"weights": weights, "warnings": about}}))
+warned = [str(w.message) for w in said if "kernel" in str(w.message)]
+print(json.dumps({{"weights": weights, "warnings": warned}}))
 """
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """What training by kernels gives."""
+    """Return the weights after training with kernels."""
     assert switches.current().quantizers
     assert cpu.available()
     return train(POLICY)
@@ -75,8 +75,8 @@ def trained():
     [({"CXX": "/nonexistent/compiler"}, True), ({"FP4GRAPH_KERNELS": "0"}, False)],
     ids=["no compiler", "switched off"],
 )
-def test_training_without_kernels(environment, warned, trained, tmp_path):
-    """To the same bits, with one warning where the kernels were wanted, which says what to do."""
+def test_training_without_kernels_gives_the_same_bits(environment, warned, trained, tmp_path):
+    """If kernels are not switched off, one warning says what to do."""
     said = answer(start(TRAINING, tmp_path, **environment))
     assert not list(tmp_path.rglob("*.so"))
     for weights in said["weights"]:
@@ -93,7 +93,7 @@ def forget() -> None:
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty cache directory, and no compiler known to work."""
+    """Return a folder with an empty cache; the process forgets which kernels it has loaded."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     forget()
     yield tmp_path
@@ -101,7 +101,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_refuses_the_source(fresh, trained, monkeypatch):
-    """It says why, and what it has half written is not taken for a library."""
+    """The warning has the compiler's message. No half-written library is left."""
     body = """for last; do :; done
 printf half > "$last"
 echo "quantize.cpp: In function 'f':" >&2
@@ -117,7 +117,7 @@ exit 1"""
 
 @pytest.mark.long
 def test_a_compiler_that_has_gone_since_the_cache_was_filled(fresh, trained, monkeypatch):
-    """What is tried first is in the cache, and the quantizers are not."""
+    """The cache has the library of the trial, but no quantizer."""
     assert cpu.available()
     forget()
     (fresh / "empty").mkdir()
@@ -129,8 +129,8 @@ def test_a_compiler_that_has_gone_since_the_cache_was_filled(fresh, trained, mon
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gcc", "ccache gcc", " "])
 def test_a_c_compiler(name, fresh, monkeypatch):
-    """It links no C++ library by itself. PEFT's BOFT leaves CXX=gcc behind; ccache stands before a compiler. A blank
-    name is none."""
+    """It does not link the C++ library by itself. PEFT's BOFT leaves CXX=gcc behind. ccache precedes a compiler's name.
+    A blank name counts as none."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     compiler(fresh / "ccache", 'exec "$@"')
@@ -139,7 +139,7 @@ def test_a_c_compiler(name, fresh, monkeypatch):
     x = torch.randn(8, 64)
     values, packed = operators.quantize_and_pack(x, QuantSpec(), None, x.dtype)
     assert_same_bits(values, fake_quantize(x, QuantSpec()))
-    assert_same_bits(packed.unpack(), values)  # unpacking is what needs the C++ library
+    assert_same_bits(packed.unpack(), values)  # unpacking needs the C++ library
 
 
 UNUSABLE: dict[str, Callable[[Path], object]] = {
@@ -153,7 +153,7 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_folder_that_cannot_be_used(case, fresh):
+def test_a_cache_that_cannot_be_used_is_warned_of_once(case, fresh):
     UNUSABLE[case](fresh / "cache")
     with pytest.warns(UserWarning, match=r"cannot be built and loaded .*TORCHINDUCTOR_CACHE_DIR") as said:
         assert not any(of_spec(QuantSpec(), torch.device("cpu")) != TENSOR_CODE for _ in range(2))
@@ -161,8 +161,7 @@ def test_a_folder_that_cannot_be_used(case, fresh):
 
 
 @pytest.mark.long
-def test_a_folder_that_libraries_cannot_be_loaded_from(fresh, trained, monkeypatch):
-    """As on a file system that was mounted noexec."""
+def test_a_cache_on_a_file_system_mounted_noexec(fresh, trained, monkeypatch):
 
     def refuse(path):
         raise OSError(f"{path}: failed to map segment from shared object")
@@ -184,7 +183,7 @@ def folder_of(cache: Path) -> Path:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda library: os.truncate(library, library.stat().st_size // 4),
     "empty": lambda library: os.truncate(library, 0),
-    "another file": lambda library: library.write_text("what nobody has compiled"),
+    "another file": lambda library: library.write_text("not compiled"),
     "a flipped bit": lambda library: library.write_bytes(library.read_bytes().replace(b"number", b"numbes")),
     "others can write to it": lambda library: library.chmod(0o777),
 }
@@ -195,7 +194,7 @@ def test_a_damaged_library_is_built_again(case, fresh):
     assert build.load(NUMBER).number() == 7
     (library,) = folder_of(fresh / "cache").iterdir()
     whole = library.read_bytes()
-    library.unlink()  # the process has mapped this file
+    library.unlink()  # this process has mapped the file
     library.write_bytes(whole)
     library.chmod(0o700)
     DAMAGES[case](library)
@@ -207,7 +206,7 @@ def test_a_damaged_library_is_built_again(case, fresh):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_belongs_to_another_user_is_not_loaded(fresh):
+def test_libraries_and_folders_of_another_user_are_not_used(fresh):
     build.load(NUMBER)
     (library,) = folder_of(fresh / "cache").iterdir()
     os.chown(library, 12345, -1)
@@ -218,7 +217,7 @@ def test_what_belongs_to_another_user_is_not_loaded(fresh):
         build.load(NUMBER)
 
 
-def test_a_kernel_that_cannot_be_built_when_it_is_needed(fresh, monkeypatch):
+def test_a_kernel_that_cannot_be_built_after_the_trial_is_an_error(fresh, monkeypatch):
     assert cpu.available()
     monkeypatch.setenv("CXX", compiler(fresh / "c++", "echo 'error: no space left on device' >&2; exit 1"))
     with pytest.raises(Error, match=r"no space left on device.*FP4GRAPH_KERNELS=0"):
@@ -238,7 +237,7 @@ spec = QuantSpec.from_text({SPEC.to_text()!r})
 assert of_spec(spec, x.device) != TENSOR_CODE
 print(json.dumps(operators.quantize(x, spec).tolist()))
 """
-#: Waits until as many as ``$BUILDERS`` compile the same source, then compiles.
+#: Waits until ``$BUILDERS`` processes compile the same source, then compiles.
 TOGETHER = """for word; do case "$word" in *.cpp) source="$word";; esac; done
 name="$MEETING/$(cksum < "$source" | tr ' ' -)"
 touch "$name.$$"
@@ -249,7 +248,7 @@ exec g++ "$@" """
 
 @pytest.fixture
 def builders(tmp_path):
-    """Starts a process whose builds wait for those of as many others."""
+    """Return a function that starts a process whose builds wait until ``count`` processes build the same source."""
     (tmp_path / "meeting").mkdir()
     environment = {"CXX": compiler(tmp_path / "c++", TOGETHER), "MEETING": str(tmp_path / "meeting")}
     return lambda count: start(QUANTIZING, tmp_path / "cache", BUILDERS=str(count), **environment)
@@ -261,7 +260,7 @@ def test_two_processes_build_the_same_kernel_at_once(builders, tmp_path):
     for process in [builders(2), builders(2)]:
         assert_same_bits(torch.tensor(answer(process)), expected)
     built = len(list((tmp_path / "meeting").iterdir()))
-    assert built == 4  # what is tried first and the quantizer, each by both
+    assert built == 4  # both processes build the trial and the quantizer
     libraries = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path.suffix for path in libraries] == [".so", ".so"]
     assert_same_bits(torch.tensor(answer(builders(1))), expected)

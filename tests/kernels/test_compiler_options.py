@@ -1,4 +1,4 @@
-"""torch.compile's own mode and options, through apply to Inductor, beside those that exactness needs."""
+"""The mode and options of torch.compile reach Inductor through apply, merged with those that exactness needs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ GRAPHS = {"triton.cudagraphs": True}
 
 
 def patches_of(run):
-    """The options that Inductor is given by ``run``, with what it compiles left to the interpreter of graphs."""
-    given = []
+    """Return the options that Inductor gets in ``run``. Graphs are interpreted instead of compiled."""
+    patches = []
 
     def compile_graph(graph, inputs, config_patches=None, **_):
-        given.append(config_patches)
+        patches.append(config_patches)
         return graph.forward
 
     with mock.patch.object(compile_fx, "compile_fx", compile_graph):
         run()
-    return given
+    return patches
 
 
 def one_forward(**options):
@@ -54,27 +54,27 @@ AUTOTUNE = {**GRAPHS, **APART, "max_autotune": True, "coordinate_descent_tuning"
         ({"options": {"max_autotune": True, "epilogue-fusion": False}}, {**APART, "max_autotune": True}),
     ],
 )
-def test_what_apply_is_given_reaches_inductor(options, expected):
+def test_mode_and_options_of_apply_reach_inductor(options, expected):
     assert one_forward(**options) == [expected]
 
 
-def test_on_a_gpu_they_are_merged_with_what_exactness_needs():
+def test_on_a_gpu_options_are_merged_with_those_of_exactness():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(4, 8, device="cuda")
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     chosen = compiler_options("inductor", "reduce-overhead", None, None)
     names = set()
-    for own, options in ((GRAPHS, chosen), ({}, {})):
-        (found,) = patches_of(partial(inner_backend("inductor", options), graph, [x]))
-        names.add(found.pop("post_grad_custom_post_pass").uuid())
-        assert found == {**own, **EXACT, **APART}
-    assert len(names) == 1, "one pass has two names in Inductor's cache"
+    for expected, options in ((GRAPHS, chosen), ({}, {})):
+        (patches,) = patches_of(partial(inner_backend("inductor", options), graph, [x]))
+        names.add(patches.pop("post_grad_custom_post_pass").uuid())
+        assert patches == {**expected, **EXACT, **APART}
+    assert len(names) == 1, "the pass has two names in Inductor's cache"
     assert None not in names
-    with inductor.patch(post_grad_custom_post_pass=lambda graph: None):  # the user's own stays
+    with inductor.patch(post_grad_custom_post_pass=lambda graph: None):  # a user's pass stays
         assert patches_of(partial(inner_backend("inductor"), graph, [x])) == [{**EXACT, **APART}]
 
 
-def test_the_entry_point_takes_them_beside_the_policy():
+def test_the_backend_fp4graph_takes_mode_and_options_beside_the_policy():
     def run(**options):
         model = torch.compile(nn.Linear(8, 8), backend="fp4graph", options={"policy": "microscaling", **options})
         model(torch.ones(4, 8))
@@ -110,7 +110,7 @@ def test_the_options_of_exactness_exist_and_cannot_be_set_otherwise(name):
         ({"options": GRAPHS, "backend": "aot_eager"}, "options= is for Inductor"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_and_leaves_the_model_alone(options, words):
+def test_invalid_options_are_refused_by_name_and_the_model_is_unchanged(options, words):
     model = nn.Linear(8, 8)
     before = dict(model.__dict__)
     with pytest.raises(fp4graph.Error, match=words):
@@ -125,7 +125,7 @@ def test_a_run_has_a_mode():
 
 
 @pytest.mark.slow
-def test_they_outlive_a_phase_and_a_copy():
+def test_options_stay_after_a_phase_and_in_a_copy():
     policy = one_rule(phases=[{"at": 1, "operands": {"gradients": "keep"}}])
 
     def run():
@@ -140,10 +140,10 @@ def test_they_outlive_a_phase_and_a_copy():
 
 
 @pytest.mark.slow
-def test_cuda_graphs_find_keys_where_they_were_and_copy_the_step():
-    """A CUDA graph replays kernels on fixed addresses. It reads static inputs where they lie, and copies the others
-    into memory of its own; a static input at a new address makes it record again. Parameters, keys and state stay where
-    they are. The step is a tensor for each forward, because a backward may come after the next forward."""
+def test_for_cuda_graphs_keys_are_static_inputs_and_the_step_is_not():
+    """A CUDA graph replays kernels on fixed addresses. It reads static inputs where they lie, and copies others into
+    its memory; a static input at a new address makes it record again. Parameters, keys and state stay where they are.
+    Each forward has its own step tensor, because a backward may come after the next forward."""
     static, forwards = [], []
 
     def compile_inner(graph, examples, *, static_input_idxs=(), is_backward=False, **_):
@@ -174,11 +174,11 @@ def test_cuda_graphs_find_keys_where_they_were_and_copy_the_step():
     is_owned = [tensor.data_ptr() in owned for tensor in forwards[0]]
     assert sum(is_owned) == len(list(model.parameters())) + 2 * len(["key", "EMA of the weight"])
     assert static == is_owned
-    places = [[a.data_ptr() for a, fixed in zip(given, static, strict=True) if fixed] for given in forwards]
+    places = [[a.data_ptr() for a, fixed in zip(inputs, static, strict=True) if fixed] for inputs in forwards]
     assert places == places[:1] * 3
-    steps = [[a for a in given if a.shape == (5,) and a.dtype is torch.int32] for given in forwards]
-    assert [[int(step[4]) for step in given] for given in steps] == [[0], [1], [2]]
-    assert [sum(not fixed for fixed in static)] == [len(["x", "step"])]
+    steps = [[a for a in inputs if a.shape == (5,) and a.dtype is torch.int32] for inputs in forwards]
+    assert [[int(step[4]) for step in each] for each in steps] == [[0], [1], [2]]
+    assert sum(not fixed for fixed in static) == len(["x", "step"])
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_cuda_graphs_find_keys_where_they_were_and_copy_the_step():
         ("cpp.enable_floating_point_contract_flag", "fast", "rounds once"),
     ],
 )
-def test_torchs_own_settings_are_held_to_the_same(setting, value, says):
-    """Such as TORCHINDUCTOR_USE_FAST_MATH=1 makes them."""
+def test_inductors_settings_that_break_exactness_are_refused(setting, value, says):
+    """Environment variables change them, such as TORCHINDUCTOR_USE_FAST_MATH=1."""
     message = rf"_inductor\.config\.{setting} is {value!r}.*{says}.*environment variable"
     with torch._inductor.config.patch({setting: value}), pytest.raises(fp4graph.Error, match=message):
         one_forward()
 
 
-def test_a_tuner_of_the_environment_keeps_gemms_apart():
+def test_gemms_stay_apart_if_the_environment_turns_tuning_on():
     with torch._inductor.config.patch(max_autotune_gemm=True):
         assert one_forward() == [APART]

@@ -1,4 +1,4 @@
-"""The C++ kernels beside the scalar oracle and the tensor code, bit for bit."""
+"""The C++ kernels give the bits of the scalar oracle and of tensor code."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ from tests.kernels.quantizers import (
     DERIVED,
     KEY,
     LAYOUTS,
+    MXFP4,
     SALTS,
     SOURCE,
     STEP,
+    STOCHASTIC,
     covering,
     hostile,
     name_of,
@@ -43,28 +45,26 @@ from tests.kernels.quantizers import (
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 ROWS = list(covering())
-#: Every rounding of E2M1, and one of every other element; the rest are `long`.
-FEW = [row for index, row in enumerate(ROWS) if row["element"] == "e2m1" or index % 7 == 0]
-MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
-STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
+#: Every rounding of E2M1, and one rounding of every other element format; the other rows are `long`.
+FEW = [row for index, row in enumerate(ROWS) if row["element"] == "e2m1" or index % 6 == index // 6 % 6]
 UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
 
 
 def across(x: Tensor) -> Tensor:
-    """The same numbers, contiguous along the next to last axis."""
+    """Return the same numbers, contiguous along the next to last axis."""
     return x.mT.contiguous().mT
 
 
 def check(
     x: Tensor, spec: QuantSpec, expected: Tensor, given: Blocks | None = None, draw: Draw | None = SOURCE
 ) -> None:
-    """Compare what the operator makes of ``x``, in both layouts, with ``expected``."""
+    """Compare ``x``, quantized by the operator in both layouts, with ``expected``."""
     for source in (x, across(x)):
         assert_same_bits(operators.quantize(source, spec, draw, given), expected)
 
 
 def check_packing(x: Tensor, spec: QuantSpec, expected: Tensor) -> tuple[Tensor, PackedOperand]:
-    """Compare values and bytes, where the spec has any; return both."""
+    """Compare values with ``expected``, and bytes with those of tensor code; return both."""
     values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
     assert_same_bits(values, expected)
     by_tensor_code = pack(x, spec, -1, DERIVED)
@@ -76,7 +76,7 @@ def check_packing(x: Tensor, spec: QuantSpec, expected: Tensor) -> tuple[Tensor,
 
 
 def maxima(x: Tensor, spec: QuantSpec) -> Tensor:
-    """The largest magnitude of each block, by tensor code."""
+    """Return the amax of each block, by tensor code."""
     blocking = Blocking(tuple(x.shape), spec.block)
     return scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
 
@@ -84,8 +84,9 @@ def maxima(x: Tensor, spec: QuantSpec) -> Tensor:
 # ------------------------------------------------------------------ values
 
 
-def test_the_rows_cover_what_there_is():
+def test_the_rows_cover_all_choices():
     specs = [spec_of(row) for row in ROWS]
+    assert {row["element"] for row in FEW} == {*ELEMENTS}
     assert all({row[name] for row in ROWS} == set(values) for name, values in CHOICES.items())
     assert len({(row["element"], row["rounding"]) for row in ROWS}) == len(ROWS) == 6 * len(ELEMENTS)
     assert len({(row["scale"], row["rule"]) for row in ROWS}) > 30  # of 41
@@ -98,7 +99,7 @@ def test_the_rows_cover_what_there_is():
     "row", [pytest.param(row, id=name_of(row), marks=() if row in FEW else pytest.mark.long) for row in ROWS]
 )
 def test_values_and_bytes(row):
-    """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
+    """Of odd sizes: small tensors are compared with the oracle, and one larger than a tile with tensor code."""
     spec, dtype, block = spec_of(row), row["dtype"], row["block"]
     for x in (ties(spec.element, block).to(dtype), hostile((8, 2 * block + 3), block, dtype, seed=1)):
         check(x, spec, oracle.quantized(x, spec, DERIVED))
@@ -129,7 +130,7 @@ def test_layouts(layout, spec):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [(16, 16), (3, 5), (128, 32), (100, 1000), (1024, 1)], ids=str)
 def test_maxima_of_two_axes(block, dtype):
-    """By max-pooling, which ends with the blocks that are cut off; a NaN is the largest of its block."""
+    """Compared with max-pooling, cut-off blocks included. A NaN is the maximum of its block."""
     x = hostile((2, 200, 150), 16, dtype)
     magnitudes = x.float().abs().nan_to_num(nan=torch.inf, posinf=3e38)
     pooled = torch.nn.functional.max_pool2d(magnitudes, block, ceil_mode=True)
@@ -141,16 +142,16 @@ def test_maxima_of_two_axes(block, dtype):
 
 @pytest.mark.parametrize("block", [(16, 16), (3, 8)], ids=str)
 def test_given_numbers_of_two_axes(block):
-    """A number for each 2-D block is taken for each of its lines, where it lies, and broadcast numbers too."""
+    """Each line of a 2-D block reads the block's number where it lies. Numbers may be broadcast."""
     spec, x = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even")), hostile((2, 70, 45), 16)
     blocking, runs = Blocking(tuple(x.shape), spec.block), by_runs(spec)
     r, c = block
     scale = torch.rand(2, -(-70 // r), -(-45 // c), generator=torch.Generator().manual_seed(1)) + 0.5
-    each = torch.tensor([0.75, 3.0])  # of each matrix
+    each = torch.tensor([0.75, 3.0])  # one per matrix
     parts = scale.view(blocking.scale_shape), each.view(2, 1, 1, 1, 1), each.log().view(2, 1, 1, 1, 1)
     given = dict(zip(("scale", "divisor", "factor"), (operators.by_run(part, blocking) for part in parts), strict=True))
     rows = scale.repeat_interleave(r, 1)[:, :70]
-    whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
+    whole = [rows, *(number.view(2, 1, 1).expand(rows.shape) for number in (each, each.log()))]
     expected = expected_with(x, runs, dict(zip(given, whole, strict=True)))
     check(x, runs, expected, Blocks(**given))
 
@@ -160,7 +161,7 @@ ROUNDED_SCALES = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="n
 
 @pytest.mark.parametrize("scale", [1.0 + 2**-20, 0.3, 2.0**-130, 2.0**-12, 448.0, 3e38])
 def test_given_scales_of_no_format(scale):
-    """Elements times such a scale may need rounding to bf16, in whole blocks as in those that are cut off."""
+    """Elements times such a scale may need rounding to bf16, in whole blocks and in cut-off blocks."""
     x, given = hostile((70, 45), 16, torch.bfloat16), torch.full((70, 3), scale)
     expected = expected_with(x, ROUNDED_SCALES, {"scale": given})
     for blocks in (Blocks(scale=given, factor=torch.ones(1)), Blocks(scale=given)):
@@ -170,7 +171,7 @@ def test_given_scales_of_no_format(scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
 def test_factors(factors, dtype):
-    """Powers of two go into the scale, others multiply what was dequantized: the bits do not tell."""
+    """Kernels multiply scales by powers of two, and dequantized values by other factors, to the same bits."""
     x, factor = hostile((70, 48), 16, dtype), torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
     expected = expected_with(x, ROUNDED_SCALES, {"factor": factor})
     check(x, ROUNDED_SCALES, expected, Blocks(factor=factor), None)
@@ -200,7 +201,7 @@ def test_blocks_of_any_length(block):
         assert_same_bits(operators.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
 
 
-def test_what_kernels_do_not_know():
+def test_specs_and_devices_that_kernels_do_not_support():
     for block in (1025, (16, 16), "row", "tensor"):
         assert CPU.unknown(QuantSpec("e2m1", block))
     wide = ElementFormat("e5m4", 5, 4, bias=15, max=2.0**15)
@@ -211,9 +212,9 @@ def test_what_kernels_do_not_know():
     assert of_spec(MXFP4, torch.device("cpu")) != TENSOR_CODE
 
 
-# ------------------------------------------------------------------ what strangers add
+# ------------------------------------------------------------------ formats of plugins
 
-STRANGERS: dict[str, tuple[Any, Any, str]] = {
+ADDED: dict[str, tuple[Any, Any, str]] = {
     "two bits": (ElementFormat("e1m0", 1, 0, bias=0, max=2.0), "e8m0", "stochastic"),
     "three bits": (ElementFormat("int3", 0, 2, bias=1, max=0.75), "e4m3", "nearest"),
     "five bits, not all of its values": (ElementFormat("e3m1", 3, 1, bias=3, max=16.0), "fp32", "nearest"),
@@ -227,10 +228,10 @@ STRANGERS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stranger", [name if "scale of" in name else pytest.param(name, marks=pytest.mark.long) for name in STRANGERS]
+    "added", [name if "scale of" in name else pytest.param(name, marks=pytest.mark.long) for name in ADDED]
 )
-def test_formats_of_strangers(stranger):
-    element, scale, rounding = STRANGERS[stranger]
+def test_formats_that_plugins_may_add(added):
+    element, scale, rounding = ADDED[added]
     spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)
     x = torch.cat([hostile((60, 40), 16), torch.randn(20, 40, generator=torch.Generator().manual_seed(5))])
     expected = oracle.quantized(x, spec, DERIVED)
@@ -264,7 +265,7 @@ def test_sources_of_noise(source, key):
 
 @pytest.mark.parametrize("source", [SOURCE, SOURCE.fixed, Draw(KEY), Draw(KEY, None, (7,))])
 def test_variates_are_those_of_the_tensor_code(source):
-    """Which tests/numerics/test_noise.py holds against sums of words."""
+    """tests/numerics/test_noise.py compares those with sums of words."""
     for count in (0, 1, 70, 1 << 15):
         index = torch.arange(count, dtype=torch.int32)
         assert_same_bits(operators.gaussian(source, count, index.device), gaussian(source.varying, index))
@@ -284,7 +285,7 @@ def test_fixed_variates_stay_and_others_do_not():
 
 @pytest.mark.slow
 def test_bytes_stand_for_the_values_in_another_dtype():
-    """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
+    """Of an fp32 operand whose GEMM is in bf16: unpacking gives the values that the GEMM has read."""
     x = hostile((9, 70), 16)
     spec = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even"))  # values that bf16 does not hold
     values, packed = operators.quantize_and_pack(x, spec, None, torch.bfloat16)
@@ -316,7 +317,7 @@ def test_quantizing_the_transpose_from_bytes(case, shape):
     assert_same_bits(packed.requantized(spec, SOURCE), fake_quantize(values.mT, spec, -1, DERIVED))
 
 
-# ------------------------------------------------------------------ what techniques make of blocks
+# ------------------------------------------------------------------ numbers that techniques give for blocks
 
 PARTS = ("divisor", "statistic", "scale", "factor", "stored")
 SEVERAL = (("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), ("divisor", "scale", "stored"), PARTS)
@@ -327,7 +328,8 @@ ENCODE = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nea
 def given_for(
     x: Tensor, spec: QuantSpec, names: tuple[str, ...], one: bool, generator: torch.Generator, odd: bool = True
 ) -> dict[str, Tensor]:
-    """What techniques give for the blocks of ``x``, NaN and the like (``odd``) among it, or one number for all."""
+    """Return numbers that techniques might give for the blocks of ``x``, with NaN, Inf, 0 and a subnormal among them if
+    ``odd``; or ``one`` number for all blocks."""
     grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
     given = {name: torch.randn(grid, generator=generator).exp() for name in names}
     for part in given.values() if odd and not one else ():
@@ -337,8 +339,8 @@ def given_for(
 
 
 def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Tensor = DERIVED) -> Tensor:
-    """By the definition: ``factor · round((x / divisor) / S) · stored``, S of ``statistic`` unless it is given, and
-    ``stored`` S unless it is."""
+    """Return ``factor · round((x / divisor) / S) · stored`` by tensor code: S is ``scale`` or else computed from
+    ``statistic``, and ``stored`` is S unless given."""
     blocking = Blocking(tuple(x.shape), spec.block)
     noise = Noise(key, blocking, x.device)
     parts = {name: (p if p.numel() == 1 else p.reshape(blocking.scale_shape)) for name, p in given.items()}
@@ -363,17 +365,10 @@ def test_given_blocks(names, one, spec):
 # ------------------------------------------------------------------ threads
 
 
-@pytest.fixture
-def threads():
-    former = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(former)
-
-
 @pytest.mark.slow
-def test_threads_change_nothing(threads):
+def test_the_number_of_threads_changes_no_bits(set_threads):
     wide, tall = hostile((3, 90, 170), 16), hostile((170, 270), 16)
-    assert min(wide.numel(), tall.numel()) > 1 << 15  # enough to be shared out
+    assert min(wide.numel(), tall.numel()) > 1 << 15  # enough for several threads
 
     def everything():
         results = []
@@ -384,10 +379,10 @@ def test_threads_change_nothing(threads):
         results.append(operators.gaussian(SOURCE, 1 << 15, wide.device))
         return [r.float() for r in results]
 
-    threads(1)
+    set_threads(1)
     alone = everything()
     for count in (2, 3, 7):
-        threads(count)
+        set_threads(count)
         for actual, expected in zip(everything(), alone, strict=True):
             assert_same_bits(actual, expected)
 
@@ -395,7 +390,7 @@ def test_threads_change_nothing(threads):
 # ------------------------------------------------------------------ statistics
 
 
-def test_groups_of_statistics_are_those_of_a_loop():
+def test_the_amax_of_groups_of_blocks_is_that_of_a_loop():
     z = any_floats((4, 13)).abs()
     z[1, 5], z[2, 0], z[3, 12] = torch.inf, torch.nan, torch.nan
     blocking = Blocking((4, 13 * 16 - 3), 16)
@@ -405,14 +400,13 @@ def test_groups_of_statistics_are_those_of_a_loop():
         assert_same_bits(g, torch.cat([group.amax(1, keepdim=True).expand_as(group) for group in groups], 1))
 
 
-def test_mantissas_are_those_of_fractions():
-    """Rounded up in rational numbers."""
+def test_mantissas_are_rounded_up_as_rational_numbers_are():
     z = any_floats((50, 8)).abs()
     z[0, :5] = torch.tensor([0.0, 1e-42, torch.inf, torch.nan, 3.4e38])
     for divisor, bits in ((6.0, 3), (7.0, 1), (1.0, 10)):
-        found = operators.mantissa(z, divisor, bits)
-        assert_same_bits(found, scaling.mantissa(z, divisor, bits))
-        for number, y in zip((z / torch.tensor(divisor)).flatten().tolist(), found.flatten().tolist(), strict=True):
+        rounded = operators.mantissa(z, divisor, bits)
+        assert_same_bits(rounded, scaling.mantissa(z, divisor, bits))
+        for number, y in zip((z / torch.tensor(divisor)).flatten().tolist(), rounded.flatten().tolist(), strict=True):
             expected = 1.0
             if 2.0**-126 <= number < math.inf:
                 fraction = Fraction(math.frexp(number)[0]) * 2
@@ -420,9 +414,9 @@ def test_mantissas_are_those_of_fractions():
             assert y == expected
 
 
-def test_the_largest_are_the_first_of_equals():
+def test_of_equal_scores_the_first_are_the_largest():
     score = torch.tensor([[3.0, 1.0, 3.0], [torch.nan, 3.0, 0.0]])
-    order = [3, 0, 2, 4, 1, 5]  # of the flat indices, by hand
+    order = [3, 0, 2, 4, 1, 5]  # flat indices, sorted by hand
     for count in range(7):
         chosen = operators.largest(score, count)
         assert chosen.flatten().nonzero().flatten().tolist() == sorted(order[:count])
@@ -430,7 +424,7 @@ def test_the_largest_are_the_first_of_equals():
 
 @pytest.mark.parametrize("kind", ["distinct", "equal", "any"])
 def test_the_largest_of_many_are_those_of_a_sort(kind):
-    """Scores that differ, many equal ones, and negative ones, zeros of both signs, infinities and NaN."""
+    """Scores that differ, many equal scores, and any floats with NaN among them."""
     score = torch.randn(20_001, generator=torch.Generator().manual_seed(1))
     score = {"distinct": score.abs(), "equal": (3 * score).round().abs(), "any": any_floats((20_001,))}[kind]
     if kind == "any":
@@ -449,7 +443,7 @@ _bytes = (_packed.codes, _packed.scales, _mxfp4, 70)
 NEAREST, NOISE = (None, None, []), (KEY, STEP, list(SALTS))
 NO_BLOCKS = (None,) * len(Blocks._fields)
 _given = (*(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1), torch.rand(6, 5))
-#: Arguments of operators, by their names and a remark.
+#: Arguments of operators, by the operator's name and a remark.
 OPERATORS: dict[str, tuple[Any, ...]] = {
     "quantize": (_x, _mxfp4, *NEAREST, *NO_BLOCKS),
     "quantize, transposed": (_x.mT, _again, *NOISE, *NO_BLOCKS),
@@ -484,5 +478,5 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", OPERATORS)
-def test_operators_keep_their_promises(case):
+def test_operators_are_as_declared(case):
     check_declaration(case.partition(",")[0], OPERATORS[case])

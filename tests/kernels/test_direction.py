@@ -1,4 +1,4 @@
-"""Directions as the parameters of operators; every operator's bits tell whether they come back."""
+"""Directions as parameters of operators. Tests of the operators show that a direction survives the way there."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SPEC = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "stochastic")
 DRAW = Draw(torch.tensor([1, 2], dtype=torch.int32), torch.arange(5, dtype=torch.int32), (3, 4))
 
 
-def test_nothing_is_drawn_where_the_spec_rounds_to_nearest():
-    flat = Direction(QuantSpec("e2m1", 32), DRAW, Blocks()).flat()  # which are as nothing given
+def test_a_direction_that_rounds_to_nearest_passes_no_draw():
+    flat = Direction(QuantSpec("e2m1", 32), DRAW, Blocks()).flat()
     assert flat[1:] == (None, None, ())
     assert DIRECTION.build(*flat).draw is None
 
 
-def test_what_an_operator_does_not_take_is_refused():
+def test_given_numbers_and_rotations_that_an_operator_does_not_take_are_refused():
     given, rotated = Blocks(divisor=torch.tensor([2.0])), BlockRotation(2, torch.tensor([1.0, -1.0]))
     for direction, takes in (
         (Direction(SPEC, DRAW, given), "rotation"),

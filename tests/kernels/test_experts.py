@@ -1,4 +1,4 @@
-"""The operators for many experts beside the tensor code and a loop of products, bit for bit."""
+"""Operators for many experts give the bits of tensor code and of a loop of products."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
 from tests.helpers.operators import check_declaration
-from tests.kernels.quantizers import DERIVED, KEY, SALTS, SOURCE, STEP
+from tests.kernels.quantizers import DERIVED, KEY, MXFP4, SALTS, SOURCE, STEP, STOCHASTIC
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
-MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 SPECS = {
     "MXFP4": MXFP4,
     "stochastic": QuantSpec("e2m1", 32, ScaleSpec("e8m0", "floor"), "stochastic"),
-    "stochastic scales": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic"),
+    "stochastic scales": STOCHASTIC,
     "encoding scales": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "stochastic"),
 }
 DTYPES = [torch.float32, torch.bfloat16]
-N, K = 70, 96  # a block that is not full along N
-#: Tokens before, between and behind experts that belong to none; experts without tokens.
+N, K = 70, 96  # along N the last block is not full
+#: Of each expert. Two experts have no tokens; some tokens before, between and behind the others have no expert.
 STARTS, SIZES = torch.tensor([[2, 2, 9, 9], [0, 5, 0, 33]], dtype=torch.int32)
 TOKENS = 45
 
@@ -38,10 +37,11 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def places() -> Tensor:
-    """Positions of tokens in some order, one twice, with zeros between; the third block of 32 is zeros alone."""
+    """Return positions of tokens in some order, one of them twice, and the position TOKENS, which reads as zeros: it
+    fills the third block of 32."""
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
-    none = torch.full((1,), TOKENS)
-    return torch.cat([order[:20], none.expand(15), order[19:30], none.expand(50), order[30:]])
+    zero = torch.full((1,), TOKENS)
+    return torch.cat([order[:20], zero.expand(15), order[19:30], zero.expand(50), order[30:]])
 
 
 def packed(x: Tensor) -> PackedOperand:
@@ -55,7 +55,7 @@ def laid_out(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_at(name, dtype):
-    """Also from the columns of a wider tensor, from bytes, and of one channel."""
+    """Of a tensor, of columns of a wider tensor, of one channel; each also from bytes."""
     how = Direction(SPECS[name], SOURCE)
     for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
         y = experts.quantize_at(x, places(), how, x.dtype)
@@ -67,14 +67,14 @@ def test_quantize_at(name, dtype):
 
 
 def test_quantize_at_casts_from_fp32():
-    spec = SPECS["encoding scales"]  # whose quotients bf16 rounds
+    spec = SPECS["encoding scales"]  # bf16 rounds its quotients
     x = normal(TOKENS, N)
     y = experts.quantize_at(x, places(), Direction(spec, SOURCE), torch.bfloat16)
     assert_same_bits(y, fake_quantize(laid_out(x).mT, spec, -1, DERIVED).bfloat16())
 
 
 def turned(x: Tensor, turn: BlockRotation) -> Tensor:
-    """x·S·H on zero-padded blocks of the last axis, by products with H in fp64, rounded once."""
+    """Return x·S·H on zero-padded blocks of the last axis, by products with H in fp64."""
     pad = torch.nn.functional.pad(x.double(), (0, turn.padded(x.shape[-1]) - x.shape[-1]))
     signs = torch.ones(turn.block) if turn.signs is None else turn.signs
     h = torch.from_numpy(scipy.linalg.hadamard(turn.block)).double() / turn.block**0.5
@@ -82,7 +82,7 @@ def turned(x: Tensor, turn: BlockRotation) -> Tensor:
 
 
 def whole(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers of up to three bits: their rotations by blocks of 4, 16 or 64 are exact."""
+    """Return whole numbers of up to three bits, whose rotations by blocks of 4, 16 or 64 are exact."""
     return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
@@ -93,8 +93,8 @@ def turns(g: int) -> list[BlockRotation]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("g", "block"), [(4, 16), (16, 16), (16, 32), (64, 64)])
-def test_what_is_rotated_first(g, block, dtype):
-    """Tokens at their places, and weights whose lines no block divides, of both layouts."""
+def test_operators_rotate_before_they_quantize(g, block, dtype):
+    """Tokens at their places, and weights of both layouts, whose lines are no multiple of a block."""
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), "stochastic")
     x, order = whole(TOKENS, N, dtype=dtype), places()
     order = torch.cat([order, order.new_full((-len(order) % g,), TOKENS)])
@@ -103,14 +103,14 @@ def test_what_is_rotated_first(g, block, dtype):
     for turn in turns(g):
         how = Direction(spec, SOURCE, rotation=turn)
         y = experts.quantize_at(x, order, how, dtype)
-        # Zeros are compared without their signs, which depend on the order of a sum of zeros.
+        # Adding 0 drops the signs of zeros, which depend on the order of a sum of zeros.
         assert_same_bits(y + 0, fake_quantize(turned(rows.mT, turn).float(), spec, -1, DERIVED).to(dtype) + 0)
         tokens = whole(TOKENS, turn.padded(k), dtype=dtype)
         for w in (whole(4, N, k, dtype=dtype), whole(4, k, N, dtype=dtype).mT):
             y, _ = experts.quantized_product(tokens, w, GROUPS, how)
             quantized = fake_quantize(turned(w, turn).float(), spec, -1, DERIVED).to(dtype)
-            alike = quantized if w.stride(2) == 1 else quantized.mT.contiguous().mT  # as the GEMM reads it
-            assert_same_bits(y + 0, by_hand(tokens, alike) + 0)
+            laid_out_as_w = quantized if w.stride(2) == 1 else quantized.mT.contiguous().mT
+            assert_same_bits(y + 0, by_hand(tokens, laid_out_as_w) + 0)
 
 
 GROUPS = Groups(STARTS, SIZES)
@@ -120,12 +120,12 @@ GAMMA = torch.tensor([1.1, 1.3, 1.7, 1.9])
 def by_hand(left: Tensor, right: Tensor, gamma: Tensor | None = None) -> Tensor:
     """Multiply each expert's tokens with its matrix of ``right [E, N, K]``; other tokens give zeros."""
     y = left.new_zeros(left.shape[0], right.shape[1])
-    for expert, (start, size, own) in enumerate(zip(STARTS.tolist(), SIZES.tolist(), right, strict=True)):
-        tokens, found = left[start : start + size], y[start : start + size]
+    for expert, (start, size, matrix) in enumerate(zip(STARTS.tolist(), SIZES.tolist(), right, strict=True)):
+        tokens, result = left[start : start + size], y[start : start + size]
         if size and gamma is None:
-            found.copy_(tokens @ own.mT)
+            result.copy_(tokens @ matrix.mT)
         elif size:
-            found.copy_(torch.addmm(left.new_zeros(()), tokens, own.mT, beta=0, alpha=gamma[expert].item()))
+            result.copy_(torch.addmm(left.new_zeros(()), tokens, matrix.mT, beta=0, alpha=gamma[expert].item()))
     return y
 
 
@@ -133,7 +133,7 @@ def by_hand(left: Tensor, right: Tensor, gamma: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_quantized_product(name, dtype, transposed):
-    """The noise of every expert's weight is that of its place among all experts. Bytes are those of the quantizer."""
+    """An expert's weight draws the noise of its place among all experts. The bytes are kept of experts with tokens."""
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     quantized, how = fake_quantize(w, spec, -1, DERIVED), Direction(spec, SOURCE)
@@ -149,7 +149,7 @@ def test_quantized_product(name, dtype, transposed):
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_quantized_product_given_numbers_of_blocks(dtype, transposed):
-    """Divided by a number, with another statistic, multiplied by a power of two; and a number for each accumulator."""
+    """A divisor, a statistic and a power of two as factor for each block, and γ for each expert's accumulator."""
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS["stochastic"]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     each = torch.tensor([1.7, 0.3, 5.0, 0.9]).reshape(4, 1, 1).expand(4, N, K // 32)
@@ -162,7 +162,7 @@ def test_quantized_product_given_numbers_of_blocks(dtype, transposed):
 
 
 def test_weights_of_one_channel_are_packed():
-    """Contiguous by torch's rule, whatever the stride along K."""
+    """torch calls them contiguous whatever their stride along K."""
     x, w = normal(TOKENS, 1), normal(4, 1, N).mT
     y, kept = experts.quantized_product(x, w, GROUPS, Direction(MXFP4), packs=True)
     assert kept is not None
@@ -173,8 +173,8 @@ def test_weights_of_one_channel_are_packed():
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 def test_quantized_product_of_wider_weights(transposed):
-    """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""
-    x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # whose quotients bf16 rounds
+    """fp32 weights, as rotations leave them, are quantized, then cast to the bf16 of the GEMM."""
+    x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # bf16 rounds its quotients
     w = normal(4, K, N).mT if transposed else normal(4, N, K)
     y, _ = experts.quantized_product(x, w, GROUPS, Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(x, fake_quantize(w, spec, -1, DERIVED).bfloat16()))
@@ -185,7 +185,7 @@ def test_quantized_product_of_wider_weights(transposed):
 def test_requantized_product(name, dtype):
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
     quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
-    quantized = quantized.mT.contiguous().mT  # the operator's layout, on which the bits of a threaded GEMM depend
+    quantized = quantized.mT.contiguous().mT  # as in the operator: the bits of a threaded GEMM depend on the layout
     for gamma in (None, GAMMA):
         y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE))
         assert_same_bits(y, by_hand(dy, quantized, gamma))
@@ -209,7 +209,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_keep_their_promises(name):
+def test_operators_are_as_declared(name):
     check_declaration(name, OPERATORS[name])
 
 

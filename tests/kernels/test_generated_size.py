@@ -1,5 +1,5 @@
-"""What techniques leave to Inductor on a CPU, which compiles it again for every site and shape: operations in the graph
-of one linear layer's step."""
+"""Operations that Inductor on a CPU compiles for one step of a linear layer. It compiles them again for every site and
+shape, so techniques should leave few."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIEWS = {"view", "t", "transpose", "squeeze", "unsqueeze", "detach", "expand", "
 
 
 def operations(policy: str) -> Counter[str]:
-    """Count the operations in a step of one linear layer of 256 × 128, without views and operators of ours."""
+    """Count torch's operations in a step of a linear layer from 256 to 128 features, without views."""
     f = site_function(program_of(policy, inputs=256, outputs=128), "linear", 1.0, 1.0)
     key, step = noise.make_key("site"), noise.make_step(0, 0, 0)
 
@@ -37,23 +37,22 @@ def operations(policy: str) -> Counter[str]:
     return Counter({name: count for name, count in names.items() if name not in VIEWS})
 
 
-def test_a_plain_policy_leaves_its_products():
+def test_a_policy_without_techniques_leaves_its_three_products():
     assert operations("mxfp4-full") == {"mm": 3}
 
 
 @pytest.mark.slow
-def test_the_techniques_for_reinforcement_learning_leave_sums():
-    """No statistic, scale, hash or rank: only what is done with whole operands, x - Q(x) and the sum of both passes for
-    X and W, and the noise on W."""
-    found = operations("mxfp4-rl")
-    assert found["mm"] == 3
-    assert found["sub"] == found["eq"] == 2
-    assert found.total() <= 22  # 4 more would be one more operation in a statistic of each pass
-    assert not found.keys() & {"amax", "max", "sort", "scatter", "bitwise_and", "bitwise_xor", "__rshift__", "div"}
+def test_techniques_for_reinforcement_learning_leave_elementwise_operations():
+    """No statistic, scale, hash or sort: only x - Q(x) and the sum of both passes for X and W, and the noise on W."""
+    counts = operations("mxfp4-rl")
+    assert counts["mm"] == 3
+    assert counts["sub"] == counts["eq"] == 2
+    assert counts.total() <= 22  # one more operation in the statistic of each pass would be 4 more
+    assert not counts.keys() & {"amax", "max", "sort", "scatter", "bitwise_and", "bitwise_xor", "__rshift__", "div"}
 
 
-def test_signs_of_a_rotation_are_drawn_outside():
-    """An operator rotates each of the six operands; a hash of a sign would take shifts."""
-    found = operations("mxfp4-full-rht")
-    assert found["mm"] + found["bmm"] == 3
-    assert not found.keys() & {"__rshift__", "bitwise_xor"}
+def test_signs_of_a_rotation_are_drawn_in_an_operator():
+    """Hashing in the graph would take shifts. An operator rotates each of the six operands."""
+    counts = operations("mxfp4-full-rht")
+    assert counts["mm"] + counts["bmm"] == 3
+    assert not counts.keys() & {"__rshift__", "bitwise_xor"}

@@ -1,4 +1,5 @@
-"""Inductor's pass, after which quantizers read casts and concatenations where they lie: equal values, fewer writes."""
+"""The pass in Inductor that lets quantizers read the parts of a concatenation, and the input of a cast, where they lie:
+equal values, fewer writes."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def both(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    values, own = operators.quantize_and_pack(x, NVFP4, None, x.dtype)
-    return values, own.codes, own.scales
+    values, stored = operators.quantize_and_pack(x, NVFP4, None, x.dtype)
+    return values, stored.codes, stored.scales
 
 
 def columns(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    values, own = operators.quantize_and_pack_columns(x, Direction(NVFP4), Direction(MXFP4), x.dtype)
-    return values, own.codes, own.scales
+    values, stored = operators.quantize_and_pack_columns(x, Direction(NVFP4), Direction(MXFP4), x.dtype)
+    return values, stored.codes, stored.scales
 
 
 def readers(graph: GraphModule) -> list[Node]:
@@ -44,14 +45,14 @@ def readers(graph: GraphModule) -> list[Node]:
 
 def passed(function: Callable[..., object], *args: Tensor) -> tuple[GraphModule, list[list[tuple[int, ...]]], int]:
     """Return the graph of ``function`` after the pass, the shapes that each quantizer reads, and the number of casts,
-    copies and concatenations that are left. The pass must not change results."""
+    copies and concatenations that are left. Check that the pass changes no result."""
     graph = make_fx(function, tracing_mode="fake")(*args)
     expected = graph(*args)
     read_in_place(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    for mine, due in zip(graph(*args), expected, strict=True):
-        assert torch.equal(mine, due)
+    for result, due in zip(graph(*args), expected, strict=True):
+        assert torch.equal(result, due)
     writes = (convert, aten.cat.default, aten.clone.default)
     read = [[tuple(part.meta["val"].shape) for part in node.args[0]] for node in readers(graph)]
     return graph, read, sum(node.target in writes for node in graph.graph.nodes)
@@ -66,13 +67,13 @@ def cast(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("quantized", [both, packed, columns])
-def test_a_cast_of_an_input(quantized):
+def test_a_cast_of_an_input_is_read_before_the_cast(quantized):
     graph, read, writes = passed(lambda w: quantized(cast(w)), numbers(32, 64))
     assert (read, writes) == ([[(32, 64)]], 0)
     assert [node.args[1] for node in readers(graph)] == [torch.bfloat16]
 
 
-def test_a_cast_of_an_input_in_another_shape():
+def test_a_cast_of_an_input_is_read_in_the_shape_of_a_view():
     _, read, writes = passed(lambda dy: both(cast(dy).view(-1, 64)), numbers(2, 32, 64))
     assert (read, writes) == ([[(64, 64)]], 0)
 
@@ -91,28 +92,28 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_another_cast_stays(case):
+def test_other_casts_stay(case):
     graph, _, _ = passed(KEPT[case], numbers(32, 64))
     assert [node.args[0][0].target for node in readers(graph)] == [convert]
 
 
 def gradients(x: Tensor) -> tuple[Tensor, ...]:
-    """Three results of one operator, ``[B, H, T, D]`` in the layout of ``[B, T, H, D]``, as attention's backward."""
+    """Return the results of one operator as of attention's backward: ``[B, H, T, D]`` that lie as ``[B, T, H, D]``."""
     return tuple(part.transpose(1, 2) for part in aten.unbind_copy.int(x))
 
 
 def stack(*parts: Tensor) -> Tensor:
-    """As Inductor's graphs hold a stack."""
+    """Return a stack as Inductor's graphs express it."""
     return torch.cat(parts).view(len(parts), *parts[0].shape)
 
 
 def stacked(x: Tensor) -> Tensor:
-    """The gradient of q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)."""
+    """Return the gradient of qkv where q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)."""
     return stack(*gradients(x)).permute(1, 3, 0, 2, 4).reshape(BATCH * TOKENS, -1)
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """The gradient of q, k, v = qkv.chunk(3, -1), each cut into heads."""
+    """Return the gradient of qkv where q, k, v = qkv.chunk(3, -1), each cut into heads."""
     return torch.cat([part.transpose(1, 2).reshape(BATCH, TOKENS, -1) for part in gradients(x)], -1).flatten(0, 1)
 
 
@@ -121,19 +122,19 @@ PARTS = (3, BATCH, TOKENS, HEADS, SIZE)
 
 @pytest.mark.parametrize("concatenated", [stacked, side_by_side])
 @pytest.mark.parametrize("quantized", [both, packed, columns])
-def test_a_concatenation_of_tensors_in_memory(concatenated, quantized):
+def test_tensors_in_memory_are_read_without_their_concatenation(concatenated, quantized):
     _, read, writes = passed(lambda x: quantized(concatenated(x)), numbers(*PARTS, dtype=torch.bfloat16))
     assert (read, writes) == ([[(BATCH * TOKENS, HEADS * SIZE)] * 3], 0)
 
 
-def test_its_largest_magnitude_still_reads_the_concatenation():
+def test_the_amax_still_reads_the_concatenation():
     def scaled(x: Tensor) -> tuple[Tensor, ...]:
         whole = stacked(x)
         return (*both(whole), whole.abs().amax())
 
     _, read, writes = passed(scaled, numbers(*PARTS, dtype=torch.bfloat16))
     assert read == [[(BATCH * TOKENS, HEADS * SIZE)] * 3]
-    assert writes == 2  # which Inductor fuses with the maximum
+    assert writes == 2  # Inductor fuses them with the maximum
 
 
 WHOLE = {
@@ -150,14 +151,14 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_another_concatenation_is_read_whole(case):
+def test_other_concatenations_are_read_whole(case):
     _, ((shape, *others),), writes = passed(lambda x: both(WHOLE[case](x)), numbers(*PARTS, dtype=torch.bfloat16))
     assert not others
     assert len(shape) == 2
     assert writes > 0
 
 
-def test_lines_of_another_length_are_read_whole():
+def test_a_concatenation_viewed_with_other_lines_is_read_whole():
     part = numbers(33, 16, dtype=torch.bfloat16)
     _, read, _ = passed(lambda a, b: both(torch.cat([a, b], -1).view(32, 33)), part, part)
     assert read == [[(32, 33)]]

@@ -1,4 +1,4 @@
-"""The operator of rotations: tensor code's bits from every layout, and the sums of an independent transform."""
+"""The operator of rotations gives the bits of tensor code from every layout, and the sums of scipy's matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers of which a few are large, tiny, zero or not finite."""
+    """Return normal numbers, some of which are replaced with large or tiny numbers or zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     which = torch.randint(0, 40, shape, generator=generator)
@@ -40,34 +40,34 @@ def test_is_tensor_code_bit_for_bit(block, signed, dtype):
     for shape in ((3, 70), (2, 5, 33), (67, 130), (129,), (1, 1), (64, 1), (1, 96), (0, 32), (4, 0)):
         x = values(shape, dtype)
         layouts = [x] if len(shape) == 1 else [x, x.mT.contiguous().mT, x[..., ::2], x.mT[..., ::2, :].contiguous().mT]
-        for given in layouts:
-            found, expected = by_both(partial(rotation.rotate, given, block, signs))
-            assert found.dtype is torch.float32
-            assert_same_bits(found, expected)
-            assert_same_bits(*by_both(partial(rotation.unrotate, found, block, signs)))
+        for source in layouts:
+            rotated, expected = by_both(partial(rotation.rotate, source, block, signs))
+            assert rotated.dtype is torch.float32
+            assert_same_bits(rotated, expected)
+            assert_same_bits(*by_both(partial(rotation.unrotate, rotated, block, signs)))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_sums_are_those_of_scipys_matrix(block):
-    """In float64, up to log2(block) + 2 roundings of sums of magnitudes."""
+    """Compared in float64, within log2(block) + 3 roundings of a block's sum of magnitudes."""
     signs = signs_of(block, True)
     x = torch.randn(5, 2 * block, generator=torch.Generator().manual_seed(1))
     h = scipy.linalg.hadamard(block) / np.sqrt(block)
     blocks = (x.double().numpy().reshape(-1, block) * signs.double().numpy()) @ h
     bound = (block.bit_length() + 2) * 2.0**-24 * np.abs(x.numpy()).reshape(-1, block).sum(1).max() / np.sqrt(block)
-    for given in (x, x.mT.contiguous().mT):
-        found = rotation.rotate(given, block, signs)
-        np.testing.assert_allclose(found.double().numpy().reshape(-1, block), blocks, rtol=0, atol=bound)
-        np.testing.assert_allclose(rotation.unrotate(found, block, signs).numpy(), x.numpy(), rtol=0, atol=2 * bound)
+    for source in (x, x.mT.contiguous().mT):
+        rotated = rotation.rotate(source, block, signs)
+        np.testing.assert_allclose(rotated.double().numpy().reshape(-1, block), blocks, rtol=0, atol=bound)
+        np.testing.assert_allclose(rotation.unrotate(rotated, block, signs).numpy(), x.numpy(), rtol=0, atol=2 * bound)
 
 
-def test_a_nan_spoils_its_block_alone():
+def test_nan_poisons_its_block_alone():
     x = torch.ones(2, 64)
     x[1, 40] = torch.nan
     assert rotation.rotate(x, 32).isnan().tolist() == [[False] * 64, [False] * 32 + [True] * 32]
 
 
-def test_layouts_are_kept():
+def test_results_lie_in_memory_as_the_operand_does():
     x = torch.randn(3, 40, 24)
     assert rotation.rotate(x, 16).stride() == (40 * 32, 32, 1)
     assert rotation.rotate(x.mT, 16).stride() == (24 * 48, 1, 24)
@@ -82,7 +82,7 @@ def test_layouts_are_kept():
         (16, torch.ones(4), r"one for each element of a block, \[16\]; got \[4\]"),
     ],
 )
-def test_refused(block, signs, message):
+def test_invalid_blocks_and_signs_are_refused(block, signs, message):
     with pytest.raises(ValueError, match=message):
         rotation.rotate(torch.ones(16), block, signs)
 
@@ -93,8 +93,8 @@ def test_signs_may_be_of_16_bits():
     assert torch.equal(rotation.rotate(x, 16, signs.bfloat16()), rotation.rotate(x, 16, signs))
 
 
-def test_what_needs_a_gradient_has_one():
-    """The transpose of an orthonormal matrix is its inverse; the derivative's sums have another order."""
+def test_the_gradient_is_the_inverse_rotation():
+    """The transpose of an orthonormal matrix is its inverse. The gradient's sums have another order."""
     x, signs = torch.randn(3, 32, requires_grad=True), signs_of(16, True)
     y = rotation.rotate(x, 16, signs)
     dy = torch.randn(3, 32)

@@ -1,4 +1,4 @@
-"""What quantized linears keep for their backward: packed bytes where nothing else is read, else what they read."""
+"""Quantized linears keep bytes for their backward where bytes are enough, else the original or dequantized operands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from fp4graph.kernels.direction import PackedOperand
 from tests.helpers.floats import assert_same_bits
 from tests.helpers.models import Mlp
 from tests.helpers.policies import TIES_UP, one_rule
+from tests.kernels.quantizers import MXFP4
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("operation_by_operation")]  # tensor code keeps no bytes
 
 M, K, N = 96, 128, 64  # tokens, in, out
 PACKED, BF16 = 1 / 2 + 1 / 32, 2  # bytes per element, of MXFP4 (two codes to a byte, a scale to 32) and of bf16
 INPUT, WEIGHT = M * K, N * K
-KEYS = 2 * 4 + 5 * 4  # the site's and the forward's
+KEYS = 2 * 4 + 5 * 4  # the key of the site, and the step
 FROM_FPROP = {"dgrad.weight": {"source": "fprop"}, "wgrad.input": {"source": "fprop"}}
 
 
 def kept(run: Callable[[], Tensor]) -> list[Tensor]:
-    """What ``run()`` saves for its backward, each piece of memory once."""
+    """Return the tensors that ``run()`` saves for its backward, each storage once."""
     held: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def size(tensors: list[Tensor]) -> int:
 def of_linear(
     policy: Any, shape: tuple[int, ...] = (M, K), dtype: torch.dtype = torch.bfloat16, needs_grad: bool = True
 ) -> list[Tensor]:
-    """What a linear to N features keeps of an input of ``shape``."""
+    """Return the tensors that a linear to N features keeps if its input has ``shape``."""
     linear = nn.Linear(shape[-1], N, bias=False, dtype=dtype)
     if policy is not None:
         fp4graph.apply(linear, policy, backend="eager")
@@ -55,16 +56,16 @@ def of_linear(
 
 
 def policy_of(operands: dict[str, Any] = FROM_FPROP, techniques: tuple[Any, ...] = (), **quantize: Any) -> Any:
-    """TetraJet for linears wherever they are, with changes."""
+    """Return TetraJet with changes, for linears anywhere in a model."""
     exceptions = {"backward": {"rounding": "stochastic"}, **operands}
     return one_rule(quantize={**TIES_UP, **quantize}, operands=exceptions, techniques=list(techniques))
 
 
 INPUT_ALONE, WEIGHT_ALONE = ({key: FROM_FPROP[key]} for key in ("wgrad.input", "dgrad.weight"))
 BOTH = PACKED + BF16
-#: What policies ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
-#: a dequantized operand that no bytes stand for.
-OTHERS: dict[str, tuple[Any, float, float]] = {
+#: Policies, with the bytes that are kept per element of the input and of the weight. BF16 stands for the original, or
+#: for a dequantized operand that cannot be packed.
+CASES: dict[str, tuple[Any, float, float]] = {
     "packed operands": (policy_of(), PACKED, PACKED),
     "originals requantized": (policy_of({}), BF16, BF16),
     "the original weight requantized": (policy_of(INPUT_ALONE), PACKED, BF16),
@@ -80,12 +81,12 @@ OTHERS: dict[str, tuple[Any, float, float]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", CASES)
 def test_what_a_linear_keeps(case):
-    policy, per_input, per_weight = OTHERS[case]
+    policy, per_input, per_weight = CASES[case]
     tensors = of_linear(policy)
     assert size(tensors) == per_input * INPUT + per_weight * WEIGHT + KEYS
-    if case == "packed operands":  # little more than a quarter of bf16, and no more of an fp32 layer
+    if case == "packed operands":  # little more than a quarter of bf16, in an fp32 layer too
         assert size(tensors) <= 0.29 * BF16 * (INPUT + WEIGHT)
         assert {tensor.dtype for tensor in tensors} == {torch.uint8, torch.int32}
         assert size(of_linear(policy, dtype=torch.float32)) == size(tensors)
@@ -94,20 +95,19 @@ def test_what_a_linear_keeps(case):
 
 @pytest.mark.parametrize("shape", [(M, 72), (3, 5, K), (1, 40)], ids=str)
 def test_blocks_are_kept_whole(shape):
-    """A last block that is not full takes as many bytes as one that is."""
+    """A last block that is not full takes as many bytes as a full block."""
     tokens, length = torch.Size(shape[:-1]).numel(), -(-shape[-1] // 32) * 32
     assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
 
 
-def test_an_unquantized_linear_keeps_its_operands_and_tensor_code_the_dequantized_ones():
+def test_an_unquantized_linear_keeps_its_operands_and_tensor_code_dequantized_operands():
     assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
     with operators.tensor_code():
         assert size(of_linear(policy_of())) == BF16 * (INPUT + WEIGHT) + KEYS
 
 
 def test_bytes_are_lossless():
-    """Of the fp32 input and weight of a bf16 GEMM: what its backward rereads is what it read."""
-    spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"), "nearest", "up")
+    """From bytes of an fp32 input and weight under autocast, the backward gets the values that the bf16 GEMM read."""
     linear = fp4graph.apply(nn.Linear(K, N, bias=False), policy_of(), backend="eager")
     x = torch.randn(M, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,14 +115,14 @@ def test_bytes_are_lossless():
     for original in (x, linear.weight):
         rows = original.shape[0]
         codes, scales = (next(t for t in tensors if t.shape == shape) for shape in ((rows, K // 2), (rows, K // 32)))
-        packed = PackedOperand(codes, scales, spec, K, torch.bfloat16)
-        assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
+        packed = PackedOperand(codes, scales, MXFP4, K, torch.bfloat16)
+        assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), MXFP4))
 
 
 @pytest.mark.captured
 @pytest.mark.slow
-def test_the_shipped_policy():
-    """The linears of two blocks, K to N and N to K each, under autocast."""
+def test_what_a_model_keeps_under_the_shipped_policy():
+    """Two blocks with a linear from K to N and one from N to K, under autocast."""
 
     def bytes_of(policy):
         stack = nn.Sequential(OrderedDict(blocks=nn.Sequential(*(Mlp(K, N, K, nn.Identity()) for _ in range(2)))))

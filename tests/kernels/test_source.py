@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "fp4graph/kernels/cpp"
 
 
-def test_includes_are_replaced_by_their_files_each_once(tmp_path):
+def test_each_included_file_is_inserted_once(tmp_path):
     (tmp_path / "a.cpp").write_text('#include "b.h"\n#include "c.h"\nint a = b + c;\n')
     (tmp_path / "b.h").write_text('#pragma once\n#include <cmath>\n#include "c.h"\nint b = c;\n')
     (tmp_path / "c.h").write_text("#pragma once\nint c = 1;\n")

@@ -1,5 +1,5 @@
-"""Scales, errors, moments and choices of blocks beside the tensor code, and order statistics beside numpy's sort, bit
-for bit."""
+"""Scales, errors, moments and choices of blocks have the bits of tensor code; order statistics those of numpy's sort;
+means are close to those of rational numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 
 def specs() -> list[Any]:
-    """Every scale format with every rule that it can have and that draws nothing; all but two formats are `long`."""
+    """Return every scale format with each of its rules but stochastic rounding; all but two formats are `long`."""
     rules = [rule for rule in RULES if rule[1] != "stochastic"]
     scales = [
         ScaleSpec(name, rule, convention, ties=ties[0] if ties else None)
@@ -53,12 +53,12 @@ def test_scales_of_any_statistic(spec):
     z[: len(edges)] = edges
     z[-1] = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     for statistic in (z, z.view(100, 500).mT, z[:0]):
-        found = statistics.block_scale(statistic, spec)
-        assert_same_bits(found, scaling.block_scale(statistic, spec.scale, spec.element))
+        expected = scaling.block_scale(statistic, spec.scale, spec.element)
+        assert_same_bits(statistics.block_scale(statistic, spec), expected)
 
 
 def awkward(count: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of every magnitude and both signs, infinities, both zeros and equals among them, no NaN."""
+    """Return numbers of every magnitude and both signs, with equal numbers, both zeros and Inf, without NaN."""
     x = any_floats((count,), seed=count).to(dtype)
     x[::7] = x[0]
     x[1::11] = 0.0
@@ -79,51 +79,47 @@ def test_order_statistics_are_those_of_a_sorted_copy(count, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_share_the_count(dtype):
+def test_order_statistics_by_two_threads(dtype, set_threads):
     x = torch.randn(1_200_000, generator=torch.Generator().manual_seed(0)).to(dtype)  # enough for two threads, twice
-    ordered, before = np.sort(x.double().numpy()), torch.get_num_threads()
-    torch.set_num_threads(2)
+    ordered = np.sort(x.double().numpy())
+    set_threads(2)
     low, high = statistics.order_statistics(x, 12_000)
-    torch.set_num_threads(before)
     assert (low.item(), high.item()) == (ordered[12_000], ordered[-12_001])
 
 
-def test_no_elements_have_no_order():
-    for found in by_both(lambda: statistics.order_statistics(torch.empty(0), 0)):
-        assert found == (-math.inf, math.inf)
+def test_order_statistics_of_no_elements_are_infinite():
+    for bounds in by_both(lambda: statistics.order_statistics(torch.empty(0), 0)):
+        assert bounds == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 130), (1000, 33), (257, 200), (2, 20, 5)], ids=str)
-def test_means_are_those_of_rational_numbers(shape, dtype):
+def test_means_are_close_to_those_of_rational_numbers(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(shape[-1]).sub(70).float()
     x = torch.where(x.abs() < torch.finfo(dtype).max, x, 0.0).to(dtype)
     for transposed, axis in itertools.product((False, True), (-1, -2)):
-        given = x.mT if transposed else x
-        found, expected = by_both(lambda given=given, axis=axis: statistics.mean(given, axis))
-        assert_same_bits(found, expected)
-        lines = given.movedim(axis, -1)
-        for line, mean in zip(lines.reshape(-1, lines.shape[-1]), found.flatten(), strict=True):
+        source = x.mT if transposed else x
+        means, expected = by_both(lambda source=source, axis=axis: statistics.mean(source, axis))
+        assert_same_bits(means, expected)
+        lines = source.movedim(axis, -1)
+        for line, mean in zip(lines.reshape(-1, lines.shape[-1]), means.flatten(), strict=True):
             exact = sum(map(Fraction, line.tolist())) / len(line)
-            largest = line.abs().max().item()
-            assert (
-                abs(Fraction(mean.item()) - exact)
-                <= Fraction(largest) / 2**28 + abs(exact) / 2**24 + Fraction(2) ** -149
-            )
+            bound = Fraction(line.abs().max().item()) / 2**28 + abs(exact) / 2**24 + Fraction(2) ** -149
+            assert abs(Fraction(mean.item()) - exact) <= bound
 
 
 def test_means_of_either_axis_and_of_nothing():
     x = torch.arange(4.0).view(2, 2)
     for axis, due in ((0, [[1, 2]]), (-2, [[1, 2]]), (1, [[0.5], [2.5]]), (-1, [[0.5], [2.5]])):
-        for found in by_both(lambda axis=axis: statistics.mean(x, axis)):
-            assert found.tolist() == due
-    for found in by_both(lambda: statistics.mean(torch.empty(0, 3), 0)):
-        assert found.shape == (1, 3)
-        assert found.isnan().all()
+        for means in by_both(lambda axis=axis: statistics.mean(x, axis)):
+            assert means.tolist() == due
+    for means in by_both(lambda: statistics.mean(torch.empty(0, 3), 0)):
+        assert means.shape == (1, 3)
+        assert means.isnan().all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_means_at_the_ends_of_the_range(threads):
+def test_means_at_the_ends_of_the_range(threads, set_threads):
     largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
     columns = [
         [largest] * 3,
@@ -134,18 +130,16 @@ def test_means_at_the_ends_of_the_range(threads):
         [1, math.nan, 2],
     ]
     x = torch.tensor(columns, dtype=torch.float32).T.repeat(5000, 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found, expected = by_both(lambda: statistics.mean(x, -2))
-    torch.set_num_threads(before)
-    assert_same_bits(found, expected)
-    assert found.tolist()[0][:4] == [largest, 0, smallest, 0]
-    assert found[0, 4:].isnan().all()
+    set_threads(threads)
+    means, expected = by_both(lambda: statistics.mean(x, -2))
+    assert_same_bits(means, expected)
+    assert means.tolist()[0][:4] == [largest, 0, smallest, 0]
+    assert means[0, 4:].isnan().all()
 
 
 def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> tuple[Blocking, Tensor, Tensor, Tensor]:
-    """Return a blocking, values of every magnitude with NaN and Inf among them unless all are one block, statistics and
-    scales."""
+    """Return a blocking, values of every magnitude (with NaN and Inf, unless one block has them all), their statistics
+    and scales."""
     x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
     if x.numel() and spec.block != "tensor":
         x.flatten()[::97] = any_floats((x.flatten()[::97].numel(),))
@@ -180,14 +174,14 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
     found, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
     assert_same_bits(found, expected)
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
-    # Half of the blocks have nearly equal scales, whose errors fp32 cannot tell apart.
+    # Of half of the blocks both scales are nearly equal: fp32 cannot tell their errors apart.
     factors = torch.where(torch.arange(scale.numel()).reshape(scale.shape) % 2 == 0, 1.5, 1 + 2**-22)
     for others, unit in itertools.product((scale, scale * factors, scale / factors), (z, z * 0.3)):
-        found, expected = by_both(
+        less, expected = by_both(
             lambda others=others, unit=unit: measures.errs_less(values, (scale, others), unit, spec, measure, blocking)
         )
-        assert torch.equal(found, expected)
-        assert others is not scale or not found.any()
+        assert torch.equal(less, expected)
+        assert others is not scale or not less.any()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
@@ -206,8 +200,8 @@ def test_moments_of_blocks(transposed):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [16, (16, 16)], ids=str)
-def test_operators_divide_as_they_read(block, dtype, transposed):
-    """Values given as an operand and its divisor are the values divided before, without a read of them."""
+def test_operators_divide_the_operand_as_they_read_it(block, dtype, transposed):
+    """With an operand and its divisor, they give the bits of the divided values, and do not read those."""
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, operand, *_ = parts((130, 70), spec, transposed)
     operand, gamma = operand.to(dtype), torch.tensor([0.37])
@@ -225,8 +219,8 @@ def test_operators_divide_as_they_read(block, dtype, transposed):
     assert_same_bits(measures.quantize_elements(unread, scale, choosing, noise, quotient), expected)
     if block == 16:
         _, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 32))
-        found = measures.group_moments(unread, scale, spec, blocking, 128.0, 32, quotient)
-        for sums, due in zip(found, expected, strict=True):
+        moments = measures.group_moments(unread, scale, spec, blocking, 128.0, 32, quotient)
+        for sums, due in zip(moments, expected, strict=True):
             assert_same_bits(sums, due)
 
 
@@ -240,7 +234,7 @@ def test_operators_divide_as_they_read(block, dtype, transposed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rounding", [("nearest", "even", 24), ("stochastic", "away", 8)], ids=lambda r: r[0])
-def test_elements_that_blocks_choose(elements, block, selector, shape, transposed, rounding):
+def test_blocks_choose_their_element_format(elements, block, selector, shape, transposed, rounding):
     how = dict(zip(("rounding", "ties", "random_bits"), rounding, strict=True))
     spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector, **how)
     blocking, values, _, scale = parts(shape, spec, transposed)
@@ -260,7 +254,7 @@ def test_elements_that_blocks_choose(elements, block, selector, shape, transpose
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-def test_blocks_of_any_layout_choose(shape, block, dim, transposed, rounding):
+def test_blocks_of_any_layout_choose_their_element_format(shape, block, dim, transposed, rounding):
     spec = QuantSpec(["e2m1", "int4"], block, ScaleSpec("e4m3", "nearest_even"), rounding)
     x = torch.rand(*shape[:-2], *reversed(shape[-2:])).mT if transposed and len(shape) > 1 else torch.rand(shape)
     blocking = Blocking(shape, block, dim)
@@ -273,16 +267,16 @@ def test_blocks_of_any_layout_choose(shape, block, dim, transposed, rounding):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("selector", "power"), [("mse", 2), ("mae", 1)])
 def test_choices_between_nearly_equal_errors(selector, power, transposed):
-    """The last bits of errors decide: those of fp32 sums would mislead, and a share of 2^-20 counts as equal."""
+    """The last bits of the errors decide: sums in fp32 would mislead. The test calls errors equal within 2^-20."""
 
     def errors(u):
         integers = round_nearest(u * 7.0 / 6.0, INT4, "even") * 6.0 / 7.0
         return [(q.double() - u.double()).abs().pow(power).sum(1) for q in (round_nearest(u, E2M1, "even"), integers)]
 
-    # The difference of both errors is continuous in one element: bisect where it changes its sign.
+    # The difference of both errors is continuous in the first element: bisect to where it changes its sign.
     low = torch.rand(4096, 16) * 12 - 6
     high = low.clone()
-    low[:, 0], high[:, 0] = 5, 3  # best for INT4, and for E2M1
+    low[:, 0], high[:, 0] = 5, 3  # INT4 has the smaller error for 5, E2M1 for 3
     first, second = errors(low)
     at_high = errors(high)
     apart = (first < second) != (at_high[0] < at_high[1])
@@ -315,7 +309,7 @@ TEXT, OTHER, DRAWS, OTHER_DRAWS = (
     for e in ("e2m1", "int4")
 )
 _x, _values, _scale = torch.randn(6, 70), torch.randn(8, 16), torch.rand(8, 1) + 0.5
-#: Arguments of operators, by their names and a remark.
+#: Arguments of operators, by the operator's name and a remark.
 OPERATORS: dict[str, tuple[Any, ...]] = {
     "block_scale": (_x.abs().view(2, 3, 70), QuantSpec().to_text()),
     "block_scale, transposed": (_x.abs().mT, QuantSpec().to_text()),
@@ -335,5 +329,5 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", OPERATORS)
-def test_operators_keep_their_promises(case):
+def test_operators_are_as_declared(case):
     check_declaration(case.partition(",")[0], OPERATORS[case])

@@ -1,4 +1,4 @@
-"""The environment variable that says which kernels are used."""
+"""The environment variable FP4GRAPH_KERNELS, which selects kernels, and contexts that change its switches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        *((everything, Switches(True, 4096, True)) for everything in (None, "", "1")),
+        *((value, Switches(True, 4096, True)) for value in (None, "", "1")),
         ("0", Switches(False, 0, True)),
         ("none", Switches(False, 0, False)),
         ("quantizers", Switches(True, 0, False)),
@@ -45,7 +45,7 @@ def test_what_a_value_means(value, expected):
         ("products=1,products=2", "products=2"),
     ],
 )
-def test_another_value_is_refused_with_what_is_understood(value, wrong):
+def test_other_values_are_refused_with_a_list_of_valid_values(value, wrong):
     with pytest.raises(Error) as refused:
         read({"FP4GRAPH_KERNELS": value})
     said = str(refused.value)
@@ -68,7 +68,7 @@ def test_another_value_is_refused_with_what_is_understood(value, wrong):
         ({"FP4GRAPH_PRODUCT_LENGTH": "64", "FP4GRAPH_BF16_PRODUCTS": "0"}, "quantizers,products=64"),
     ],
 )
-def test_a_former_variable_is_refused_with_what_to_write_now(environment, now):
+def test_variables_of_former_versions_are_refused_with_the_value_to_write_now(environment, now):
     with pytest.raises(Error) as refused:
         read(environment)
     assert all(name in str(refused.value) for name in environment if name != "FP4GRAPH_KERNELS")
@@ -92,7 +92,9 @@ def test_a_program_ends_at_a_variable_of_a_former_version():
 @pytest.mark.process
 def test_the_command_ends_at_a_misspelt_value_with_one_line():
     command = "from fp4graph.__main__ import main; main()", "check", "tetrajet"
-    done = ended({"FP4GRAPH_KERNELS": "quantisers"}, *command, "--target", "b200")  # plans products, so reads switches
+    done = ended(
+        {"FP4GRAPH_KERNELS": "quantisers"}, *command, "--target", "b200"
+    )  # planning products reads the switches
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("the environment variable FP4GRAPH_KERNELS is 'quantisers'")
@@ -111,8 +113,8 @@ def test_contexts_change_switches_and_restore_them():
     assert switches.current() == Switches()
 
 
-def test_products_have_a_switch_of_their_own(monkeypatch):
-    """CPU tensors stand for operands on a GPU that runs the kernels: the device's kind is patched."""
+def test_products_and_quantizers_have_separate_switches(monkeypatch):
+    """CPU tensors stand in for operands on a GPU that runs the kernels: the kind of their device is patched."""
     monkeypatch.setattr(machine, "available_on_gpu", lambda: True)
     monkeypatch.setattr(operators.target, "kind", lambda device: "cuda")
     left, right = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (2, 8))

@@ -1,4 +1,4 @@
-"""Training gives the same bits with the kernels and without them."""
+"""Training gives the same bits with kernels and without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calls(monkeypatch):
     return made
 
 
-#: Of these nothing is quantized by a kernel: there is nothing to quantize, or blocks choose their element.
+#: Policies under which no kernel quantizes: one quantizes nothing, in the other blocks choose their element format.
 WITHOUT_KERNELS = ("bf16", "if4")
 
 
@@ -54,8 +54,8 @@ def test_every_policy_trains_to_the_same_bits(policy, calls):
 
 
 @pytest.mark.captured
-def test_what_is_requantized_comes_from_bytes(calls):
-    """In both backward GEMMs of two linears in each of three blocks, three times."""
+def test_double_quantization_reads_bytes(calls):
+    """In two GEMMs of two linears in each of three blocks, at each of three steps."""
     train("tetrajet")
     assert calls.count("requantize") == 2 * 2 * 3 * 3
 
